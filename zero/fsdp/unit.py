@@ -1,0 +1,146 @@
+"""One wrapped module's parameters and gradients, and when they are whole.
+
+At rest a unit's parameters are parts, and `param.grad` is this rank's part of the averaged gradient, in the part's
+shape: any optimizer steps parts as it would step parameters. While the module computes, parameters are whole. In its
+backward `param.grad` is autograd's own whole gradient; what was in it before waits in `_resting`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from zero.oss.flat import FlatGroup, Residence
+from zero.sdp.bucket import GradBucket, Phase
+
+
+class Stage(enum.Enum):
+    """What a unit is doing."""
+
+    IDLE = "idle"
+    BACKWARD = "in backward"
+
+
+class Unit:
+    """The parameters that are gathered together for one module."""
+
+    def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup]) -> None:
+        self.name, self.module, self.groups = name, module, groups
+        self.stage = Stage.IDLE
+        self.depth = 0
+        """Forwards of the module that are running: more than one where it calls itself."""
+        self.calls = 0
+        """Forwards whose backward is not yet complete."""
+        self.buckets = [GradBucket(group) for group in groups]
+        self._resting: dict[nn.Parameter, Tensor] = {}
+        self._unreduced: dict[nn.Parameter, Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self.stage.value}, {self.groups})"
+
+    # ------------------------------------------------------------------------------------------ parameters
+
+    @property
+    def whole(self) -> bool:
+        return all(group.residence is Residence.WHOLE for group in self.groups)
+
+    def unshard(self) -> None:
+        """Collective. Makes the parameters whole, if they are not."""
+        launched = [group for group in self.groups if group.residence is Residence.PART]
+        for group in launched:
+            group.launch_gather()
+        for group in launched:
+            group.finish_gather()
+
+    def reshard(self) -> None:
+        """Leaves of the parameters this rank's part."""
+        for group in self.groups:
+            if group.residence is Residence.WHOLE:
+                group.release()
+
+    # ------------------------------------------------------------------------------------------- gradients
+
+    def _trained(self) -> Iterator[tuple[GradBucket, int, nn.Parameter]]:
+        for bucket in self.buckets:
+            for index in bucket.trained:
+                yield bucket, index, bucket.flat.params[index]
+
+    def enter_backward(self) -> None:
+        """Collective. From here on autograd may write whole gradients."""
+        self.unshard()
+        self.stage = Stage.BACKWARD
+        for bucket in self.buckets:
+            bucket.notice_trained()
+        for _, _, param in self._trained():
+            resting, param.grad = param.grad, None
+            unreduced = self._unreduced.pop(param, None)
+            if resting is None:
+                self._resting.pop(param, None)  # cleared by zero_grad since, and with it what was not reduced
+            elif unreduced is not None:
+                param.grad = unreduced
+            else:
+                self._resting[param] = resting
+
+    def launch_reduce(self) -> None:
+        """Collective. Ends the backward: the gradients leave for their owners, the parameters are parts again."""
+        for bucket, index, param in self._trained():
+            if param.grad is not None:
+                bucket.take(index)
+        self._leave_backward()
+        for bucket in self.buckets:
+            if bucket.trained:
+                bucket.launch()
+
+    def finish_reduce(self) -> None:
+        """Waits for this rank's part of the gradients, and adds it to what was there before."""
+        for bucket in self.buckets:
+            if bucket.phase is Phase.REDUCING:
+                params = bucket.flat.params
+
+                def deliver(index: int, gradient: Tensor | None, params: list[nn.Parameter] = params) -> None:
+                    resting = self._resting.pop(params[index], None)
+                    if resting is not None and gradient is not None:
+                        gradient = resting.add_(gradient)
+                    params[index].grad = resting if gradient is None else gradient
+
+                bucket.finish(deliver)
+
+    def keep_gradients(self) -> None:
+        """Ends the backward under no_sync: whole gradients stay here, and `param.grad` shows this rank's share of them."""
+        kept = {param: (bucket, index, param.grad) for bucket, index, param in self._trained() if param.grad is not None}
+        for param in kept:
+            param.grad = None
+        self._leave_backward()
+        for param, (bucket, index, gradient) in kept.items():
+            flat = bucket.flat
+            ordered = flat.in_memory_order(index, gradient)
+            span = flat.spans.get(index)
+            share = ordered[span.start : span.stop] if span else ordered[:0]
+            param.grad = flat.shaped(index, share, span) if span else share.view(flat.part_views[index].shape)
+            self._unreduced[param] = gradient
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients wait here that no_sync kept from their owners."""
+        return bool(self._unreduced)
+
+    def _leave_backward(self) -> None:
+        self.stage = Stage.IDLE
+        self.calls = 0
+        self.reshard()
+
+    def abandon(self) -> None:
+        """Forgets a forward or backward that an exception ended."""
+        if self.stage is Stage.BACKWARD:
+            for _, _, param in self._trained():
+                param.grad = None
+        for bucket in self.buckets:
+            bucket.abandon()
+        self.depth = 0
+        self._leave_backward()
+        for param, resting in self._resting.items():
+            param.grad = resting
+        self._resting.clear()
+        self._unreduced.clear()

@@ -1,0 +1,91 @@
+"""Which modules become units, and which unit each parameter belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Policy = Any
+"""A policy object or function of torch.distributed.fsdp.wrap, or None: see `unit_modules`."""
+
+
+def unit_modules(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
+    """The modules that become units, by name, from the outside in; the root, named "", is always the first.
+
+    policy: `ModuleWrapPolicy`, `CustomPolicy`, `lambda_auto_wrap_policy` and their like are asked as PyTorch asks them.
+    None takes the blocks that a model repeats: the members of an nn.ModuleList that share a class and have submodules
+    of their own. What is in no unit belongs to the unit around it.
+    """
+    if policy is None:
+        chosen = _repeated_blocks(root)
+    elif hasattr(policy, "_run_policy"):
+        chosen = set(policy._run_policy(root, set(), {}))
+    elif callable(policy):
+        chosen = set()
+        _ask(policy, root, chosen)
+    else:
+        raise ValueError(
+            f"auto_wrap_policy is a {type(policy).__name__}. Pass a policy of torch.distributed.fsdp.wrap, such as "
+            "ModuleWrapPolicy({Block}), or None."
+        )
+    chosen.add(root)
+    return {name: module for name, module in root.named_modules() if module in chosen}
+
+
+def params_by_unit(root: nn.Module, units: dict[str, nn.Module]) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """For each unit its parameters with their names: those that lie in no unit further in.
+
+    A parameter that several units contain (tied weights) belongs to the innermost unit around all of them.
+    """
+    homes: dict[nn.Parameter, list[str]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        inside = _units_around(prefix, units)
+        for name, param in module.named_parameters(prefix, recurse=False):
+            names.setdefault(param, name)
+            homes[param] = _common(homes[param], inside) if param in homes else inside
+    owned: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in units}
+    for param, inside in homes.items():
+        owned[inside[-1]].append((names[param], param))
+    return owned
+
+
+def _units_around(prefix: str, units: dict[str, nn.Module]) -> list[str]:
+    """Names of the units that contain the module of this name, from the outside in."""
+    path = [""]
+    for atom in prefix.split(".") if prefix else []:
+        path.append(f"{path[-1]}.{atom}" if path[-1] else atom)
+    return [name for name in path if name in units]
+
+
+def _common(one: list[str], other: list[str]) -> list[str]:
+    return [a for a, b in zip(one, other, strict=False) if a == b]
+
+
+def _repeated_blocks(root: nn.Module) -> set[nn.Module]:
+    blocks: set[nn.Module] = set()
+    for module in root.modules():
+        if isinstance(module, nn.ModuleList):
+            members = [block for block in module if any(True for _ in block.children()) and _has_parameters(block)]
+            for block in members:
+                if sum(type(other) is type(block) for other in members) > 1:
+                    blocks.add(block)
+    return blocks
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _ask(policy: Callable[..., bool], module: nn.Module, chosen: set[nn.Module], *, is_root: bool = True) -> int:
+    """Asks a policy function from the inside out, as PyTorch does; returns the elements that found a unit."""
+    numel = sum(param.numel() for param in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    wrapped = sum(_ask(policy, child, chosen, is_root=False) for child in module.children())
+    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+        chosen.add(module)
+        return numel
+    return wrapped

@@ -1,0 +1,187 @@
+"""One group of parameters in one flat buffer, and where that buffer exists.
+
+    full    flat, layout.numel elements: every parameter, whole. Each rank has room for it while the group is WHOLE.
+    part    flat, this rank's segment of `full`: all that is left while the group is a PART. While the group is
+            WHOLE and owns its part as a view, `part` lies in `full`; otherwise it is a tensor of its own.
+
+The user's nn.Parameter objects stay what they are. Their `.data` points into `full`, or at what `part` holds of them.
+`full` is freed by shrinking its storage and comes back in the same storage, so that views of it that autograd saved
+in forward are valid again in backward.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zero.oss.comm import Comm, Handle
+from zero.oss.layout import ALIGNMENT, Layout, Span
+
+
+class Residence(enum.Enum):
+    """Where a group's parameters are."""
+
+    WHOLE = "whole"
+    GATHERING = "being gathered"
+    PART = "in part"
+
+
+class FlatGroup:
+    """Parameters of one dtype on one device, laid in one buffer and bound to it. Starts WHOLE, with their values.
+
+    params, names: the parameters in the order of the layout, and what errors call them.
+    own_part: keep this rank's segment in a tensor of its own, so that `full` can be freed (stage 3).
+    """
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], names: Sequence[str], layout: Layout, comm: Comm, *, own_part: bool = False
+    ) -> None:
+        self.params, self.names, self.layout, self.comm = list(params), list(names), layout, comm
+        self.residence = Residence.WHOLE
+        self._strides = [dense_stride(param) for param in params]
+        self._shapes = [param.shape for param in params]
+        self._channel = comm.channel(f"the gathering of {names[0]} and {len(names) - 1} more")
+        self._handle: Handle | None = None
+
+        sample = params[0]
+        with torch.no_grad():
+            self.full = torch.zeros(layout.numel, dtype=sample.dtype, device=sample.device)
+            self.whole_views = [
+                self.full.as_strided(shape, stride, offset)
+                for shape, stride, offset in zip(self._shapes, self._strides, layout.offsets, strict=True)
+            ]
+            for param, view in zip(self.params, self.whole_views, strict=True):
+                view.copy_(param)
+            self._bind(self.whole_views)
+            own = self.full[layout.segment(comm.rank)]
+            self.part = own.clone() if own_part else own
+        self._own_part = own_part
+        self.spans = {span.index: span for span in layout.spans(comm.rank)}
+        self.part_views = [self._part_view(index) for index in range(len(self.params))]
+
+    def __repr__(self) -> str:
+        return f"FlatGroup({len(self.params)} parameters, {self.full.dtype}, {self.residence.value}, {self.layout.world} ranks)"
+
+    # ---------------------------------------------------------------------------------------- geometry
+
+    def in_memory_order(self, index: int, tensor: Tensor) -> Tensor:
+        """A tensor of the shape of parameter `index`, flat, its elements ordered as the layout counts them."""
+        stride = self._strides[index]
+        if tensor.stride() != stride:
+            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    def shaped(self, index: int, flat: Tensor, span: Span) -> Tensor:
+        """The other way round for a flat tensor of `span`'s elements: in the shape that this rank's part has."""
+        if span.numel == self.layout.numels[index]:
+            return flat.as_strided(self._shapes[index], self._strides[index], flat.storage_offset())
+        return flat.view(part_shape(self._shapes[index], span.numel))
+
+    def whole_shape(self, index: int) -> tuple[torch.Size, tuple[int, ...]]:
+        """Shape and stride of parameter `index` when whole."""
+        return self._shapes[index], self._strides[index]
+
+    def _part_view(self, index: int) -> Tensor:
+        span = self.spans.get(index)
+        if span is None:
+            return self.part[:0].view(part_shape(self._shapes[index], 0))
+        return self.shaped(index, self.part[span.offset : span.offset + span.numel], span)
+
+    # --------------------------------------------------------------------------------------- residence
+
+    def launch_gather(self) -> None:
+        """Collective. Starts to bring every other rank's segment into `full`."""
+        assert self._handle is None, "a gather is in flight already"
+        if self._own_part:
+            assert self.residence is Residence.PART
+            self.full.untyped_storage().resize_(self.full.nbytes)
+            with torch.no_grad():
+                self.full[self.layout.segment(self.comm.rank)].copy_(self.part)
+            self.residence = Residence.GATHERING
+        self._handle = self.comm.gather(self.full, self.layout.bounds, self._channel)
+
+    def finish_gather(self) -> None:
+        """Waits for the gather that is in flight; the parameters are whole afterwards."""
+        assert self._handle is not None, "no gather is in flight"
+        handle, self._handle = self._handle, None
+        handle.wait()
+        if self._own_part:
+            self._bind(self.whole_views)
+        self.residence = Residence.WHOLE
+
+    @property
+    def gathering(self) -> bool:
+        return self._handle is not None
+
+    def release(self) -> None:
+        """Frees `full`; what is left is this rank's part. Values written while whole are lost: see `keep`."""
+        assert self._own_part and self._handle is None
+        self._bind(self.part_views)
+        self.full.untyped_storage().resize_(0)
+        self.residence = Residence.PART
+
+    def keep(self) -> None:
+        """Takes over into the part what was written into the whole parameters."""
+        assert self.residence is Residence.WHOLE
+        if self._own_part:
+            with torch.no_grad():
+                self.part.copy_(self.full[self.layout.segment(self.comm.rank)])
+
+    def _bind(self, views: Sequence[Tensor]) -> None:
+        for param, view in zip(self.params, views, strict=True):
+            param.data = view
+
+    def stray(self) -> str | None:
+        """The name of a parameter whose data no longer lies where this group put it, if there is one."""
+        views = self.part_views if self.residence is Residence.PART else self.whole_views
+        for param, view, name in zip(self.params, views, self.names, strict=True):
+            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
+                return name
+        return None
+
+
+def alignment(dtype: torch.dtype) -> int:
+    """Elements in 64 bytes, at least one."""
+    return max(ALIGNMENT // dtype.itemsize, 1)
+
+
+def part_shape(shape: torch.Size, numel: int) -> tuple[int, ...]:
+    """Of `numel` elements out of a parameter: as many dimensions as the parameter has, all but the first of length 1.
+
+    So `param.dim()`, by which scripts choose which parameters decay, says the same before and after sharding.
+    """
+    return (numel, *(1 for _ in shape[1:]))
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that keep a tensor's order in memory where it fills its memory (channels_last, transposed)."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def alike(params: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Indices of the parameters that can share a flat group: same dtype, device, and trained or not."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    for index, param in enumerate(params):
+        kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
+    return list(kinds.values())
+
+
+def unusable(param: object, name: str) -> str | None:
+    """Why a parameter cannot be sharded, in words for the user; None if it can."""
+    if not isinstance(param, Tensor):
+        return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
+    if param.grad_fn is not None or not (param.is_leaf):
+        return f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself."
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(param):
+        return (
+            f"{name} is a {type(param).__name__}, which wraps other tensors (DTensor, quantised). zero shards plain "
+            "parameters: undo the other library's sharding or quantisation first."
+        )
+    if param.layout != torch.strided:
+        return f"{name} has layout {param.layout}. zero shards dense parameters: call .to_dense() on it first."
+    if param.is_meta:
+        return f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
+    return None

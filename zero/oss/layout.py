@@ -1,0 +1,159 @@
+"""Geometry: where the elements of a group of parameters lie, and which rank owns which of them.
+
+A layout is arithmetic over sizes. It holds no tensor and sends nothing, so it is the same on every rank, can be
+computed for worlds that do not exist, and is tested without starting a rank.
+
+    parameters     | weight 0              |pad| bias 0 |pad| weight 1                    |pad|
+    offsets        0                           o1           o2                                numel
+    even cut       |    segment of rank 0      |    segment of rank 1     |  segment of rank 2 |     equal lengths
+    whole cut      |      rank 0           ----|            |         rank 2                   |     (rank 1: nothing)
+    spans(1)                                   [ bias 0    ][ weight 1, from its start ]
+
+A parameter's elements are counted in the order in which they lie in memory. Every parameter starts on a multiple of
+`align` elements (64 bytes): vector loads stay aligned, and fused optimizers, which may differ in the last bit where a
+cut is not a multiple of the vector width, give the same bits on a part as on the whole.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 64
+"""Bytes. Parameters start, and by default are cut, on multiples of this."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one segment holds of one parameter: its elements [start, stop), at `offset` in the segment."""
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets of parameters in one flat buffer, and the buffer's cut into one segment a rank. All in elements.
+
+    numels: elements of each parameter.
+    offsets: where each parameter starts in the buffer.
+    bounds: world + 1 positions; rank r owns [bounds[r], bounds[r + 1]).
+    """
+
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def world(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def numel(self) -> int:
+        return self.bounds[-1]
+
+    def segment(self, rank: int) -> slice:
+        return slice(self.bounds[rank], self.bounds[rank + 1])
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """What lies in the segment of `rank`, in the order of the buffer; padding left out.
+
+        A parameter without elements belongs to exactly one rank all the same, so that its optimizer state exists once.
+        """
+        low, high = self.bounds[rank], self.bounds[rank + 1]
+        spans = []
+        for index in range(max(bisect_right(self.offsets, low) - 1, 0), len(self.offsets)):
+            offset, numel = self.offsets[index], self.numels[index]
+            if offset > high or (offset == high and numel):
+                break
+            start, stop = max(low - offset, 0), min(high - offset, numel)
+            if start < stop or (numel == 0 and self._owner_of(offset) == rank):
+                spans.append(Span(index, start, stop, offset + start - low))
+        return tuple(spans)
+
+    def _owner_of(self, position: int) -> int:
+        return min(bisect_right(self.bounds, position) - 1, self.world - 1)
+
+
+def even(numels: Sequence[int], world: int, *, align: int, granularity: int | None = None) -> Layout:
+    """Cuts the buffer into segments of equal length; a boundary may fall inside a parameter.
+
+    With a `granularity`, parameters are cut only at multiples of that many elements from their start, and the
+    segments are as equal as this allows. Without one, cuts fall on multiples of `align` and are exactly equal.
+    """
+    offsets, end = _place(numels, align)
+    if granularity is None or align % granularity == 0:
+        length = _round_up(end, align * world) // world
+        return Layout(tuple(numels), offsets, tuple(rank * length for rank in range(world + 1)))
+    bounds = [0]
+    for rank in range(1, world):
+        target = end * rank // world
+        index = max(bisect_right(offsets, target) - 1, 0)
+        start = offsets[index] if offsets else 0
+        stop = offsets[index + 1] if index + 1 < len(offsets) else end
+        cut = start + (target - start + granularity // 2) // granularity * granularity
+        if cut - start >= (numels[index] if offsets else 0):
+            cut = stop
+        bounds.append(max(cut, bounds[-1]))
+    return Layout(tuple(numels), offsets, (*bounds, end))
+
+
+def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: int) -> Layout:
+    """Cuts the buffer between parameters only: parameter i lies in the segment of owners[i], which must not decrease."""
+    assert all(a <= b for a, b in zip(owners, owners[1:], strict=False)), "parameters must come in the order of owners"
+    offsets, end = _place(numels, align)
+    bounds = [0]
+    for rank in range(1, world):
+        first = next((i for i, owner in enumerate(owners) if owner >= rank), None)
+        bounds.append(end if first is None else offsets[first])
+    return Layout(tuple(numels), offsets, (*bounds, end))
+
+
+def assign(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """An owner for each parameter, so that the loads come out as equal as whole parameters allow.
+
+    Longest processing time first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969): the largest
+    parameter goes to the rank with the least so far, in whatever order the parameters arrived. `loads` is what each
+    rank owns already.
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, rank = heap[0]
+        owners[index] = rank
+        heapq.heapreplace(heap, (load + sizes[index], rank))
+    return owners
+
+
+def runs(sizes: Sequence[int], limit: int) -> list[range]:
+    """Consecutive indices put together as long as their sizes add up to at most `limit`; one at least."""
+    result, first, total = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and total + size > limit:
+            result.append(range(first, index))
+            first, total = index, 0
+        total += size
+    if first < len(sizes):
+        result.append(range(first, len(sizes)))
+    return result
+
+
+def _place(numels: Sequence[int], align: int) -> tuple[tuple[int, ...], int]:
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(end)
+        end += _round_up(numel, align)
+    return tuple(offsets), end
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

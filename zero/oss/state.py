@@ -1,0 +1,207 @@
+"""Optimizer state: this rank's parts, and the whole in the plain optimizer's format.
+
+Of a parameter that is cut, an entry of the state that has the shape of the part is a part of a whole tensor of the
+parameter's shape; any other (a step count, a scalar) is the same for all parts. Of a parameter that lies whole with
+one rank, every entry is taken as it is.
+
+    whole   {"state": {number of the parameter: {key: whole tensor or value}}, "param_groups": [... "params": [numbers]]}
+    part    the same with this rank's parts for tensors; "zero_part" says of which layout, so that it is not mistaken
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.oss.flat import FlatGroup, part_shape
+from zero.oss.layout import Span
+
+if TYPE_CHECKING:
+    from zero.oss.optimizer import OSS
+
+_PART = "zero_part"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one rank owns of one parameter."""
+
+    number: int
+    flat: FlatGroup
+    index: int
+    owner: int
+    span: Span
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self.flat.params[self.index]
+
+    @property
+    def cut(self) -> bool:
+        return self.span.numel < self.flat.layout.numels[self.index]
+
+    def is_part(self, shape: tuple[int, ...]) -> bool:
+        return self.cut and shape == part_shape(self.flat.whole_shape(self.index)[0], self.span.numel)
+
+    def slot(self, whole: Tensor) -> Tensor:
+        """Where this piece lies in a whole tensor of the parameter's shape, flat, in the order of the layout."""
+        return self.flat.in_memory_order(self.index, whole)[self.span.start : self.span.stop]
+
+
+def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
+    """Collective. The whole state on rank `to` of the group (None: on every rank), None elsewhere.
+
+    Parts travel straight into their place in the whole tensors; a rank that only sends needs no memory for it.
+    Raises ValueError where `to` is no rank of the group.
+    """
+    comm = optimizer.comm
+    if to is not None and not 0 <= to < comm.world:
+        raise ValueError(f"to={to} is no rank of the group of {comm.world}: choose 0 to {comm.world - 1}, or None for all.")
+    told = [json.loads(text) for text in comm.all_gather_text(json.dumps(_describe(optimizer)))]
+    recipient = to is None or to == comm.rank
+    whole: dict[int, dict[str, Any]] = {}
+    transfers: list[tuple[int, Tensor | None]] = []
+    for piece in _pieces(optimizer):
+        state = whole.setdefault(piece.number, {})
+        for key, entry in told[piece.owner].get(str(piece.number), {}).items():
+            is_part = "shape" in entry and piece.is_part(tuple(entry["shape"]))
+            if key in state and not is_part:
+                continue  # the same for all parts of this parameter, and taken from the first
+            if key not in state:
+                state[key] = _room(entry, piece, is_part) if recipient else None
+            if "shape" not in entry:
+                continue
+            tensor = (piece.slot(state[key]) if is_part else state[key].view(-1)) if recipient else None
+            if piece.owner == comm.rank:
+                source = optimizer.optim.state[optimizer.part(piece.param)][key].detach().contiguous().view(-1)
+                tensor = source if tensor is None else tensor.copy_(source)
+            transfers.append((piece.owner, tensor))
+    comm.collect(transfers, to)
+    if not recipient:
+        return None
+    return {"state": {number: state for number, state in sorted(whole.items()) if state}, "param_groups": _groups(optimizer)}
+
+
+def part_of(optimizer: OSS) -> dict[str, Any]:
+    """This rank's part, without communication."""
+    state = {
+        piece.number: dict(optimizer.optim.state[optimizer.part(piece.param)])
+        for piece in _pieces(optimizer, optimizer.comm.rank)
+        if optimizer.part(piece.param) in optimizer.optim.state
+    }
+    return {"state": state, "param_groups": _groups(optimizer), _PART: _fingerprint(optimizer)}
+
+
+def load(optimizer: OSS, state_dict: dict[str, Any]) -> None:
+    """Takes a whole state or this rank's own part. Raises ValueError, and changes nothing, where it does not fit."""
+    groups = state_dict["param_groups"]
+    found = [len(group["params"]) for group in groups]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if found != expected:
+        raise ValueError(
+            f"the state has parameter groups of {found} parameters, the optimizer has {expected}. "
+            "Build OSS from the same parameters, in the same groups, as the optimizer that was saved."
+        )
+    is_part = _PART in state_dict
+    if is_part and state_dict[_PART] != _fingerprint(optimizer):
+        raise ValueError(
+            f"the state is one rank's part ({state_dict[_PART]}), but this is {_fingerprint(optimizer)}. "
+            "Call consolidate_state_dict() before state_dict() to save what loads anywhere."
+        )
+    numbers = [number for group in groups for number in group["params"]]
+    taken: dict[nn.Parameter, dict[str, Any]] = {}
+    for piece in _pieces(optimizer, optimizer.comm.rank):
+        state = state_dict["state"].get(numbers[piece.number])
+        if state is not None:
+            taken[optimizer.part(piece.param)] = {
+                key: _fitting(value, piece, is_part, key) for key, value in state.items()
+            }
+    _hand_over(optimizer, taken, groups)
+
+
+def _hand_over(optimizer: OSS, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Through the inner optimizer's own `load_state_dict`, which knows what dtype and device each entry needs."""
+    inner = optimizer.optim
+    parts = [part for group in inner.param_groups for part in group["params"]]
+    position = {part: number for number, part in enumerate(parts)}
+    options = [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+    inner.load_state_dict(
+        {
+            "state": {position[part]: state for part, state in taken.items()},
+            "param_groups": [
+                {**option, "params": [position[part] for part in group["params"]]}
+                for option, group in zip(options, inner.param_groups, strict=True)
+            ],
+        }
+    )
+    for option, group in zip(options, optimizer.param_groups, strict=True):
+        group.update(option)
+
+
+def _fitting(value: Any, piece: _Piece, is_part: bool, key: str) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    shape = piece.flat.whole_shape(piece.index)[0]
+    if is_part or not piece.cut or value.dim() == 0:
+        return value.clone()
+    if value.shape != shape:
+        raise ValueError(
+            f"the state of {piece.flat.names[piece.index]} has {key!r} of shape {list(value.shape)}, but the parameter has "
+            f"{list(shape)} and is cut between ranks. Load it with partition='whole', or into the same model."
+        )
+    return piece.slot(value).clone().view(piece.flat.part_views[piece.index].shape)
+
+
+def _pieces(optimizer: OSS, rank: int | None = None) -> Iterator[_Piece]:
+    """What each rank owns (or `rank` alone), in an order that is the same on all ranks."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    numbers = {param: number for number, param in enumerate(params)}
+    for flat in optimizer.flat_groups:
+        for owner in range(flat.layout.world) if rank is None else [rank]:
+            for span in flat.layout.spans(owner):
+                yield _Piece(numbers[flat.params[span.index]], flat, span.index, owner, span)
+
+
+def _describe(optimizer: OSS) -> dict[int, dict[str, Any]]:
+    """What this rank has: of each tensor its shape and dtype, of everything small the value itself."""
+    told: dict[int, dict[str, Any]] = {}
+    for piece in _pieces(optimizer, optimizer.comm.rank):
+        for key, value in optimizer.optim.state.get(optimizer.part(piece.param), {}).items():
+            entry: dict[str, Any] = {"value": value}
+            if isinstance(value, Tensor):
+                entry = {"dtype": str(value.dtype).removeprefix("torch."), "device": value.device.type}
+                entry |= {"shape": list(value.shape)} if value.dim() else {"value": value.item()}
+            told.setdefault(piece.number, {})[key] = entry
+    return told
+
+
+def _room(entry: dict[str, Any], piece: _Piece, is_part: bool) -> Any:
+    """The entry itself if it is small, or the tensor that its parts are to be received in."""
+    if "dtype" not in entry:
+        return entry["value"]
+    dtype = getattr(torch, entry["dtype"])
+    if "value" in entry:
+        return torch.tensor(entry["value"], dtype=dtype, device=entry["device"])
+    if is_part:
+        shape, stride = piece.flat.whole_shape(piece.index)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=piece.param.device)
+    return torch.empty(entry["shape"], dtype=dtype, device=piece.param.device)
+
+
+def _groups(optimizer: OSS) -> list[dict[str, Any]]:
+    first, groups = 0, []
+    for group in optimizer.param_groups:
+        numbers = list(range(first, first + len(group["params"])))
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
+        first += len(numbers)
+    return groups
+
+
+def _fingerprint(optimizer: OSS) -> str:
+    bounds = [list(flat.layout.bounds) for flat in optimizer.flat_groups]
+    return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, segments {bounds}"

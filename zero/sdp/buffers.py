@@ -1,0 +1,28 @@
+"""Buffers, such as BatchNorm's statistics: those of the first rank count, as with DistributedDataParallel."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zero.oss.comm import Comm
+
+
+class BufferSync:
+    """Broadcasts a module's buffers from rank 0 of the group before a forward.
+
+    Like DistributedDataParallel, before each forward that follows one which will be reduced, and before the first:
+    forwards under `no_sync` and `no_grad` leave the buffers of the next forward alone.
+    """
+
+    def __init__(self, module: nn.Module, comm: Comm) -> None:
+        self._module, self._comm = module, comm
+        self._due = True
+
+    def before_forward(self) -> None:
+        """Collective."""
+        if self._due:
+            self._comm.broadcast([buffer for buffer in self._module.buffers() if buffer.numel()])
+
+    def after_forward(self, *, reduced: bool) -> None:
+        self._due = reduced and torch.is_grad_enabled()

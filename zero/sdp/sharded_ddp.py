@@ -1,0 +1,272 @@
+"""Stage 2: gradients, too, live only with their owner.
+
+A backward, on every rank:
+    a gradient is ready    its bucket takes it over; `param.grad` is None again
+    a bucket is complete   it is sent to the owners while backward goes on; the bucket before it is waited for
+    backward ends          what is incomplete is sent with zeros, everything is waited for, parts are with their owners
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from zero.oss.comm import Comm
+from zero.oss.optimizer import OSS
+from zero.sdp.bucket import GradBucket, Phase
+from zero.sdp.buffers import BufferSync
+from zero.sdp.tensors import tensors_in
+
+
+class ShardedDDP(nn.Module):
+    """Data parallelism in which each gradient is reduced to its owner and freed elsewhere (ZeRO stage 2; Rajbhandari
+    et al., 2020, section 5.2).
+
+        optimizer = OSS(model.parameters(), optim=torch.optim.Adam, lr=1e-3)
+        model = ShardedDDP(model, optimizer)
+
+    After backward `param.grad` is None on every rank; the averaged gradient of what this rank owns is with the
+    optimizer (`optimizer.part(param).grad`), whose `step` and `zero_grad` are called as ever.
+
+    module: its forward is called by this one's; its attributes can be read through this one.
+    sharded_optimizer: the OSS, or several, that together hold every trained parameter of the module.
+    process_group: as given to OSS, which is the default.
+    broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
+    sync_models_at_startup: parameters and buffers start as those of rank 0.
+
+    Collective: the constructor, forward (if there are buffers), backward.
+    Raises ValueError, on every rank, where the module and the optimizer do not belong together or ranks differ.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded_optimizer: OSS | Sequence[OSS],
+        process_group: torch.distributed.ProcessGroup | None = None,
+        *,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, OSS) else list(sharded_optimizer)
+        self._comm = Comm(process_group) if process_group is not None or not self._optimizers else self._optimizers[0].comm
+        names = {param: name for name, param in module.named_parameters()}
+        self._comm.compare("the models given to ShardedDDP", describe(module), self._misfit(names))
+        if sync_models_at_startup:
+            self._comm.broadcast([*module.parameters(), *module.buffers()])
+        self._buffers_in_step = BufferSync(module, self._comm) if broadcast_buffers else None
+        for optimizer in self._optimizers:
+            optimizer.expect_gradients_in_parts()
+            optimizer.rename(names)
+        owners = {flat: optimizer for optimizer in self._optimizers for flat in optimizer.flat_groups}
+        self._reducer = Reducer({GradBucket(flat): optimizer for flat, optimizer in owners.items()}, self._comm)
+
+    def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
+        """What is wrong between module, optimizers and group, in words for the user."""
+        if not self._optimizers:
+            return "ShardedDDP was given no optimizer. Pass the zero.OSS that steps the module's parameters."
+        for optimizer in self._optimizers:
+            if not isinstance(optimizer, OSS):
+                return (
+                    f"ShardedDDP was given a {type(optimizer).__name__}. It needs the zero.OSS that shards the state: "
+                    "zero.OSS(model.parameters(), optim=..., ...)."
+                )
+            if optimizer.comm.group is not self._comm.group:
+                return "ShardedDDP and its optimizers were given different process groups. Pass the same one to both."
+            if optimizer.gradients_arrive_in_parts:
+                return "this OSS already belongs to another ShardedDDP. Build one OSS for each."
+            strangers = [name for flat in optimizer.flat_groups for name, param in zip(flat.names, flat.params, strict=True) if param not in names]
+            if strangers:
+                return (
+                    f"the optimizer has {len(strangers)} parameters that are not in the module, such as {strangers[0]}. "
+                    "Build OSS from the parameters of the same module object that is wrapped."
+                )
+        held = {param for optimizer in self._optimizers for flat in optimizer.flat_groups for param in flat.params}
+        missing = [name for param, name in names.items() if param.requires_grad and param not in held]
+        if missing:
+            return (
+                f"{len(missing)} trained parameters are in no optimizer, such as {missing[0]!r}: nobody would average their "
+                "gradients. Add them to OSS, or freeze them with requires_grad_(False)."
+            )
+        return None
+
+    # --------------------------------------------------------------------------------------------- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward. Collective where the module has buffers."""
+        self._reducer.before_forward()
+        if self._buffers_in_step is not None:
+            self._buffers_in_step.before_forward()
+        output = self.module(*args, **kwargs)
+        if self._buffers_in_step is not None:
+            self._buffers_in_step.after_forward(reduced=self._reducer.active)
+        if torch.is_grad_enabled():
+            self._reducer.after_forward(output)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here leave whole gradients in `param.grad` on every rank, to be added to by later ones.
+
+        The first backward outside sends them along. Forward and backward both belong in here.
+        """
+        before, self._reducer.active = self._reducer.active, False
+        try:
+            yield
+        finally:
+            self._reducer.active = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients everywhere: the parameters' and the optimizers' parts."""
+        super().zero_grad(set_to_none)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    # ------------------------------------------------------------------------------------------ the module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, under the module's own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """The module's own. Raises ValueError for assign=True, which would leave the optimizer with other tensors."""
+        if assign:
+            raise ValueError("assign=True replaces the parameters that the optimizer holds. Load with assign=False.")
+        return self.module.load_state_dict(state_dict, strict)
+
+
+class Reducer:
+    """Drives the buckets through a backward.
+
+    `active`: whether gradients are reduced now, or left where they are (no_sync).
+    """
+
+    def __init__(self, buckets: dict[GradBucket, OSS], comm: Comm) -> None:
+        self.active = True
+        self._buckets = list(buckets)
+        self._deliver = [_delivery(bucket, optimizer) for bucket, optimizer in buckets.items()]
+        self._comm = comm
+        self._ordered = comm.ordered(self._buckets[0].flat.full)
+        self._channel = comm.channel("the backward of ShardedDDP")
+        self._hooked: set[nn.Parameter] = set()
+        self._in_backward = False
+        self._launched: set[int] = set()
+        self._in_flight: list[int] = []
+        self._hook_trained()
+
+    def before_forward(self) -> None:
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._abandon()
+        if not self._in_backward:
+            self._hook_trained()
+
+    def after_forward(self, output: Any) -> None:
+        """Backward begins at the outputs: from there its end can be awaited, also where it is entered anew within."""
+        if self.active:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+
+    def _hook_trained(self) -> None:
+        for number, bucket in enumerate(self._buckets):
+            bucket.notice_trained()
+            for index in bucket.trained:
+                param = bucket.flat.params[index]
+                if param not in self._hooked:
+                    self._hooked.add(param)
+                    param.register_post_accumulate_grad_hook(self._arrival(number, index))
+
+    def _arrival(self, number: int, index: int) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            if self.active:
+                self._begin()
+                bucket = self._buckets[number]
+                bucket.take(index)
+                if self._in_flight and bucket.taken_bytes * self._comm.world > 2 * bucket.flat.full.nbytes:
+                    self._finish_first()
+                if bucket.complete:
+                    self._launch_complete(number)
+
+        return arrived
+
+    def _begin(self, _: Tensor | None = None) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def _launch_complete(self, number: int) -> None:
+        """Launches the bucket, or, where launches need an order, all that are complete up to the first that is not."""
+        if not self._ordered:
+            self._launch(number)
+            return
+        while len(self._launched) < len(self._buckets) and self._buckets[len(self._launched)].complete:
+            self._launch(len(self._launched))
+
+    def _launch(self, number: int) -> None:
+        while self._in_flight:
+            self._finish_first()
+        self._launched.add(number)
+        if self._buckets[number].trained:
+            self._buckets[number].launch()
+            self._in_flight.append(number)
+
+    def _finish_first(self) -> None:
+        number = self._in_flight.pop(0)
+        self._buckets[number].finish(self._deliver[number])
+
+    def _finish(self) -> None:
+        """At the end of backward, on every rank, whatever it used."""
+        for number, bucket in enumerate(self._buckets):
+            if number not in self._launched:
+                bucket.take_leftovers()
+                self._launch(number)
+        self._comm.agree(self._channel)
+        while self._in_flight:
+            self._finish_first()
+        self._launched.clear()
+        self._in_backward = False
+
+    def _abandon(self) -> None:
+        """An exception ended the last backward before its end."""
+        for bucket in self._buckets:
+            bucket.abandon()
+        self._launched.clear()
+        self._in_flight.clear()
+        self._in_backward = False
+
+
+def describe(module: nn.Module) -> list[str]:
+    """What must be the same on every rank: names, types and shapes of parameters and buffers."""
+    return [
+        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind(tensor)}"
+        for tensors, kind in (
+            (module.named_parameters(), lambda param: "trained" if param.requires_grad else "frozen"),
+            (module.named_buffers(), lambda _: "buffer"),
+        )
+        for name, tensor in tensors
+    ]
+
+
+def _delivery(bucket: GradBucket, optimizer: OSS) -> Callable[[int, Tensor | None], None]:
+    """Puts a part's gradient where the optimizer takes it, or adds it to what is there."""
+
+    def deliver(index: int, gradient: Tensor | None) -> None:
+        part = optimizer.part(bucket.flat.params[index])
+        if part.grad is None:
+            part.grad = gradient
+        elif gradient is not None:
+            part.grad += gradient
+
+    return deliver

@@ -1,0 +1,70 @@
+"""The stages by number, and whole weights at each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zero.fsdp import FSDP
+from zero.oss import OSS
+from zero.oss.comm import Comm
+from zero.oss.partition import Partition, cut_for, partition_problem
+from zero.sdp import ShardedDDP
+
+
+def setup(
+    model: nn.Module,
+    optim: Callable[..., Optimizer],
+    *,
+    stage: int,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    partition: Partition = "auto",
+    auto_wrap_policy: Any = None,
+    **defaults: Any,
+) -> tuple[nn.Module, Optimizer]:
+    """Collective. The model and its optimizer at a stage; the numbers that they train to are the same at each.
+
+    stage: what is kept in parts: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also
+        parameters.
+    optim, defaults: the optimizer's class and arguments.
+    partition, auto_wrap_policy: as of OSS and FSDP.
+
+    Without torch.distributed, stages 0 and 1 return the model as it is. Raises ValueError for an unknown stage.
+    """
+    comm = Comm(process_group)
+    problem = None
+    if stage not in (0, 1, 2, 3):
+        problem = f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
+    problem = problem or partition_problem(partition, optim if stage else None)
+    comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
+    if stage == 3:
+        cut = cut_for(partition, optim)
+        sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut)
+        return sharded, optim(sharded.parameters(), **defaults)
+    if stage == 2:
+        sharding = OSS(model.named_parameters(), optim, process_group, partition=partition, **defaults)
+        return ShardedDDP(model, sharding, process_group), sharding
+    wrapped = model if comm.group is None else DistributedDataParallel(model, process_group=process_group)
+    if stage == 1:
+        return wrapped, OSS(model.named_parameters(), optim, process_group, partition=partition, **defaults)
+    return wrapped, optim(model.parameters(), **defaults)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Collective. The whole weights on every rank, as copies, under the module's own names, whatever wraps it.
+
+    Of FSDP, ShardedDDP, DistributedDataParallel and plain modules. Tied parameters share one copy.
+    """
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    copies: dict[Tensor, Tensor] = {}
+    weights: dict[str, Any] = {}
+    for name, value in inner.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            copies.setdefault(value, value.detach() if isinstance(inner, FSDP) else value.detach().clone())
+        weights[name] = copies[value] if isinstance(value, Tensor) else value
+    return weights
