@@ -32,8 +32,8 @@ class FSDP(nn.Module):
 
     module: stays usable as it is; its attributes can be read through this one.
     process_group: by default all ranks. Without torch.distributed, this process alone.
-    auto_wrap_policy: which modules become units: a policy of torch.distributed.fsdp.wrap. By default the blocks that the
-        model repeats in an nn.ModuleList.
+    auto_wrap_policy: which modules become units: a policy of torch.distributed.fsdp.wrap. By default the blocks that
+        the model repeats in an nn.ModuleList.
     partition: "even" (also "auto") cuts inside parameters, for optimizers that treat each element by itself; "whole"
         keeps each parameter with one rank.
     reshard_after_forward: False keeps the parameters from forward to backward: less to send, more memory.

@@ -1,8 +1,8 @@
 """When units are gathered, released and reduced, and what is waited for.
 
-    forward of a unit     gather, compute, release (the root and units that are to be kept: stay)
-    backward of a unit    gather, compute, release and send gradients, wait for those of the unit before
-    end of backward       what is left is released and sent, everything is waited for
+forward of a unit     gather, compute, release (the root and units that are to be kept: stay)
+backward of a unit    gather, compute, release and send gradients, wait for those of the unit before
+end of backward       what is left is released and sent, everything is waited for
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
-from zero.sdp.tensors import map_tensors, tensors_in
+from zero.sdp.tensors import at_end_of_backward, in_a_backward, map_tensors, tensors_in
 
 
 class Schedule:
@@ -43,7 +42,7 @@ class Schedule:
         def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if unit.stage is Stage.BACKWARD:
                 return None  # activation checkpointing computes the forward again, and backward has gathered the unit
-            if self._in_backward and torch._C._current_graph_task_id() == -1:
+            if self._in_backward and not in_a_backward():
                 self.abandon()
             unit.unshard()
             unit.depth += 1
@@ -104,7 +103,7 @@ class Schedule:
         def pre_backward(_: Tensor) -> None:
             if not self._in_backward:
                 self._in_backward = True
-                Variable._execution_engine.queue_callback(self._finish)
+                at_end_of_backward(self._finish)
             if unit.stage is Stage.IDLE:
                 unit.enter_backward()
 

@@ -108,8 +108,10 @@ class Unit:
                 bucket.finish(deliver)
 
     def keep_gradients(self) -> None:
-        """Ends the backward under no_sync: whole gradients stay here, and `param.grad` shows this rank's share of them."""
-        kept = {param: (bucket, index, param.grad) for bucket, index, param in self._trained() if param.grad is not None}
+        """Ends a backward under no_sync: whole gradients stay here; `param.grad` shows this rank's share of them."""
+        kept = {
+            param: (bucket, index, param.grad) for bucket, index, param in self._trained() if param.grad is not None
+        }
         for param in kept:
             param.grad = None
         self._leave_backward()

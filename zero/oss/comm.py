@@ -1,24 +1,25 @@
 """Everything that ranks say to one another. No other file of this package calls torch.distributed to send.
 
 Two operations carry the three stages: `gather` (every segment reaches every rank from its owner) and `reduce` (every
-segment, summed over the ranks, reaches its owner). How each maps to messages is decided here, per backend:
+segment, summed over the ranks, reaches its owner). How they map to collectives is decided here:
 
-- Gloo on CPU tensors: one message from each rank to each other. Segments travel from where they lie to where they
-  belong, with no copy on either side, and messages carry a tag, so that operations need no common order. Measured on
-  two cores (4M float32; CPU ms of a rank at 2 and 4 ranks): gather 2.6, 4.0 against `broadcast` 3.3, 4.8 and
-  `all_gather_into_tensor` 4.5, 6.7; reduce 3.8, 5.7 against `reduce` 6.1, 8.5 and `all_to_all_single` 4.6, 5.7.
-- any other backend: the single-tensor collectives where segments are equal, broadcasts and all-to-all where not.
+- gather: a broadcast a segment; where segments are equal and the backend is not Gloo, the single-tensor all-gather.
+- reduce: all-to-all, from where the gradients were written, then a sum in rank order at the owner, which does not
+  depend on timing, and adds up in float32 what travelled with 16 bits.
 
-Sums are taken in rank order at the owner, so they do not depend on timing.
+CPU ms of a rank on two cores over Gloo, 4M float32 at 2 and 4 ranks: a broadcast a segment 3.8, 4.2, all-gather 6.3,
+6.4; all-to-all and sum 4.2, 5.6, a reduce a segment 8.7, 7.3, reduce-scatter 12.9, 12.0. Plain messages from each rank
+to each other took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's tick (4 ms, half of it spinning)
+whenever cores were scarce: Gloo's event loop spins while the sending thread is preempted with its lock held.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_DIRECT = 1 << 18
-"""Bytes from which a piece of a reduce travels alone. A message costs about as much CPU time as copying this."""
+_LEAD = 1 << 15
+"""Bytes of a segment that travel with the number of the operation; of small segments that is all there is."""
 
-_FIRST_TAG = 1 << 24
-"""Tags below are left to the user's own messages on the same process group."""
+_NUMBER = 8
+"""Bytes of the number of an operation."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,11 @@ class Handle:
         return finish()
 
 
-_CHECK, _COLLECT = 0, 1
-"""Channels that every process group has: to tell which operation a rank has come to, and to collect tensors."""
-
-
 class _Wire:
-    """What all users of one process group share: the tags given out, and what each stands for."""
+    """What all users of one process group share: the numbers given out, and what each stands for."""
 
     def __init__(self) -> None:
-        self.names = ["the comparing of operations", "the collecting of tensors"]
+        self.names = ["nothing"]
         self.broken: str | None = None
         self.stranded: list[Any] = []
 
@@ -135,36 +132,40 @@ class Comm:
 
     def agree(self, channel: int) -> None:
         """Collective. Raises RuntimeError on every rank unless all ranks have come to this same point."""
-        self._launch_check(channel)()
+        if self.world > 1 and self._checks():
+            self._launch_lead(None, channel)()
 
-    def _launch_check(self, channel: int) -> Callable[[], None]:
-        """Tells the others which operation this rank has come to; the result, called, compares what they told.
+    def _launch_lead(self, segment: Tensor | None, channel: int) -> Callable[[], list[Tensor]]:
+        """Tells the others which operation this rank has come to, and the first bytes of its segment with it.
 
-        The words that tell it have a fixed length and a tag of their own, so they arrive whatever each rank is doing,
-        and before any payload is waited for: ranks that are out of step get an error instead of a hang.
+        This message has the same length in every operation, so it arrives whatever each rank is doing; all else is
+        launched when it has: ranks that are out of step get an error, not a hang or another's data. The result, called,
+        raises RuntimeError where they are, or returns the first bytes of every rank's segment.
         """
-        if self.world == 1:
-            return lambda: None
         if self._wire.broken:
-            raise RuntimeError(f"{self._wire.broken} Its messages are lost: start the process group anew.")
-        own = torch.tensor([channel], dtype=torch.int64)
-        if not self._tagged(own):
-            return lambda: None
-        told = torch.zeros(self.world, dtype=torch.int64)
-        works = [self._recv(told[peer : peer + 1], peer, _CHECK) for peer in self._peers()]
-        works += [self._send(own, peer, _CHECK) for peer in self._peers()]
-        _count(other=own.nbytes * (self.world - 1))
+            raise RuntimeError(f"{self._wire.broken} Start the process group anew before going on.")
+        told = torch.zeros(_NUMBER + _LEAD, dtype=torch.uint8)
+        told[:_NUMBER].view(torch.int64)[0] = channel
+        if segment is not None:
+            lead = segment[:_LEAD]
+            told[_NUMBER : _NUMBER + len(lead)] = lead
+        heard = told.new_empty(self.world * len(told))
+        work = dist.all_gather_single(heard, told, group=self.group, async_op=True)
+        _count(other=_NUMBER * (self.world - 1))
 
-        def compare() -> None:
-            self._wait(works, channel)
-            different = [peer for peer in self._peers() if told[peer] != channel]
+        def compare() -> list[Tensor]:
+            self._wait([work], channel, (told, heard))
+            by_rank = list(heard.view(self.world, -1))
+            numbers = [int(one[:_NUMBER].view(torch.int64)) for one in by_rank]
+            different = [peer for peer, number in enumerate(numbers) if number != channel]
             if different:
-                peers = ", ".join(f"rank {peer} in {self._wire.name(int(told[peer]))}" for peer in different)
+                peers = ", ".join(f"rank {peer} in {self._wire.name(numbers[peer])}" for peer in different)
                 self._wire.broken = (
                     f"ranks are out of step: rank {self.rank} is in {self._wire.name(channel)}, but {peers}. All ranks "
                     "must run the same modules in the same order and take the same steps."
                 )
                 raise RuntimeError(self._wire.broken)
+            return [one[_NUMBER:] for one in by_rank]
 
         return compare
 
@@ -193,7 +194,7 @@ class Comm:
         """Collective. The text of every rank, by rank."""
         if self.world == 1:
             return [text]
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
         lengths = [int(n) for n in torch.cat(self._all_gather(torch.tensor([len(data)])))]
         padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
         padded[: len(data)] = data
@@ -240,127 +241,94 @@ class Comm:
         transfers: on every rank the same, in the same order, (owner, tensor): what is sent at the owner, what is filled
         at those who receive, None elsewhere.
         """
-        recipients = range(self.world) if to is None else [to]
-        works = []
         for owner, tensor in transfers:
             if tensor is None or not tensor.numel():
                 continue
+            if to is None:
+                dist.broadcast(tensor, group=self.group, group_src=owner)
+            elif self.rank == owner != to:
+                dist.send(tensor, group=self.group, group_dst=to)
+            elif self.rank == to != owner:
+                dist.recv(tensor, group=self.group, group_src=owner)
             if self.rank == owner:
-                others = [peer for peer in recipients if peer != owner]
-                works += [self._send(tensor, peer, _COLLECT) for peer in others]
-                _count(other=tensor.nbytes * len(others))
-            else:
-                works.append(self._recv(tensor, owner, _COLLECT))
-        with self._strand_on_error(transfers):
-            self._wait(works, _COLLECT)
+                _count(other=tensor.nbytes * (self.world - 1 if to is None else int(owner != to)))
 
     # -------------------------------------------------------------------------------------- the segments
 
-    def ordered(self, tensor: Tensor) -> bool:
-        """Whether operations on such tensors must be launched in the same order on every rank."""
-        return self.world > 1 and not self._tagged(tensor)
-
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int | None) -> Handle:
         """Collective. Fills the flat `full`: segment [bounds[r], bounds[r + 1]) comes from rank r, which has it there.
 
-        Raises RuntimeError from `wait`, on every rank, where another rank has come to another operation.
+        channel: number of the operation, to be compared between ranks: where they differ `wait` raises RuntimeError, on
+        every rank. None where an `agree` has just said that all ranks come here.
         """
         if self.world == 1:
             return Handle(lambda: None)
-        segments = [full[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        segments = [full[low:high] for low, high in pairwise(bounds)]
         own = segments[self.rank]
         _count(gather=own.nbytes * (self.world - 1))
-        check = self._launch_check(channel)
-        if self._tagged(full):
-            works = [self._recv(segments[peer], peer, channel) for peer in self._peers() if segments[peer].numel()]
-            if own.numel():
-                works += [self._send(own, peer, channel) for peer in self._peers()]
-        elif len({segment.numel() for segment in segments}) == 1:
-            works = [dist.all_gather_into_tensor(full, own, group=self.group, async_op=True)]
-        else:
-            works = [
-                dist.broadcast(segment, group=self.group, group_src=owner, async_op=True)
-                for owner, segment in enumerate(segments)
-                if segment.numel()
-            ]
+        if channel is None or not self._checks():
+            works = self._launch_segments(full, segments)
+            return Handle(lambda: self._wait(works, channel, full))
+        as_bytes = [segment.view(torch.uint8) for segment in segments]
+        compare = self._launch_lead(as_bytes[self.rank], channel)
 
         def finish() -> None:
-            with self._strand_on_error(full):
-                check()
-                self._wait(works, channel)
+            leads = compare()
+            for peer, (segment, lead) in enumerate(zip(as_bytes, leads, strict=True)):
+                if peer != self.rank:
+                    segment[:_LEAD] = lead[: len(segment)]
+            rest = [segment[_LEAD:] for segment in as_bytes]
+            self._wait(self._launch_segments(None, rest), channel, full)
 
         return Handle(finish)
 
-    def reduce(self, pieces: Sequence[Sequence[Tensor]], channel: int) -> Handle:
+    def _launch_segments(self, full: Tensor | None, segments: Sequence[Tensor]) -> list[dist.Work]:
+        """Every rank's segment to every rank. `full` is what the segments make up, if they make up one tensor."""
+        equal = len({segment.numel() for segment in segments}) == 1
+        if full is not None and equal and self._backend(full.device) != "gloo":
+            return [dist.all_gather_single(full, segments[self.rank], group=self.group, async_op=True)]
+        return [
+            dist.broadcast(segment, group=self.group, group_src=owner, async_op=True)
+            for owner, segment in enumerate(segments)
+            if segment.numel()
+        ]
+
+    def reduce(self, messages: Sequence[tuple[Tensor, Sequence[int]]]) -> Handle:
         """Collective. Sums over the ranks what each has for each owner. `wait` returns this rank's sums, flat.
 
-        pieces: for each rank of the group the flat tensors, all of one dtype, that it is to get. Every rank has pieces
-        of the same sizes. The result of `wait` is their sum over the ranks, one after another, in a new tensor.
-        The tensors must not change until then.
+        messages: flat tensors, all of one dtype, and how many elements of each go to each rank of the group, in the
+        order of ranks; these numbers are the same on all ranks. The tensors must not change until `wait`, which returns
+        a new tensor of the sums of what came here, one message after another; of 16-bit floats in float32.
         """
-        own = pieces[self.rank]
         if self.world == 1:
-            return Handle(lambda: _joined(own))
-        sample = next(piece for parcel in pieces for piece in parcel)
-        _count(reduce=sum(piece.nbytes for peer in self._peers() for piece in pieces[peer]))
-        if self._tagged(sample):
-            return self._reduce_by_messages(pieces, sample, channel)
-        return self._reduce_by_collective(pieces)
-
-    def _reduce_by_messages(self, pieces: Sequence[Sequence[Tensor]], sample: Tensor, channel: int) -> Handle:
-        own = pieces[self.rank]
-        length = sum(piece.numel() for piece in own)
-        runs = _message_runs(own)
-        received = {peer: sample.new_empty(length) for peer in self._peers()}
-        works = [self._recv(received[peer][low:high], peer, channel) for peer in received for _, low, high in runs]
-        messages = [(peer, _joined(pieces[peer][run])) for peer in received for run, _, _ in _message_runs(pieces[peer])]
-        works += [self._send(message, peer, channel) for peer, message in messages]
+            return Handle(lambda: _joined([message for message, _ in messages]))
+        _count(reduce=sum((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages))
+        received, works = [], []
+        for message, counts in messages:
+            own = counts[self.rank]
+            buffer = message.new_empty(own * self.world)
+            received.append(buffer.view(self.world, own))
+            works.append(
+                dist.all_to_all_single(
+                    buffer, message, [own] * self.world, list(counts), group=self.group, async_op=True
+                )
+            )
 
         def finish() -> Tensor:
-            with self._strand_on_error((messages, received)):
-                self._wait(works, channel)
-            return _sum_in_rank_order(own, runs, received, self.rank)
+            self._wait(works, None, (messages, received))
+            return _sum_in_rank_order(received)
 
         return Handle(finish)
 
-    def _reduce_by_collective(self, pieces: Sequence[Sequence[Tensor]]) -> Handle:
-        lengths = [sum(piece.numel() for piece in parcel) for parcel in pieces]
-        own = lengths[self.rank]
-        sent = _joined([piece for parcel in pieces for piece in parcel])
-        equal = len(set(lengths)) == 1
-        received = sent.new_empty(own if equal else own * self.world)
-        if equal:
-            work = dist.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
-        else:
-            splits = [own] * self.world
-            work = dist.all_to_all_single(received, sent, splits, lengths, group=self.group, async_op=True)
-
-        def finish() -> Tensor:
-            with self._strand_on_error((sent, received)):
-                work.wait()
-            if equal or not own:
-                return received
-            first, *others = received.split(own)
-            total = first.clone()
-            for other in others:
-                total += other
-            return total
-
-        return Handle(finish)
-
-    # ------------------------------------------------------------------------------------------ messages
-
-    def _peers(self) -> list[int]:
-        """The other ranks, the next one first, so that not all ranks send to the same one at once."""
-        return [(self.rank + step) % self.world for step in range(1, self.world)]
-
-    def _tagged(self, tensor: Tensor) -> bool:
-        assert self.group is not None
-        return tensor.device.type == "cpu" and self._backend(tensor.device) == "gloo"
+    # -------------------------------------------------------------------------------------------- backends
 
     def _backend(self, device: torch.device) -> str:
         assert self.group is not None
         return str(self.group._get_backend(device).name()).lower()
+
+    def _checks(self) -> bool:
+        """Whether operations are compared between ranks: where small tensors on the CPU can be sent."""
+        return self._control_device().type == "cpu"
 
     def _control_device(self) -> torch.device:
         """Where small tensors must lie to be sent in this group."""
@@ -368,73 +336,37 @@ class Comm:
         kinds = {device.type for device in self.group._device_types}
         return torch.device("cpu") if "cpu" in kinds else torch.device(kinds.pop())
 
-    def _send(self, tensor: Tensor, peer: int, channel: int) -> dist.Work:
-        assert self.group is not None
-        return self.group.send([_as_real(tensor)], peer, _FIRST_TAG + channel)
-
-    def _recv(self, tensor: Tensor, peer: int, channel: int) -> dist.Work:
-        assert self.group is not None
-        return self.group.recv([_as_real(tensor)], peer, _FIRST_TAG + channel)
-
-    def _wait(self, works: Sequence[dist.Work], channel: int) -> None:
+    def _wait(self, works: Sequence[dist.Work], channel: int | None, buffers: object) -> None:
+        """Waits for all, and keeps the buffers alive after an error: messages may still be written into them."""
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
+            self._wire.stranded.append(buffers)
+            where = "a transfer" if channel is None else self._wire.name(channel)
             raise RuntimeError(
-                f"rank {self.rank} waited in vain in {self._wire.name(channel)}: another rank of the group of "
-                f"{self.world} has stopped, or never came here. Look for the first error among the ranks' own. ({error})"
+                f"rank {self.rank} waited in vain in {where}: another rank of the group of {self.world} has stopped, "
+                f"or never came here. Look for the first error of any rank. ({error})"
             ) from error
 
-    @contextmanager
-    def _strand_on_error(self, buffers: object) -> Iterator[None]:
-        """Keeps the buffers alive after an error: messages may still be written into them."""
-        try:
-            yield
-        except BaseException:
-            self._wire.stranded.append(buffers)
-            raise
 
-
-def _message_runs(pieces: Sequence[Tensor]) -> list[tuple[slice, int, int]]:
-    """How pieces travel, as (which pieces, from element, to element): a large one alone, small neighbours together."""
-    runs: list[tuple[slice, int, int]] = []
-    low, joinable = 0, False
-    for index, piece in enumerate(pieces):
-        high = low + piece.numel()
-        small = piece.nbytes < _DIRECT
-        if small and joinable:
-            before, start, _ = runs[-1]
-            runs[-1] = (slice(before.start, index + 1), start, high)
-        else:
-            runs.append((slice(index, index + 1), low, high))
-        joinable = small and high - runs[-1][1] < _DIRECT // piece.element_size()
-        low = high
-    return [run for run in runs if run[2] > run[1]]
+def _sum_in_rank_order(received: Sequence[Tensor]) -> Tensor:
+    """The rows of each tensor added up, one tensor after another."""
+    sample = received[0]
+    wide = torch.float32 if sample.dtype in (torch.float16, torch.bfloat16) else sample.dtype
+    total = sample.new_empty(sum(rows.shape[1] for rows in received), dtype=wide)
+    low = 0
+    for rows in received:
+        sums = total[low : low + rows.shape[1]]
+        torch.add(rows[0], rows[1], out=sums) if wide is sample.dtype else sums.copy_(rows[0]).add_(rows[1])
+        for row in rows[2:]:
+            sums += row
+        low += rows.shape[1]
+    return total
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
-
-
-def _sum_in_rank_order(
-    own: Sequence[Tensor], runs: Sequence[tuple[slice, int, int]], received: dict[int, Tensor], rank: int
-) -> Tensor:
-    """Adds into the buffer of the lowest other rank, so that the sums need no memory of their own.
-
-    On rank 0 that turns the first addition round, which gives the same bits.
-    """
-    lowest = min(received)
-    total = received[lowest]
-    if total.dtype in (torch.float16, torch.bfloat16):
-        total = total.float()
-    for term in sorted([*received, rank]):
-        if term == rank:
-            for pieces, low, high in runs:
-                total[low:high] += _joined(own[pieces])
-        elif term != lowest:
-            total += received[term]
-    return total
 
 
 def _batches(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
@@ -447,10 +379,6 @@ def _batches(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
         batches[-1].append(tensor)
         size += tensor.nbytes
     return batches
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _refuse_difference(what: str, expected: list[str], found: list[str], rank: int) -> None:

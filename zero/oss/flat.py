@@ -37,7 +37,13 @@ class FlatGroup:
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], names: Sequence[str], layout: Layout, comm: Comm, *, own_part: bool = False
+        self,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        layout: Layout,
+        comm: Comm,
+        *,
+        own_part: bool = False,
     ) -> None:
         self.params, self.names, self.layout, self.comm = list(params), list(names), layout, comm
         self.residence = Residence.WHOLE
@@ -63,7 +69,7 @@ class FlatGroup:
         self.part_views = [self._part_view(index) for index in range(len(self.params))]
 
     def __repr__(self) -> str:
-        return f"FlatGroup({len(self.params)} parameters, {self.full.dtype}, {self.residence.value}, {self.layout.world} ranks)"
+        return f"FlatGroup({len(self.params)} x {self.full.dtype}, {self.residence.value}, {self.layout.world} ranks)"
 
     # ---------------------------------------------------------------------------------------- geometry
 
@@ -92,8 +98,11 @@ class FlatGroup:
 
     # --------------------------------------------------------------------------------------- residence
 
-    def launch_gather(self) -> None:
-        """Collective. Starts to bring every other rank's segment into `full`."""
+    def launch_gather(self, *, agreed: bool = False) -> None:
+        """Collective. Starts to bring every other rank's segment into `full`.
+
+        agreed: the ranks have just agreed that all come here, and need not compare it again.
+        """
         assert self._handle is None, "a gather is in flight already"
         if self._own_part:
             assert self.residence is Residence.PART
@@ -101,7 +110,7 @@ class FlatGroup:
             with torch.no_grad():
                 self.full[self.layout.segment(self.comm.rank)].copy_(self.part)
             self.residence = Residence.GATHERING
-        self._handle = self.comm.gather(self.full, self.layout.bounds, self._channel)
+        self._handle = self.comm.gather(self.full, self.layout.bounds, None if agreed else self._channel)
 
     def finish_gather(self) -> None:
         """Waits for the gather that is in flight; the parameters are whole afterwards."""
@@ -183,5 +192,7 @@ def unusable(param: object, name: str) -> str | None:
     if param.layout != torch.strided:
         return f"{name} has layout {param.layout}. zero shards dense parameters: call .to_dense() on it first."
     if param.is_meta:
-        return f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
+        return (
+            f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
+        )
     return None

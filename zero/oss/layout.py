@@ -20,6 +20,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 ALIGNMENT = 64
 """Bytes. Parameters start, and by default are cut, on multiples of this."""
@@ -107,8 +108,8 @@ def even(numels: Sequence[int], world: int, *, align: int, granularity: int | No
 
 
 def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: int) -> Layout:
-    """Cuts the buffer between parameters only: parameter i lies in the segment of owners[i], which must not decrease."""
-    assert all(a <= b for a, b in zip(owners, owners[1:], strict=False)), "parameters must come in the order of owners"
+    """Cuts the buffer between parameters only: parameter i goes to rank owners[i]. Owners must not decrease."""
+    assert all(a <= b for a, b in pairwise(owners)), "parameters must come in the order of owners"
     offsets, end = _place(numels, align)
     bounds = [0]
     for rank in range(1, world):

@@ -167,7 +167,7 @@ class OSS(Optimizer):
         self._comm.agree(self._step_channel)
         changed = [flat for flat in self._flat_groups if any(param.requires_grad for param in flat.params)]
         for flat in changed:
-            flat.launch_gather()
+            flat.launch_gather(agreed=True)
         for flat in changed:
             flat.finish_gather()
         return loss
@@ -199,8 +199,8 @@ class OSS(Optimizer):
         for param, name in zip(flat.params, flat.names, strict=True):
             if param.grad is not None:
                 raise RuntimeError(
-                    f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went around "
-                    "ShardedDDP. Run the last backward before step() outside no_sync(), through the wrapped model."
+                    f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went "
+                    "around ShardedDDP. Run the last backward before step() outside no_sync(), through the wrapper."
                 )
 
     def _refuse_strays(self) -> None:
@@ -241,10 +241,10 @@ class OSS(Optimizer):
 
 def _as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
     """Parameter groups in torch's form, and what is wrong with them in words for the user."""
-    given = [params] if isinstance(params, dict) else [params] if isinstance(params, Tensor) else list(params)
     if isinstance(params, Tensor):
         return [], "OSS was given a single tensor. Pass an iterable of parameters, such as model.parameters()."
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    given: list[Any] = list(params)
+    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = [{**group, "params": _listed(group.get("params"))} for group in groups]
     seen = set(seen or ())
     found: dict[nn.Parameter, str] = {}
@@ -258,8 +258,8 @@ def _as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> 
                 return groups, problem
             if param in found or param in seen:
                 return groups, (
-                    f"{name} was given before{f' as {found[param]}' if param in found else ''}: each parameter must be in "
-                    "exactly one group, once. Tied weights are one parameter; model.parameters() lists it once."
+                    f"{name} was given before{f' as {found[param]}' if param in found else ''}: each parameter must "
+                    "be in exactly one group, once. Tied weights are one parameter; model.parameters() lists it once."
                 )
             found[param] = name
     if not found:
@@ -283,7 +283,9 @@ def _describe(groups: list[dict[str, Any]]) -> list[str]:
 
 
 def _names(group: dict[str, Any]) -> list[str]:
-    return group.get("param_names") or [f"parameter {i} of shape {list(p.shape)}" for i, p in enumerate(group["params"])]
+    return group.get("param_names") or [
+        f"parameter {i} of shape {list(p.shape)}" for i, p in enumerate(group["params"])
+    ]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

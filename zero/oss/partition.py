@@ -17,7 +17,7 @@ Partition = Literal["auto", "even", "whole"]
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+    for name in ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
 """Optimizers whose step of one element reads no other element, so that a part is stepped as the whole would be."""
 
@@ -33,6 +33,8 @@ def partition_problem(partition: object, optim: Callable[..., object] | None = N
     if partition not in ("auto", "even", "whole"):
         return f"partition={partition!r} is unknown. Choose 'auto', 'even' or 'whole'."
     kind = _class_of(optim)
+    if kind is None:
+        return None
     if kind in NEED_ALL:
         return f"{kind.__name__} computes with all parameters at once and cannot be sharded. Use it without zero."
     if partition == "even" and kind in NEED_WHOLE:
@@ -68,7 +70,8 @@ def lay_out(
     sizes = [param.nbytes for param in params]
     owners = [0] * len(params)
     if cut == "whole":
-        owners = layout.assign([size if param.requires_grad else 0 for size, param in zip(sizes, params, strict=True)], loads)
+        trained = [size if param.requires_grad else 0 for size, param in zip(sizes, params, strict=True)]
+        owners = layout.assign(trained, loads)
     groups = []
     for kind in alike(params):
         runs = layout.runs([sizes[i] for i in kind], limit) if limit is not None else [range(len(kind))]

@@ -4,7 +4,7 @@ Of a parameter that is cut, an entry of the state that has the shape of the part
 parameter's shape; any other (a step count, a scalar) is the same for all parts. Of a parameter that lies whole with
 one rank, every entry is taken as it is.
 
-    whole   {"state": {number of the parameter: {key: whole tensor or value}}, "param_groups": [... "params": [numbers]]}
+    whole   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
     part    the same with this rank's parts for tensors; "zero_part" says of which layout, so that it is not mistaken
 """
 
@@ -61,7 +61,9 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
     """
     comm = optimizer.comm
     if to is not None and not 0 <= to < comm.world:
-        raise ValueError(f"to={to} is no rank of the group of {comm.world}: choose 0 to {comm.world - 1}, or None for all.")
+        raise ValueError(
+            f"to={to} is no rank of the group of {comm.world}: choose 0 to {comm.world - 1}, or None for all."
+        )
     told = [json.loads(text) for text in comm.all_gather_text(json.dumps(_describe(optimizer)))]
     recipient = to is None or to == comm.rank
     whole: dict[int, dict[str, Any]] = {}
@@ -84,7 +86,10 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
     comm.collect(transfers, to)
     if not recipient:
         return None
-    return {"state": {number: state for number, state in sorted(whole.items()) if state}, "param_groups": _groups(optimizer)}
+    return {
+        "state": {number: state for number, state in sorted(whole.items()) if state},
+        "param_groups": _groups(optimizer),
+    }
 
 
 def part_of(optimizer: OSS) -> dict[str, Any]:
@@ -151,8 +156,8 @@ def _fitting(value: Any, piece: _Piece, is_part: bool, key: str) -> Any:
         return value.clone()
     if value.shape != shape:
         raise ValueError(
-            f"the state of {piece.flat.names[piece.index]} has {key!r} of shape {list(value.shape)}, but the parameter has "
-            f"{list(shape)} and is cut between ranks. Load it with partition='whole', or into the same model."
+            f"the state of {piece.flat.names[piece.index]} has {key!r} of shape {list(value.shape)}, but the parameter "
+            f"has {list(shape)} and is cut between ranks. Load it with partition='whole', or into the same model."
         )
     return piece.slot(value).clone().view(piece.flat.part_views[piece.index].shape)
 

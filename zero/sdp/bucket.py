@@ -1,10 +1,11 @@
 """One flat group's gradients on their way to their owners.
 
     taken     the gradients of this backward, in their own memory, as autograd wrote them: up to one bucket
-    parcels   for each rank, views of `taken` on what lies in its segment, and one usage count per parameter there
-    sums      this rank's parcel summed over the ranks and averaged: what stays, 1/W of a bucket
+    messages  each large gradient by itself; the small ones together, by owner, with a usage count of every parameter
+              that the owner has something of
+    sums      what came to this rank, summed and averaged: what stays, 1/W of a bucket
 
-Nothing is copied into a bucket: large gradients are sent from where autograd wrote them. A parameter that no rank
+Nothing large is copied: gradients are sent from where autograd wrote them. A parameter that no rank
 used has a count of zero at its owner, and gets no gradient; one that some ranks used gets the average with zeros.
 """
 
@@ -19,6 +20,9 @@ from torch import Tensor
 from zero.oss.comm import Handle
 from zero.oss.flat import FlatGroup
 from zero.oss.layout import Span
+
+_LARGE = 1 << 18
+"""Bytes from which a gradient travels by itself. A message costs about as much CPU time as copying this."""
 
 
 class Phase(enum.Enum):
@@ -35,10 +39,12 @@ class GradBucket:
         self.flat = flat
         self.phase = Phase.FILLING
         self.trained: tuple[int, ...] = ()
-        self._parcels: list[list[Span]] = []
+        self._large: list[int] = []
+        self._spans: list[dict[int, Span]] = [
+            {span.index: span for span in flat.layout.spans(rank)} for rank in range(flat.layout.world)
+        ]
         self._taken: dict[int, Tensor] = {}
         self._handle: Handle | None = None
-        self._channel = flat.comm.channel(f"the reduction of the gradients of {flat.names[0]} and {len(flat.names) - 1} more")
         self.notice_trained()
 
     def notice_trained(self) -> None:
@@ -48,11 +54,16 @@ class GradBucket:
             return
         assert not self._taken and self.phase is Phase.FILLING
         self.trained = trained
-        # The largest first: what is small then lies together, and travels as one message.
-        self._parcels = [
-            sorted((span for span in self.flat.layout.spans(rank) if span.index in trained), key=lambda span: -span.numel)
-            for rank in range(self.flat.layout.world)
-        ]
+        numels, itemsize = self.flat.layout.numels, self.flat.full.element_size()
+        self._large = [index for index in trained if numels[index] * itemsize >= _LARGE]
+
+    def _small_spans(self, rank: int) -> list[Span]:
+        chosen = set(self.trained).difference(self._large)
+        return [span for span in self._spans[rank].values() if span.index in chosen]
+
+    def _counted(self, rank: int) -> list[int]:
+        """The trained parameters that the rank owns something of."""
+        return [index for index in self._spans[rank] if self.flat.params[index].requires_grad]
 
     @property
     def complete(self) -> bool:
@@ -71,7 +82,7 @@ class GradBucket:
             raise RuntimeError(
                 f"{self.flat.names[index]} got a gradient after its gradients were sent to their owner in the same "
                 "backward. Re-entrant checkpointing does this where the model returns no tensor that needs a gradient, "
-                "or in an object that zero cannot look into: use use_reentrant=False, or return tensors, tuples or dicts."
+                "or in an object that zero cannot look into: use use_reentrant=False, or return tensors or dicts."
             )
         if gradient.is_sparse:
             raise RuntimeError(
@@ -91,21 +102,33 @@ class GradBucket:
         """Collective. Sends every gradient to its owner; zeros where this rank has none."""
         assert self.phase is Phase.FILLING
         self.phase = Phase.REDUCING
-        longest = max((span.numel for spans in self._parcels for span in spans if span.index not in self._taken), default=0)
-        sample = self.flat.full
-        zeros = sample.new_zeros(longest)
-        pieces = [
-            [
-                *(
-                    self._taken[span.index][span.start : span.stop] if span.index in self._taken else zeros[: span.numel]
-                    for span in spans
-                ),
-                torch.tensor([float(span.index in self._taken) for span in spans], dtype=sample.dtype, device=sample.device),
-            ]
-            for spans in self._parcels
-        ]
+        messages = [self._large_message(index) for index in self._large]
+        messages.append(self._small_message())
         self._taken = {}
-        self._handle = self.flat.comm.reduce(pieces, self._channel)
+        self._handle = self.flat.comm.reduce(messages)
+
+    def _large_message(self, index: int) -> tuple[Tensor, list[int]]:
+        """A gradient as it is: what each rank owns of it lies in the order of ranks."""
+        counts = [spans[index].numel if index in spans else 0 for spans in self._spans]
+        gradient = self._taken.get(index)
+        return self.flat.full.new_zeros(sum(counts)) if gradient is None else gradient, counts
+
+    def _small_message(self) -> tuple[Tensor, list[int]]:
+        """Shares of small gradients for each rank, and for each parameter that it owns something of, 1 if used."""
+        sample = self.flat.full
+        pieces, counts = [], []
+        for rank in range(self.flat.layout.world):
+            shares = [
+                self._taken[span.index][span.start : span.stop]
+                if span.index in self._taken
+                else sample.new_zeros(span.numel)
+                for span in self._small_spans(rank)
+            ]
+            used = [float(index in self._taken) for index in self._counted(rank)]
+            shares.append(torch.tensor(used, dtype=sample.dtype, device=sample.device))
+            pieces += shares
+            counts.append(sum(len(share) for share in shares))
+        return torch.cat(pieces), counts
 
     def finish(self, deliver: Callable[[int, Tensor | None], None]) -> None:
         """Waits, and delivers for each parameter that this rank owns something of the averaged gradient of its part.
@@ -116,14 +139,18 @@ class GradBucket:
         handle, self._handle = self._handle, None
         sums: Tensor = handle.wait()
         self.phase = Phase.FILLING
-        spans = self._parcels[self.flat.comm.rank]
+        rank = self.flat.comm.rank
+        spans = [self._spans[rank][index] for index in self._large if index in self._spans[rank]]
+        spans += self._small_spans(rank)
+        counted = self._counted(rank)
         if self.flat.comm.world > 1:
             sums *= 1 / self.flat.comm.world
+        used = dict(zip(counted, sums[len(sums) - len(counted) :].tolist(), strict=True))
         sums = sums.to(self.flat.full.dtype)
         low = 0
-        for span, used in zip(spans, sums[len(sums) - len(spans) :].tolist(), strict=True):
+        for span in spans:
             part = sums[low : low + span.numel]
-            deliver(span.index, self.flat.shaped(span.index, part, span) if used else None)
+            deliver(span.index, self.flat.shaped(span.index, part, span) if used[span.index] else None)
             low += span.numel
 
     def abandon(self) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from zero.oss.comm import Comm
 from zero.oss.optimizer import OSS
-from zero.sdp.bucket import GradBucket, Phase
+from zero.sdp.bucket import GradBucket
 from zero.sdp.buffers import BufferSync
-from zero.sdp.tensors import tensors_in
+from zero.sdp.tensors import at_end_of_backward, in_a_backward, tensors_in
 
 
 class ShardedDDP(nn.Module):
@@ -55,7 +54,9 @@ class ShardedDDP(nn.Module):
         super().__init__()
         self.module = module
         self._optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, OSS) else list(sharded_optimizer)
-        self._comm = Comm(process_group) if process_group is not None or not self._optimizers else self._optimizers[0].comm
+        self._comm = (
+            Comm(process_group) if process_group is not None or not self._optimizers else self._optimizers[0].comm
+        )
         names = {param: name for name, param in module.named_parameters()}
         self._comm.compare("the models given to ShardedDDP", describe(module), self._misfit(names))
         if sync_models_at_startup:
@@ -81,18 +82,23 @@ class ShardedDDP(nn.Module):
                 return "ShardedDDP and its optimizers were given different process groups. Pass the same one to both."
             if optimizer.gradients_arrive_in_parts:
                 return "this OSS already belongs to another ShardedDDP. Build one OSS for each."
-            strangers = [name for flat in optimizer.flat_groups for name, param in zip(flat.names, flat.params, strict=True) if param not in names]
+            strangers = [
+                name
+                for flat in optimizer.flat_groups
+                for name, param in zip(flat.names, flat.params, strict=True)
+                if param not in names
+            ]
             if strangers:
                 return (
-                    f"the optimizer has {len(strangers)} parameters that are not in the module, such as {strangers[0]}. "
-                    "Build OSS from the parameters of the same module object that is wrapped."
+                    f"the optimizer has {len(strangers)} parameters that are not in the module, such as "
+                    f"{strangers[0]}. Build OSS from the parameters of the same module object that is wrapped."
                 )
         held = {param for optimizer in self._optimizers for flat in optimizer.flat_groups for param in flat.params}
         missing = [name for param, name in names.items() if param.requires_grad and param not in held]
         if missing:
             return (
-                f"{len(missing)} trained parameters are in no optimizer, such as {missing[0]!r}: nobody would average their "
-                "gradients. Add them to OSS, or freeze them with requires_grad_(False)."
+                f"{len(missing)} trained parameters are in no optimizer, such as {missing[0]!r}: nobody would average "
+                "their gradients. Add them to OSS, or freeze them with requires_grad_(False)."
             )
         return None
 
@@ -158,16 +164,15 @@ class Reducer:
         self._buckets = list(buckets)
         self._deliver = [_delivery(bucket, optimizer) for bucket, optimizer in buckets.items()]
         self._comm = comm
-        self._ordered = comm.ordered(self._buckets[0].flat.full)
         self._channel = comm.channel("the backward of ShardedDDP")
         self._hooked: set[nn.Parameter] = set()
         self._in_backward = False
-        self._launched: set[int] = set()
-        self._in_flight: list[int] = []
+        self._launched = 0
+        self._in_flight: int | None = None
         self._hook_trained()
 
     def before_forward(self) -> None:
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
+        if self._in_backward and not in_a_backward():
             self._abandon()
         if not self._in_backward:
             self._hook_trained()
@@ -194,68 +199,64 @@ class Reducer:
                 self._begin()
                 bucket = self._buckets[number]
                 bucket.take(index)
-                if self._in_flight and bucket.taken_bytes * self._comm.world > 2 * bucket.flat.full.nbytes:
-                    self._finish_first()
+                if bucket.taken_bytes * self._comm.world > 2 * bucket.flat.full.nbytes:
+                    self._finish_in_flight()  # so that no more than two buckets' bytes are taken at a time
                 if bucket.complete:
-                    self._launch_complete(number)
+                    self._launch_complete()
 
         return arrived
 
     def _begin(self, _: Tensor | None = None) -> None:
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._finish)
+            at_end_of_backward(self._finish)
 
-    def _launch_complete(self, number: int) -> None:
-        """Launches the bucket, or, where launches need an order, all that are complete up to the first that is not."""
-        if not self._ordered:
-            self._launch(number)
-            return
-        while len(self._launched) < len(self._buckets) and self._buckets[len(self._launched)].complete:
-            self._launch(len(self._launched))
+    def _launch_complete(self) -> None:
+        """Launches, in the order that is the same on all ranks, what is complete up to the first that is not."""
+        while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
+            self._launch_next()
 
-    def _launch(self, number: int) -> None:
-        while self._in_flight:
-            self._finish_first()
-        self._launched.add(number)
-        if self._buckets[number].trained:
-            self._buckets[number].launch()
-            self._in_flight.append(number)
+    def _launch_next(self) -> None:
+        if self._launched == 0:
+            self._comm.agree(self._channel)
+        self._finish_in_flight()
+        bucket = self._buckets[self._launched]
+        if bucket.trained:
+            bucket.launch()
+            self._in_flight = self._launched
+        self._launched += 1
 
-    def _finish_first(self) -> None:
-        number = self._in_flight.pop(0)
-        self._buckets[number].finish(self._deliver[number])
+    def _finish_in_flight(self) -> None:
+        if self._in_flight is not None:
+            self._buckets[self._in_flight].finish(self._deliver[self._in_flight])
+            self._in_flight = None
 
     def _finish(self) -> None:
         """At the end of backward, on every rank, whatever it used."""
-        for number, bucket in enumerate(self._buckets):
-            if number not in self._launched:
-                bucket.take_leftovers()
-                self._launch(number)
-        self._comm.agree(self._channel)
-        while self._in_flight:
-            self._finish_first()
-        self._launched.clear()
+        while self._launched < len(self._buckets):
+            self._buckets[self._launched].take_leftovers()
+            self._launch_next()
+        self._finish_in_flight()
+        self._launched = 0
         self._in_backward = False
 
     def _abandon(self) -> None:
         """An exception ended the last backward before its end."""
         for bucket in self._buckets:
             bucket.abandon()
-        self._launched.clear()
-        self._in_flight.clear()
+        self._launched = 0
+        self._in_flight = None
         self._in_backward = False
 
 
 def describe(module: nn.Module) -> list[str]:
     """What must be the same on every rank: names, types and shapes of parameters and buffers."""
+    told = [
+        (name, param, "trained" if param.requires_grad else "frozen") for name, param in module.named_parameters()
+    ] + [(name, buffer, "buffer") for name, buffer in module.named_buffers()]
     return [
-        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind(tensor)}"
-        for tensors, kind in (
-            (module.named_parameters(), lambda param: "trained" if param.requires_grad else "frozen"),
-            (module.named_buffers(), lambda _: "buffer"),
-        )
-        for name, tensor in tensors
+        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind}"
+        for name, tensor, kind in told
     ]
 
 

@@ -1,4 +1,4 @@
-"""Tensors inside what a module takes and returns."""
+"""Tensors inside what a module takes and returns, and the backward that they are in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -30,15 +32,22 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value)
     if next(tensors_in(value), None) is None:
         return value
-    if isinstance(value, dict):
-        mapped = {key: map_tensors(function, item) for key, item in value.items()}
-        return mapped if type(value) is dict else type(value)(**mapped) if dataclasses.is_dataclass(value) else type(value)(mapped)
-    if isinstance(value, tuple):
-        items = [map_tensors(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [map_tensors(function, item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: map_tensors(function, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **fields)
-    return value
+        inits = [field.name for field in dataclasses.fields(value) if field.init]
+        fields = {name: map_tensors(function, getattr(value, name)) for name in inits}
+        return type(value)(**fields) if isinstance(value, Mapping) else dataclasses.replace(value, **fields)
+    if isinstance(value, Mapping):
+        mapped = {key: map_tensors(function, item) for key, item in value.items()}
+        return mapped if type(value) is dict else type(value)(mapped)  # type: ignore[call-arg]
+    items = [map_tensors(function, item) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def in_a_backward() -> bool:
+    """Whether autograd is running a backward in this thread now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Has autograd call the function when the backward that is running now is complete."""
+    Variable._execution_engine.queue_callback(function)
