@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,12 @@ class FSDP(nn.Module):
             return self.module.load_state_dict(state_dict, strict)
 
     # ------------------------------------------------------------------------------------------ the module
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or "
+            "copy the module before wrapping it."
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:

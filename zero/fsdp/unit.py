@@ -101,6 +101,8 @@ class Unit:
 
                 def deliver(index: int, gradient: Tensor | None, params: list[nn.Parameter] = params) -> None:
                     resting = self._resting.pop(params[index], None)
+                    if gradient is not None:
+                        gradient = gradient.to(params[index].dtype)
                     if resting is not None and gradient is not None:
                         gradient = resting.add_(gradient)
                     params[index].grad = resting if gradient is None else gradient

@@ -2,5 +2,6 @@
 
 from zero.oss.comm import Traffic, traffic
 from zero.oss.optimizer import OSS
+from zero.oss.scaler import GradScaler
 
-__all__ = ["OSS", "Traffic", "traffic"]
+__all__ = ["GradScaler", "OSS", "Traffic", "traffic"]

@@ -66,7 +66,7 @@ class FlatGroup:
             self.part = own.clone() if own_part else own
         self._own_part = own_part
         self.spans = {span.index: span for span in layout.spans(comm.rank)}
-        self.part_views = [self._part_view(index) for index in range(len(self.params))]
+        self.part_views = self.views_of_part(self.part)
 
     def __repr__(self) -> str:
         return f"FlatGroup({len(self.params)} x {self.full.dtype}, {self.residence.value}, {self.layout.world} ranks)"
@@ -90,18 +90,24 @@ class FlatGroup:
         """Shape and stride of parameter `index` when whole."""
         return self._shapes[index], self._strides[index]
 
-    def _part_view(self, index: int) -> Tensor:
-        span = self.spans.get(index)
-        if span is None:
-            return self.part[:0].view(part_shape(self._shapes[index], 0))
-        return self.shaped(index, self.part[span.offset : span.offset + span.numel], span)
+    def views_of_part(self, part: Tensor) -> list[Tensor]:
+        """What each parameter has of a tensor of the length of this rank's segment, in the shape of its part."""
+        views = []
+        for index, shape in enumerate(self._shapes):
+            span = self.spans.get(index)
+            if span is None:
+                views.append(part[:0].view(part_shape(shape, 0)))
+            else:
+                views.append(self.shaped(index, part[span.offset : span.offset + span.numel], span))
+        return views
 
     # --------------------------------------------------------------------------------------- residence
 
-    def launch_gather(self, *, agreed: bool = False) -> None:
+    def launch_gather(self, *, agreed: bool = False, sent_as: torch.dtype | None = None) -> None:
         """Collective. Starts to bring every other rank's segment into `full`.
 
         agreed: the ranks have just agreed that all come here, and need not compare it again.
+        sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision.
         """
         assert self._handle is None, "a gather is in flight already"
         if self._own_part:
@@ -110,7 +116,24 @@ class FlatGroup:
             with torch.no_grad():
                 self.full[self.layout.segment(self.comm.rank)].copy_(self.part)
             self.residence = Residence.GATHERING
-        self._handle = self.comm.gather(self.full, self.layout.bounds, None if agreed else self._channel)
+        channel = None if agreed else self._channel
+        if sent_as is None or sent_as.itemsize >= self.full.element_size() or self.comm.world == 1:
+            self._handle = self.comm.gather(self.full, self.layout.bounds, channel)
+        else:
+            self._handle = self._gather_compressed(sent_as, channel)
+
+    def _gather_compressed(self, dtype: torch.dtype, channel: int | None) -> Handle:
+        low, high = self.layout.bounds[self.comm.rank : self.comm.rank + 2]
+        sent = self.full.new_empty(self.full.numel(), dtype=dtype)
+        sent[low:high] = self.part
+        handle = self.comm.gather(sent, self.layout.bounds, channel)
+
+        def finish() -> None:
+            handle.wait()
+            self.full[:low] = sent[:low]
+            self.full[high:] = sent[high:]
+
+        return Handle(finish)
 
     def finish_gather(self) -> None:
         """Waits for the gather that is in flight; the parameters are whole afterwards."""

@@ -4,20 +4,24 @@ A step, on every rank:
     take gradients      the part's share of each param.grad, as views (or what ShardedDDP has put there)
     step                the user's optimizer, over this rank's parts only
     gather              every rank's segment reaches every rank, in the flat buffers that the parameters lie in
+
+A part is a view of the parameter's own memory. With a master dtype it lies in a tensor of that dtype beside it, one a
+flat group and of the length of this rank's segment, and the parameter is the rounded master.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.oss import state
+from zero.oss import norm, state
 from zero.oss.comm import Comm
-from zero.oss.flat import FlatGroup, unusable
+from zero.oss.flat import FlatGroup
+from zero.oss.groups import as_groups, describe, names, options
 from zero.oss.partition import Partition, cut_for, lay_out, partition_problem
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
@@ -39,8 +43,14 @@ class OSS(Optimizer):
     partition: "even" cuts inside parameters, so that all ranks own equally much; right for optimizers that treat each
         element by itself. "whole" keeps each parameter with one rank, for those that need whole matrices or norms.
         "auto" is "even" for torch's own element-wise optimizers and "whole" for all others.
+    granularity: elements; parameters are cut only at multiples of it from their start, for optimizers that treat
+        elements in blocks, such as those that keep their state in 8 bits. With it "auto" is "even".
+    broadcast_fp16: after a step send parameters as float16 (True) or as the dtype given, such as torch.bfloat16. The
+        owner's own copy keeps its precision.
+    master_dtype: torch.float32 keeps a master of this dtype of each part with its owner, for parameters of a lesser
+        one, which are the rounded master (the 2Ψ + 2Ψ + 12Ψ/W bytes of the paper's section 3.1 under Adam).
 
-    Collective: the constructor, `add_param_group`, `step`, `consolidate_state_dict`.
+    Collective: the constructor, `add_param_group`, `step`, `clip_grad_norm`, `consolidate_state_dict`.
     Raises ValueError, on every rank, for parameters that cannot be sharded or that differ between ranks.
     """
 
@@ -51,24 +61,30 @@ class OSS(Optimizer):
         group: torch.distributed.ProcessGroup | None = None,
         *,
         partition: Partition = "auto",
+        granularity: int | None = None,
+        broadcast_fp16: bool | torch.dtype = False,
+        master_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
         self._comm = Comm(group)
-        groups, problem = _as_groups(params)
-        problem = problem or partition_problem(partition, optim)
-        told = [f"optimizer {getattr(optim, '__name__', optim)}, partition {partition}"]
-        self._comm.compare("the parameters given to OSS", [*told, *_describe(groups)], problem)
-        self._cut = cut_for(partition, optim)
-        self._loads = [0] * self._comm.world
-        self._flat_groups: list[FlatGroup] = []
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}
-        self._owned: set[nn.Parameter] = set()
+        groups, problem = as_groups(params)
+        problem = problem or partition_problem(partition, optim, granularity)
+        told = [
+            f"optimizer {getattr(optim, '__name__', optim)}, partition {partition}, granularity {granularity}",
+            f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}",
+        ]
+        self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem)
+        self._cut = cut_for(partition, optim, granularity)
+        self._granularity = granularity
+        self._sent_as = torch.float16 if broadcast_fp16 is True else broadcast_fp16 or None
+        self._master_dtype = master_dtype
         self.gradients_arrive_in_parts = False
         self._step_channel = self._comm.channel("the step of OSS")
         self._whole_state: dict[str, Any] | None = None
 
         self._built = False
         super().__init__(groups, {})
+        self._clear_layout()
         self._add_flat_groups(self.param_groups)
         self.optim = optim([self._inner_group(group) for group in self.param_groups], **defaults)
         self.defaults = dict(self.optim.defaults)
@@ -82,8 +98,8 @@ class OSS(Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
-        groups, problem = _as_groups([param_group], seen=set(self._parts))
-        self._comm.compare("the parameters added to OSS", _describe(groups), problem)
+        groups, problem = as_groups([param_group], seen=set(self._parts))
+        self._comm.compare("the parameters added to OSS", describe(groups), problem)
         super().add_param_group(groups[0])
         added = self.param_groups[-1]
         self._add_flat_groups([added])
@@ -91,21 +107,52 @@ class OSS(Optimizer):
         self._share_options(self.optim.param_groups, self.param_groups)
         self._whole_state = None
 
-    def _add_flat_groups(self, param_groups: list[dict[str, Any]]) -> None:
+    def set_bucket_bytes(self, limit: int) -> None:
+        """Collective. Lays the parameters out anew in flat groups of at most so many bytes, one parameter at least.
+
+        The optimizer's state comes along.
+        """
+        whole = state.consolidate(self, None) if self.optim.state else None
+        self._clear_layout()
+        self._add_flat_groups(self.param_groups, limit)
+        self.optim.state.clear()
+        for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
+            inner["params"] = self._inner_group(outer)["params"]
+        if whole is not None:
+            state.load(self, whole)
+
+    def _clear_layout(self) -> None:
+        self._loads = [0] * self._comm.world
+        self._flat_groups: list[FlatGroup] = []
+        self._masters: dict[FlatGroup, Tensor] = {}
+        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+        self._owned: set[nn.Parameter] = set()
+        self._seen_versions: dict[nn.Parameter, int] = {}
+        self._trained: set[FlatGroup] = set()
+
+    def _add_flat_groups(self, param_groups: list[dict[str, Any]], limit: int | None = None) -> None:
         # Backwards, because that is how gradients come: a bucket of ShardedDDP then fills in one go.
         params = [param for group in param_groups for param in group["params"]][::-1]
-        names = [name for group in param_groups for name in _names(group)][::-1]
-        limit = min(max(sum(param.nbytes for param in params) // 16, _SMALLEST_BUCKET), _LARGEST_BUCKET)
-        added = lay_out(params, names, self._comm, cut=self._cut, loads=self._loads, limit=limit)
+        called = [name for group in param_groups for name in names(group)][::-1]
+        if limit is None:
+            limit = min(max(sum(param.nbytes for param in params) // 16, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+        added = lay_out(
+            params, called, self._comm, cut=self._cut, granularity=self._granularity, loads=self._loads, limit=limit
+        )
         self._flat_groups += added
         for flat in added:
+            views = flat.part_views
+            if self._master_dtype is not None and self._master_dtype.itemsize > flat.full.element_size():
+                self._masters[flat] = flat.part.to(self._master_dtype)
+                views = flat.views_of_part(self._masters[flat])
             for index, param in enumerate(flat.params):
-                self._parts[param] = nn.Parameter(flat.part_views[index], requires_grad=param.requires_grad)
+                self._parts[param] = nn.Parameter(views[index], requires_grad=param.requires_grad)
+                self._seen_versions[param] = param._version
                 if index in flat.spans:
                     self._owned.add(param)
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**_options(group), "params": [self._parts[param] for param in group["params"] if param in self._owned]}
+        return {**options(group), "params": [self._parts[param] for param in group["params"] if param in self._owned]}
 
     # ------------------------------------------------------------------------------------ what others need
 
@@ -124,9 +171,9 @@ class OSS(Optimizer):
         return max(flat.full.nbytes for flat in self._flat_groups)
 
     def part(self, param: nn.Parameter) -> nn.Parameter:
-        """This rank's part of a parameter, as the inner optimizer steps it; a view into the parameter's own memory.
+        """This rank's part of a parameter, as the inner optimizer steps it. Its `.grad` is the part's gradient.
 
-        Empty where this rank owns nothing of it. Its `.grad` is the averaged gradient of the part.
+        A view into the parameter's own memory, or into the master. Empty where this rank owns nothing of it.
         """
         return self._parts[param]
 
@@ -134,10 +181,10 @@ class OSS(Optimizer):
         """From now on gradients are put into the parts (by ShardedDDP), not taken from `param.grad`."""
         self.gradients_arrive_in_parts = True
 
-    def rename(self, names: dict[nn.Parameter, str]) -> None:
+    def rename(self, called: dict[nn.Parameter, str]) -> None:
         """Gives the parameters the names that errors call them by."""
         for flat in self._flat_groups:
-            flat.names = [names.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
+            flat.names = [called.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
 
     # -------------------------------------------------------------------------------------------- stepping
 
@@ -161,47 +208,83 @@ class OSS(Optimizer):
         self._refuse_strays()
         self._take_gradients()
         self._share_options(self.param_groups, self.optim.param_groups)
+        self._refresh_masters()
         self.optim.step()
         self._share_options(self.optim.param_groups, self.param_groups)
         self._whole_state = None
+        self._gather()
+        return loss
+
+    def _gather(self) -> None:
+        for flat, master in self._masters.items():
+            flat.part.copy_(master)
+        # What was trained once may have been stepped now, though it is frozen since its gradient came.
+        self._trained |= {flat for flat in self._flat_groups if any(param.requires_grad for param in flat.params)}
         self._comm.agree(self._step_channel)
-        changed = [flat for flat in self._flat_groups if any(param.requires_grad for param in flat.params)]
+        changed = [flat for flat in self._flat_groups if flat in self._trained]
         for flat in changed:
-            flat.launch_gather(agreed=True)
+            flat.launch_gather(agreed=True, sent_as=self._sent_as)
         for flat in changed:
             flat.finish_gather()
-        return loss
+
+    def _refresh_masters(self) -> None:
+        """Takes over what was written into the parameters since the last step, such as loaded weights."""
+        for flat, master in self._masters.items():
+            for index, (param, view) in enumerate(zip(flat.params, flat.views_of_part(master), strict=True)):
+                if param._version != self._seen_versions[param]:
+                    self._seen_versions[param] = param._version
+                    view.copy_(flat.part_views[index])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's parts."""
         super().zero_grad(set_to_none)
         self.optim.zero_grad(set_to_none)
 
-    def _take_gradients(self) -> None:
-        for flat in self._flat_groups:
-            if self.gradients_arrive_in_parts:
-                self._refuse_unreduced(flat)
-                continue
-            for index, span in flat.spans.items():
-                param = flat.params[index]
-                gradient = param.grad
-                if gradient is not None:
-                    if gradient.is_sparse:
-                        raise RuntimeError(
-                            f"{flat.names[index]} has a sparse gradient. zero shards dense ones: build the embedding "
-                            "with sparse=False."
-                        )
-                    taken = flat.in_memory_order(index, gradient)[span.start : span.stop]
-                    gradient = flat.shaped(index, taken, span)
-                self._parts[param].grad = gradient
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Collective. Scales all gradients so that their norm, as one vector, is at most max_norm.
 
-    def _refuse_unreduced(self, flat: FlatGroup) -> None:
-        for param, name in zip(flat.params, flat.names, strict=True):
-            if param.grad is not None:
-                raise RuntimeError(
-                    f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went "
-                    "around ShardedDDP. Run the last backward before step() outside no_sync(), through the wrapper."
-                )
+        Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
+        """
+        self._take_gradients()
+        parts = [self._parts[param].grad for param in self._parts if param in self._owned]
+        device = self._flat_groups[0].full.device
+        owned = [part for part in parts if part is not None]
+        total = norm.total_norm(owned, self._comm, float(norm_type), device)
+        whole = [param.grad for param in self._parts if param.grad is not None]
+        norm.clip(owned if self.gradients_arrive_in_parts else whole, total, float(max_norm))
+        return total
+
+    def _take_gradients(self) -> None:
+        if self.gradients_arrive_in_parts:
+            self._refuse_unreduced()
+            return
+        if all(param.grad is None for param in self._parts):
+            raise RuntimeError(
+                "none of the parameters has a gradient. Call backward() before step(). If it was called, the model has "
+                "other parameters than OSS: load weights with assign=False, and build OSS after replacing any."
+            )
+        for flat in self._flat_groups:
+            for index, span in flat.spans.items():
+                param, part = flat.params[index], self._parts[flat.params[index]]
+                if param.grad is None:
+                    part.grad = None
+                    continue
+                if param.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{flat.names[index]} has a sparse gradient. zero shards dense ones: build the embedding with "
+                        "sparse=False."
+                    )
+                taken = flat.in_memory_order(index, param.grad)[span.start : span.stop]
+                part.grad = flat.shaped(index, taken, span).to(part.dtype)
+
+    def _refuse_unreduced(self) -> None:
+        for flat in self._flat_groups:
+            for param, name in zip(flat.params, flat.names, strict=True):
+                if param.grad is not None:
+                    raise RuntimeError(
+                        f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went "
+                        "around ShardedDDP. Run the last backward before step() outside no_sync(), or call reduce()."
+                    )
 
     def _refuse_strays(self) -> None:
         for flat in self._flat_groups:
@@ -212,20 +295,23 @@ class OSS(Optimizer):
                     "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
                 )
 
-    def _share_options(self, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    def _share_options(self, source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
         """Schedulers write into the outer groups, some optimizers into the inner ones: both see the same options."""
         for of, to in zip(source, target, strict=True):
-            to.update(_options(of))
+            to.update(options(of))
 
     # ----------------------------------------------------------------------------------------------- state
 
-    def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Collective. Brings the whole state to rank `to` of the group (None: to all), for `state_dict` to return."""
-        self._whole_state = state.consolidate(self, to)
+    def consolidate_state_dict(self, to: int | None = 0, *, recipient_rank: int | None = None) -> None:
+        """Collective. Brings the whole state to rank `to` of the group (None: to all), for `state_dict` to return.
+
+        recipient_rank: FairScale's name for `to`.
+        """
+        self._whole_state = state.consolidate(self, to if recipient_rank is None else recipient_rank)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in the plain optimizer's format, where `consolidate_state_dict` brought it here since the
-        last step (or where there is one rank only); otherwise this rank's part. Never communicates."""
+        last step (or where there is one rank only); otherwise this rank's part. Never communicates, never raises."""
         if self._comm.world == 1:
             return state.consolidate(self, None) or {}
         return self._whole_state or state.part_of(self)
@@ -238,55 +324,12 @@ class OSS(Optimizer):
         state.load(self, state_dict)
         self._whole_state = None
 
+    def master(self, flat: FlatGroup) -> Tensor | None:
+        """This rank's master of a flat group, flat, of the length of its segment; None without one."""
+        return self._masters.get(flat)
 
-def _as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
-    """Parameter groups in torch's form, and what is wrong with them in words for the user."""
-    if isinstance(params, Tensor):
-        return [], "OSS was given a single tensor. Pass an iterable of parameters, such as model.parameters()."
-    given: list[Any] = list(params)
-    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
-    groups = [{**group, "params": _listed(group.get("params"))} for group in groups]
-    seen = set(seen or ())
-    found: dict[nn.Parameter, str] = {}
-    for position, group in enumerate(groups):
-        for index, entry in enumerate(group["params"]):
-            named = isinstance(entry, tuple)
-            param = entry[1] if named else entry
-            name = repr(entry[0]) if named else f"parameter {index} of group {position}"
-            problem = unusable(param, name)
-            if problem:
-                return groups, problem
-            if param in found or param in seen:
-                return groups, (
-                    f"{name} was given before{f' as {found[param]}' if param in found else ''}: each parameter must "
-                    "be in exactly one group, once. Tied weights are one parameter; model.parameters() lists it once."
-                )
-            found[param] = name
-    if not found:
-        return groups, "OSS was given no parameters. Pass model.parameters() (a generator is used up after one pass)."
-    return groups, None
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params or ())
-
-
-def _describe(groups: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for position, group in enumerate(groups):
-        for index, entry in enumerate(group["params"]):
-            name, param = entry if isinstance(entry, tuple) else (f"parameter {index} of group {position}", entry)
-            if isinstance(param, Tensor):
-                kind = "trained" if param.requires_grad else "frozen"
-                lines.append(f"{name}: {str(param.dtype).removeprefix('torch.')} {list(param.shape)}, {kind}")
-    return lines
-
-
-def _names(group: dict[str, Any]) -> list[str]:
-    return group.get("param_names") or [
-        f"parameter {i} of shape {list(p.shape)}" for i, p in enumerate(group["params"])
-    ]
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "an OSS cannot be copied or pickled: its state is spread over the ranks. Save state_dict() after "
+            "consolidate_state_dict(), and build another OSS to load it into."
+        )

@@ -28,10 +28,17 @@ NEED_ALL = frozenset({torch.optim.LBFGS})
 """torch's optimizers that read all parameters at once, which no rank has."""
 
 
-def partition_problem(partition: object, optim: Callable[..., object] | None = None) -> str | None:
+def partition_problem(
+    partition: object, optim: Callable[..., object] | None = None, granularity: int | None = None
+) -> str | None:
     """What is wrong with a choice of partition (for an optimizer), in words for the user; None if nothing."""
     if partition not in ("auto", "even", "whole"):
         return f"partition={partition!r} is unknown. Choose 'auto', 'even' or 'whole'."
+    if granularity is not None and (granularity < 1 or partition == "whole"):
+        return (
+            f"granularity={granularity} with partition={partition!r}: it is a number of elements, at least 1, that a "
+            "cut inside a parameter does not divide. Leave it out where parameters are not cut."
+        )
     kind = _class_of(optim)
     if kind is None:
         return None
@@ -45,10 +52,13 @@ def partition_problem(partition: object, optim: Callable[..., object] | None = N
     return None
 
 
-def cut_for(partition: Partition, optim: Callable[..., object]) -> Literal["even", "whole"]:
-    """`auto` is `even` for torch's own element-wise optimizers, and `whole` for all that are not known to be so."""
+def cut_for(
+    partition: Partition, optim: Callable[..., object], granularity: int | None = None
+) -> Literal["even", "whole"]:
+    """`auto` is `even` for torch's own element-wise optimizers and where the user says at which multiples one may cut,
+    and `whole` for all that are not known to be so."""
     if partition == "auto":
-        return "even" if _class_of(optim) in ELEMENTWISE else "whole"
+        return "even" if granularity is not None or _class_of(optim) in ELEMENTWISE else "whole"
     return partition
 
 
@@ -59,6 +69,7 @@ def lay_out(
     *,
     cut: Literal["even", "whole"],
     loads: list[int],
+    granularity: int | None = None,
     limit: int | None = None,
     own_part: bool = False,
 ) -> list[FlatGroup]:
@@ -80,7 +91,7 @@ def lay_out(
             numels = [params[i].numel() for i in members]
             align = alignment(params[members[0]].dtype)
             geometry = (
-                layout.even(numels, comm.world, align=align)
+                layout.even(numels, comm.world, align=align, granularity=granularity)
                 if cut == "even"
                 else layout.whole(numels, [owners[i] for i in members], comm.world, align=align)
             )

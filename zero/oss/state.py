@@ -4,6 +4,8 @@ Of a parameter that is cut, an entry of the state that has the shape of the part
 parameter's shape; any other (a step count, a scalar) is the same for all parts. Of a parameter that lies whole with
 one rank, every entry is taken as it is.
 
+A master of a part is an entry like the others, called "master"; plain optimizers carry it along untouched.
+
     whole   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
     part    the same with this rank's parts for tensors; "zero_part" says of which layout, so that it is not mistaken
 """
@@ -80,7 +82,7 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
                 continue
             tensor = (piece.slot(state[key]) if is_part else state[key].view(-1)) if recipient else None
             if piece.owner == comm.rank:
-                source = optimizer.optim.state[optimizer.part(piece.param)][key].detach().contiguous().view(-1)
+                source = _state_of(optimizer, piece)[key].detach().contiguous().view(-1)
                 tensor = source if tensor is None else tensor.copy_(source)
             transfers.append((piece.owner, tensor))
     comm.collect(transfers, to)
@@ -94,11 +96,8 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
 
 def part_of(optimizer: OSS) -> dict[str, Any]:
     """This rank's part, without communication."""
-    state = {
-        piece.number: dict(optimizer.optim.state[optimizer.part(piece.param)])
-        for piece in _pieces(optimizer, optimizer.comm.rank)
-        if optimizer.part(piece.param) in optimizer.optim.state
-    }
+    pieces = {piece.number: _state_of(optimizer, piece) for piece in _pieces(optimizer, optimizer.comm.rank)}
+    state = {number: state for number, state in pieces.items() if state}
     return {"state": state, "param_groups": _groups(optimizer), _PART: _fingerprint(optimizer)}
 
 
@@ -132,6 +131,7 @@ def load(optimizer: OSS, state_dict: dict[str, Any]) -> None:
 def _hand_over(optimizer: OSS, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Through the inner optimizer's own `load_state_dict`, which knows what dtype and device each entry needs."""
     inner = optimizer.optim
+    masters = {part: state.pop("master") for part, state in taken.items() if "master" in state}
     parts = [part for group in inner.param_groups for part in group["params"]]
     position = {part: number for number, part in enumerate(parts)}
     options = [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
@@ -146,6 +146,9 @@ def _hand_over(optimizer: OSS, taken: dict[nn.Parameter, dict[str, Any]], groups
     )
     for option, group in zip(options, optimizer.param_groups, strict=True):
         group.update(option)
+    with torch.no_grad():
+        for part, master in masters.items():
+            part.copy_(master)
 
 
 def _fitting(value: Any, piece: _Piece, is_part: bool, key: str) -> Any:
@@ -176,13 +179,21 @@ def _describe(optimizer: OSS) -> dict[int, dict[str, Any]]:
     """What this rank has: of each tensor its shape and dtype, of everything small the value itself."""
     told: dict[int, dict[str, Any]] = {}
     for piece in _pieces(optimizer, optimizer.comm.rank):
-        for key, value in optimizer.optim.state.get(optimizer.part(piece.param), {}).items():
+        for key, value in _state_of(optimizer, piece).items():
             entry: dict[str, Any] = {"value": value}
             if isinstance(value, Tensor):
                 entry = {"dtype": str(value.dtype).removeprefix("torch."), "device": value.device.type}
                 entry |= {"shape": list(value.shape)} if value.dim() else {"value": value.item()}
             told.setdefault(piece.number, {})[key] = entry
     return told
+
+
+def _state_of(optimizer: OSS, piece: _Piece) -> dict[str, Any]:
+    part = optimizer.part(piece.param)
+    state = dict(optimizer.optim.state.get(part, {}))
+    if optimizer.master(piece.flat) is not None:
+        state["master"] = part.detach()
+    return state
 
 
 def _room(entry: dict[str, Any], piece: _Piece, is_part: bool) -> Any:

@@ -33,10 +33,14 @@ class Phase(enum.Enum):
 
 
 class GradBucket:
-    """Takes the gradients of one flat group, reduces them to their owners, and hands out this rank's parts."""
+    """Takes the gradients of one flat group, reduces them to their owners, and hands out this rank's parts.
 
-    def __init__(self, flat: FlatGroup) -> None:
+    sent_as: the dtype in which gradients travel, by default their own.
+    """
+
+    def __init__(self, flat: FlatGroup, *, sent_as: torch.dtype | None = None) -> None:
         self.flat = flat
+        self._sent_as = sent_as or flat.full.dtype
         self.phase = Phase.FILLING
         self.trained: tuple[int, ...] = ()
         self._large: list[int] = []
@@ -89,6 +93,12 @@ class GradBucket:
                 f"{self.flat.names[index]} has a sparse gradient. zero shards dense ones: build the embedding with "
                 "sparse=False."
             )
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"the gradient of {self.flat.names[index]} is itself part of a graph (create_graph=True), which ends where "
+                "it is reduced. Take inner derivatives by torch.autograd.grad(..., create_graph=True), and "
+                "call backward() without."
+            )
         self._taken[index] = self.flat.in_memory_order(index, gradient)
         param.grad = None
 
@@ -111,7 +121,9 @@ class GradBucket:
         """A gradient as it is: what each rank owns of it lies in the order of ranks."""
         counts = [spans[index].numel if index in spans else 0 for spans in self._spans]
         gradient = self._taken.get(index)
-        return self.flat.full.new_zeros(sum(counts)) if gradient is None else gradient, counts
+        if gradient is None:
+            gradient = self.flat.full.new_zeros(sum(counts))
+        return gradient.to(self._sent_as), counts
 
     def _small_message(self) -> tuple[Tensor, list[int]]:
         """Shares of small gradients for each rank, and for each parameter that it owns something of, 1 if used."""
@@ -128,12 +140,13 @@ class GradBucket:
             shares.append(torch.tensor(used, dtype=sample.dtype, device=sample.device))
             pieces += shares
             counts.append(sum(len(share) for share in shares))
-        return torch.cat(pieces), counts
+        return torch.cat(pieces).to(self._sent_as), counts
 
     def finish(self, deliver: Callable[[int, Tensor | None], None]) -> None:
         """Waits, and delivers for each parameter that this rank owns something of the averaged gradient of its part.
 
-        deliver: called with the parameter's index and a tensor of the part's shape, or None where no rank used it.
+        deliver: called with the parameter's index and a tensor of the part's shape, or None where no rank used it. The
+            tensor is of float32 where gradients travelled with 16 bits.
         """
         assert self._handle is not None
         handle, self._handle = self._handle, None
@@ -146,7 +159,6 @@ class GradBucket:
         if self.flat.comm.world > 1:
             sums *= 1 / self.flat.comm.world
         used = dict(zip(counted, sums[len(sums) - len(counted) :].tolist(), strict=True))
-        sums = sums.to(self.flat.full.dtype)
         low = 0
         for span in spans:
             part = sums[low : low + span.numel]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,12 @@ class ShardedDDP(nn.Module):
     process_group: as given to OSS, which is the default.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
     sync_models_at_startup: parameters and buffers start as those of rank 0.
+    reduce_buffer_size: elements that are reduced at a time, one parameter at least; 0 reduces each by itself. By
+        default a sixteenth of the model, between 1 and 32 MiB.
+    reduce_fp16: gradients travel as float16 (True) or as the dtype given, such as torch.bfloat16, and are added up in
+        float32.
 
-    Collective: the constructor, forward (if there are buffers), backward.
+    Collective: the constructor, forward (if there are buffers), backward, `reduce`, `sync_buffers`.
     Raises ValueError, on every rank, where the module and the optimizer do not belong together or ranks differ.
     """
 
@@ -50,6 +54,8 @@ class ShardedDDP(nn.Module):
         *,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
+        reduce_buffer_size: int | None = None,
+        reduce_fp16: bool | torch.dtype = False,
     ) -> None:
         super().__init__()
         self.module = module
@@ -58,15 +64,19 @@ class ShardedDDP(nn.Module):
             Comm(process_group) if process_group is not None or not self._optimizers else self._optimizers[0].comm
         )
         names = {param: name for name, param in module.named_parameters()}
-        self._comm.compare("the models given to ShardedDDP", describe(module), self._misfit(names))
+        told = [f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}", *describe(module)]
+        self._comm.compare("the models given to ShardedDDP", told, self._misfit(names))
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
         self._buffers_in_step = BufferSync(module, self._comm) if broadcast_buffers else None
         for optimizer in self._optimizers:
             optimizer.expect_gradients_in_parts()
+            if reduce_buffer_size is not None:
+                itemsize = optimizer.flat_groups[0].full.element_size()
+                optimizer.set_bucket_bytes(reduce_buffer_size * itemsize)
             optimizer.rename(names)
-        owners = {flat: optimizer for optimizer in self._optimizers for flat in optimizer.flat_groups}
-        self._reducer = Reducer({GradBucket(flat): optimizer for flat, optimizer in owners.items()}, self._comm)
+        sent_as = torch.float16 if reduce_fp16 is True else reduce_fp16 or None
+        self._reducer = Reducer(module, self._optimizers, self._comm, sent_as)
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
         """What is wrong between module, optimizers and group, in words for the user."""
@@ -128,6 +138,14 @@ class ShardedDDP(nn.Module):
         finally:
             self._reducer.active = before
 
+    def reduce(self) -> None:
+        """Collective. Reduces now what backwards under no_sync left in `param.grad`, without another backward."""
+        self._reducer.reduce_now()
+
+    def sync_buffers(self) -> None:
+        """Collective. Overwrites the buffers by those of rank 0 now."""
+        self._comm.broadcast([*self.module.buffers()])
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients everywhere: the parameters' and the optimizers' parts."""
         super().zero_grad(set_to_none)
@@ -146,6 +164,9 @@ class ShardedDDP(nn.Module):
         """The module's own, under the module's own names."""
         return self.module.state_dict(*args, **kwargs)
 
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a ShardedDDP cannot be copied or pickled. Copy or pickle its .module, and wrap the copy.")
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """The module's own. Raises ValueError for assign=True, which would leave the optimizer with other tensors."""
         if assign:
@@ -159,22 +180,35 @@ class Reducer:
     `active`: whether gradients are reduced now, or left where they are (no_sync).
     """
 
-    def __init__(self, buckets: dict[GradBucket, OSS], comm: Comm) -> None:
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[OSS], comm: Comm, sent_as: torch.dtype | None = None
+    ) -> None:
         self.active = True
-        self._buckets = list(buckets)
-        self._deliver = [_delivery(bucket, optimizer) for bucket, optimizer in buckets.items()]
-        self._comm = comm
+        self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
+        self._buckets: list[GradBucket] = []
+        self._deliver: list[Callable[[int, Tensor | None], None]] = []
         self._channel = comm.channel("the backward of ShardedDDP")
         self._hooked: set[nn.Parameter] = set()
         self._in_backward = False
         self._launched = 0
         self._in_flight: int | None = None
+        self._notice_groups()
         self._hook_trained()
+
+    def _notice_groups(self) -> None:
+        """Makes buckets of the flat groups that the optimizers have got since (add_param_group)."""
+        known = {bucket.flat for bucket in self._buckets}
+        for optimizer in self._optimizers:
+            for flat in optimizer.flat_groups:
+                if flat not in known:
+                    self._buckets.append(GradBucket(flat, sent_as=self._sent_as))
+                    self._deliver.append(_delivery(self._buckets[-1], optimizer))
 
     def before_forward(self) -> None:
         if self._in_backward and not in_a_backward():
             self._abandon()
         if not self._in_backward:
+            self._notice_groups()
             self._hook_trained()
 
     def after_forward(self, output: Any) -> None:
@@ -233,12 +267,29 @@ class Reducer:
 
     def _finish(self) -> None:
         """At the end of backward, on every rank, whatever it used."""
+        if self._launched < len(self._buckets):
+            self._refuse_replaced()
         while self._launched < len(self._buckets):
             self._buckets[self._launched].take_leftovers()
             self._launch_next()
         self._finish_in_flight()
         self._launched = 0
         self._in_backward = False
+
+    def reduce_now(self) -> None:
+        self.before_forward()
+        self._finish()
+
+    def _refuse_replaced(self) -> None:
+        """Where a gradient did not come, the parameter may be one that the module no longer has."""
+        held = {param for bucket in self._buckets for param in bucket.flat.params}
+        for name, param in self._module.named_parameters():
+            if param.requires_grad and param not in held:
+                raise RuntimeError(
+                    f"{name!r} is in no optimizer of this ShardedDDP: it was replaced (by load_state_dict with "
+                    "assign=True, say) or added since, and its gradient would be nobody's. Wrap the model again, with an OSS "
+                    "built from its present parameters, or add it by add_param_group."
+                )
 
     def _abandon(self) -> None:
         """An exception ended the last backward before its end."""
@@ -265,6 +316,8 @@ def _delivery(bucket: GradBucket, optimizer: OSS) -> Callable[[int, Tensor | Non
 
     def deliver(index: int, gradient: Tensor | None) -> None:
         part = optimizer.part(bucket.flat.params[index])
+        if gradient is not None:
+            gradient = gradient.to(part.dtype)
         if part.grad is None:
             part.grad = gradient
         elif gradient is not None:

@@ -1,0 +1,36 @@
+# Every target runs in .venv, which is made on first use and again when its requirements change.
+
+READY := .venv/.ready
+BIN   := .venv/bin
+
+export PIP_QUIET := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help check test stages clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+check: $(READY)  ## Lint, formatting, types
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/mypy --no-error-summary zero
+
+test: $(READY)  ## Run the tests; ARGS="-k name" chooses
+	@$(BIN)/pytest -q $(ARGS)
+
+stages: $(READY)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
+	@$(BIN)/python benchmarks/stages.py $(ARGS)
+
+clean:  ## Remove the environment, caches and build products
+	@rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find zero tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# torch first and by its exact version alone: where that names a CPU build, nothing after it replaces it.
+$(READY): setup.cfg constraints.txt
+	@echo "Preparing .venv (once)"
+	@python3 -m venv .venv
+	@$(BIN)/pip install torch==2.13.0
+	@$(BIN)/pip install -c constraints.txt -e .[test,bench,check]
+	@touch $@

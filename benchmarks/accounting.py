@@ -1,0 +1,123 @@
+"""How many bytes a training step keeps alive: tensors counted exactly, and the process's own peak.
+
+A storage is the memory behind a tensor. It is counted once, however many tensors view it, with the
+bytes that it has at that moment: one that was shrunk to nothing by `resize_` counts as nothing.
+"""
+
+import ctypes
+import resource
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import zero
+
+
+class Memory(AbstractContextManager[Any], Protocol):
+    """Counts the bytes of tensors while it is entered."""
+
+    def live(self) -> int: ...
+
+    def peak(self) -> int: ...
+
+    def reset_peak(self) -> None: ...
+
+
+def memory_of(device: torch.device) -> Memory:
+    return CudaMemory() if device.type == "cuda" else CpuMemory()
+
+
+class CpuMemory(TorchDispatchMode):
+    """Adds up all live storages after every operator, while both its arguments and its results are alive.
+
+    The operators of a backward pass and of collectives are seen as well. What an operator allocates
+    and frees within its kernel is not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for value in tree_iter((args, kwargs, result)):
+            if isinstance(value, Tensor):
+                self._storages.add(value.untyped_storage())
+        self._peak = max(self._peak, self.live())
+        return result
+
+    def live(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages)
+
+    def peak(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self.live()
+
+
+class CudaMemory(AbstractContextManager["CudaMemory"]):
+    """What CUDA's allocator itself has handed out."""
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def live(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes on this rank between a backward pass and the optimizer's step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def measure_resident(model: nn.Module, optimizer: Optimizer) -> Resident:
+    # OSS steps an optimizer of its own over this rank's parts; their gradients and state are found there.
+    inner = optimizer.optim if isinstance(optimizer, zero.OSS) else optimizer
+    parameters = list(model.parameters())
+    stepped = [p for group in inner.param_groups for p in group["params"]]
+    return Resident(
+        parameters=count_bytes([*parameters, *model.buffers()]),
+        gradients=count_bytes(p.grad for p in [*parameters, *stepped] if p.grad is not None),
+        optimizer=count_bytes(v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)),
+    )
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})
+
+
+def return_freed_blocks_at_once() -> None:
+    """Tells glibc to give freed blocks from 256 KiB up back to the system.
+
+    Otherwise it keeps many of them, and the process's peak says more of the C library than of the program.
+    """
+    if sys.platform == "linux":
+        mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+        ctypes.CDLL(None).mallopt(mmap_threshold, 256 * 1024)
+
+
+def measure_process_peak() -> int:
+    """The most memory that this process ever held, in bytes, the interpreter and its libraries included."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,123 @@
+"""Runs a function on local ranks, each in a fresh process, and brings back what the ranks return."""
+
+import json
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=5)
+
+
+class RankFailed(RuntimeError):
+    """A rank raised or died; the message holds its traceback."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the function is told of the process it runs in; `tick` moves the progress bar by one step."""
+
+    rank: int
+    world: int
+    device: torch.device
+    tick: Callable[[], None]
+
+
+Work = Callable[[Rank], Any]
+
+
+def run_ranks(work: Work, world: int, on_tick: Callable[[], object] = lambda: None) -> list[Any]:
+    """Calls `work` on `world` ranks and returns its JSON-able results in the order of ranks.
+
+    `work` must be picklable. `on_tick` is called for every tick of rank 0.
+    """
+    # Importing torch takes seconds, so a server imports it once and forks the ranks. Forking this
+    # process instead would hang as soon as it had used autograd.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel"])
+    processes: list[BaseProcess] = []
+    channels: list[Connection] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(world):
+                receiver, sender = context.Pipe(duplex=False)
+                process: BaseProcess = context.Process(
+                    target=_be_rank, args=(work, rank, world, Path(folder), sender), daemon=True
+                )
+                process.start()
+                sender.close()  # so that a rank's death ends its channel
+                processes.append(process)
+                channels.append(receiver)
+            return _collect(channels, on_tick)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(channels: list[Connection], on_tick: Callable[[], object]) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(channels):
+        failures = []
+        ready = wait([channel for rank, channel in enumerate(channels) if rank not in results])
+        for rank, channel in enumerate(channels):
+            message = _receive(channel) if channel in ready else {}
+            if "error" in message:
+                failures.append(f"rank {rank} failed:\n{message['error']}")
+            elif "result" in message:
+                results[rank] = message["result"]
+            elif "tick" in message and rank == 0:
+                on_tick()
+        if failures:
+            raise RankFailed("\n".join(failures))
+    return [results[rank] for rank in range(len(channels))]
+
+
+def _receive(channel: Connection) -> dict[str, Any]:
+    try:
+        message: dict[str, Any] = json.loads(channel.recv_bytes())
+        return message
+    except EOFError:
+        return {"error": "its process died without a word"}
+
+
+def _be_rank(work: Work, rank: int, world: int, folder: Path, channel: Connection) -> None:
+    def send(message: dict[str, Any]) -> None:
+        channel.send_bytes(json.dumps(message).encode())
+
+    try:
+        with _process_group(rank, world, folder) as device:
+            result = work(Rank(rank, world, device, tick=lambda: send({"tick": True})))
+        send({"result": result})
+    except Exception:
+        send({"error": traceback.format_exc()})
+    # A process that used DDP over Gloo sometimes aborts while the interpreter shuts down.
+    os._exit(0)
+
+
+@contextmanager
+def _process_group(rank: int, world: int, folder: Path) -> Iterator[torch.device]:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
+    )
+    yield device
+    dist.destroy_process_group()

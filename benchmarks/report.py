@@ -1,0 +1,77 @@
+"""What the benchmark found: a row a stage, as a table and as JSON, and whether the losses agree."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MIB = 2**20
+HEAD = (
+    *("stage", "params", "grads", "optim", "peak", "predicted", "process", "sent"),
+    *("step ms", "CPU ms", "first loss", "last loss"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage, on the rank that needs most; CPU time is the mean over ranks, losses are too."""
+
+    stage: str
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    predicted_peak_bytes: int
+    process_peak_bytes: int
+    sent_bytes_per_step: int
+    step_ms: float
+    cpu_ms: float
+    losses: list[float]
+
+
+def write_json(file: Path, rows: Sequence[Row], *, world: int, parameters: int) -> None:
+    content = {"world": world, "parameters": parameters, "stages": [asdict(row) for row in rows]}
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    lines = [HEAD, *(_format_cells(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+    return "\n".join("  ".join(line) for line in aligned)
+
+
+def _format_cells(row: Row) -> tuple[str, ...]:
+    sizes = [
+        row.parameters_bytes,
+        row.gradients_bytes,
+        row.optimizer_bytes,
+        row.peak_bytes,
+        row.predicted_peak_bytes,
+        row.process_peak_bytes,
+        row.sent_bytes_per_step,
+    ]
+    times = [row.step_ms, row.cpu_ms]
+    return (
+        row.stage,
+        *(f"{size / MIB:.1f}" for size in sizes),
+        *(f"{time:.0f}" for time in times),
+        f"{row.losses[0]:.4f}",
+        f"{row.losses[-1]:.4f}",
+    )
+
+
+def find_differences(rows: Sequence[Row], tolerance: float) -> list[str]:
+    """Where a stage's losses first differ from those of the first row, relative to them; 0 asks for the same bits."""
+    reference, *others = rows
+    differences = []
+    for row in others:
+        for step, (expected, found) in enumerate(zip(reference.losses, row.losses, strict=True)):
+            if not math.isclose(expected, found, rel_tol=tolerance, abs_tol=0):
+                differences.append(
+                    f"{row.stage} differs from {reference.stage} at step {step}: "
+                    f"loss {found!r}, expected {expected!r} (relative tolerance {tolerance:g})"
+                )
+                break
+    return differences

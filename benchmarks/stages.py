@@ -1,0 +1,164 @@
+"""Trains the same small GPT at every stage and shows what each keeps in memory, sends and takes.
+
+Every stage runs twice, each time in fresh processes with the same data and seed: once to count bytes, once to take
+the time. Prints a table, writes stages.json and stages.png, and fails if a stage's losses differ from DDP's.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from formula import OPTIMIZERS, STAGES, predict_peak
+from gpt import read_text
+from launch import RankFailed, run_ranks
+from measure import ACCOUNTED_STEPS, WARM_UP, Settings, account_step, size_up_model, time_steps
+from report import MIB, Row, find_differences, format_table, write_json
+
+OUT = Path(__file__).parent / "out"
+# On more ranks the stages may add up gradients in another order than DDP does, and CUDA's kernels may add
+# up theirs in another order from run to run.
+TOLERANCE = 1e-4
+
+CAPTION = """\
+MiB and ms, on the rank that needs most; CPU ms and losses are means over the ranks.
+params, grads, optim  at rest, between the backward pass and the optimizer's step
+peak                  the most bytes of tensors alive at once in a step, counted exactly
+predicted             parameters and optimizer state by the stage's formula, and the larger of gradients and activations
+                      ({activations:.1f}); on top, at ddp and oss DDP's copy of the gradients, at oss 1 and at sdp 2
+                      of the largest bucket, at fsdp at most 4 of the largest unit
+process               the peak of the whole process with Python and torch, in the pass that counts (freed blocks
+                      returned to the system at once)
+sent                  a rank and step; DDP's all-reduce, at ddp and oss, by its formula 2 (W - 1) / W of the gradients
+step ms, CPU ms       the median step of the pass that takes the time, and all threads' CPU time a step"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line, checked."""
+
+    world: int
+    stages: list[str]
+    out: Path
+    settings: Settings
+
+
+def main() -> None:
+    options = read_options(sys.argv[1:])
+    try:
+        rows, model = run(options)
+    except RankFailed as failure:
+        sys.exit(f"FAILED: {failure}")
+    parameters, backend = model["parameters"], "NCCL on CUDA" if torch.cuda.is_available() else "Gloo on CPU"
+    ranks = "1 rank" if options.world == 1 else f"{options.world} ranks"
+    subject = (
+        f"GPT of {parameters:,} parameters ({model['parameters_bytes'] / MIB:.1f} MiB), {ranks}, {backend}, "
+        f"{options.settings.optim}, torch {torch.__version__}"
+    )
+    print(f"{subject}\n\n{format_table(rows)}\n\n{CAPTION.format(activations=model['activations_bytes'] / MIB)}")
+    write_results(options.out, rows, world=options.world, parameters=parameters, subject=subject)
+    # Two ranks have only one order to add two gradients in.
+    same_bits = options.world <= 2 and not torch.cuda.is_available()
+    differences = find_differences(rows, tolerance=0 if same_bits else TOLERANCE)
+    if differences:
+        sys.exit("FAILED: " + "\nFAILED: ".join(differences))
+
+
+def run(options: Options) -> tuple[list[Row], dict[str, int]]:
+    """A row a stage, and the sizes of the model."""
+    total = len(options.stages) * (ACCOUNTED_STEPS + options.settings.steps)
+    with tqdm(total=total, unit="step", desc="model") as bar:
+        model = run_ranks(partial(size_up_model, options.settings), world=1)[0]
+        rows = []
+        for stage in options.stages:
+            bar.set_description(stage)
+            rows.append(run_stage(stage, options, model, bar.update))
+    return rows, model
+
+
+def run_stage(stage: str, options: Options, model: dict[str, int], on_step: Callable[[], object]) -> Row:
+    accounts = run_ranks(partial(account_step, options.settings, stage), options.world, on_step)
+    times = run_ranks(partial(time_steps, options.settings, stage), options.world, on_step)
+    most = {key: max(account[key] for account in accounts) for key in accounts[0]}
+    bucket_bytes = most.pop("bucket_bytes")
+    predicted = predict_peak(
+        STAGES[stage],
+        states=OPTIMIZERS[options.settings.optim].states,
+        world=options.world,
+        parameters_bytes=model["parameters_bytes"],
+        buffer_bytes=model["unit_bytes"] if stage == "fsdp" else bucket_bytes,
+        activations_bytes=model["activations_bytes"],
+    )
+    return Row(
+        stage=stage,
+        **most,
+        predicted_peak_bytes=predicted,
+        sent_bytes_per_step=max(rank["sent_bytes_per_step"] for rank in times),
+        step_ms=max(rank["step_ms"] for rank in times),
+        cpu_ms=sum(rank["cpu_ms"] for rank in times) / options.world,
+        losses=times[0]["losses"],
+    )
+
+
+def write_results(out: Path, rows: list[Row], *, world: int, parameters: int, subject: str) -> None:
+    # Every rank imports this file, and none needs matplotlib.
+    from picture import draw
+
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "stages.json", rows, world=world, parameters=parameters)
+    draw(out / "stages.png", rows, title="Peak memory of a training step", caption=subject)
+    print(f"\nwrote {out / 'stages.json'} and {out / 'stages.png'}")
+
+
+def read_options(arguments: list[str]) -> Options:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--world", type=positive, metavar="N", help="ranks (default: all GPUs, or 2 on the CPU)")
+    add("--steps", type=positive, metavar="N", default=20, help="training steps a stage (default: %(default)s)")
+    add("--layers", type=positive, metavar="N", default=6, help="blocks of the GPT (default: %(default)s)")
+    add("--width", type=positive, metavar="N", default=384, help="numbers a token (default: %(default)s)")
+    stages_help = f"which of {', '.join(STAGES)}; ddp always runs, to compare the others with (default: all)"
+    add("--stages", nargs="+", metavar="STAGE", default=list(STAGES), help=stages_help)
+    add("--optim", choices=OPTIMIZERS, default="adam", help="optimizer (default: %(default)s)")
+    add("--text", type=Path, metavar="FILE", help="train on its bytes (default: Python's standard library)")
+    add("--out", type=Path, metavar="DIR", default=OUT, help="folder of the results (default: %(default)s)")
+    given = parser.parse_args(arguments)
+
+    gpus = torch.cuda.device_count()
+    world = given.world or gpus or 2
+    stages = [stage for listed in given.stages for stage in listed.split(",")]
+    unknown = [stage for stage in stages if stage not in STAGES]
+    if unknown:
+        parser.error(f"argument --stages: no stage is named {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    if gpus and world > gpus:
+        parser.error(f"argument --world: {world} ranks need a GPU each; this machine has {gpus}")
+    if given.steps <= WARM_UP:
+        parser.error(f"argument --steps: {given.steps} leaves nothing to time after {WARM_UP} steps of warm-up")
+    try:
+        text = read_text(given.text)
+    except (OSError, ValueError) as error:
+        parser.error(f"argument --text: {error}")
+    return Options(
+        world=world,
+        stages=[stage for stage in STAGES if stage == "ddp" or stage in stages],
+        out=given.out,
+        settings=Settings(given.steps, given.layers, given.width, given.optim, text),
+    )
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Starts the ranks' fork server at once: it imports torch while pytest still collects."""
+
+import ranks
+
+ranks.start()

@@ -1,0 +1,330 @@
+"""Runs a function on W ranks, each a process of its own, and brings back what every rank returned.
+
+    def total(rank, world, start):              # at the top level of a test module
+        value = torch.tensor(start + rank)
+        dist.all_reduce(value)
+        return value
+
+    assert ranks.run(total, world=2, args=(10,)) == [21, 21]
+
+Rank processes are forked from a server that has torch imported (the tests' own process cannot fork: once it has used
+autograd, a forked child hangs in its first backward). They are kept between runs, so that a run costs milliseconds, but
+each run gets a process group of its own, and a run that does not succeed costs its processes: they are killed and the
+next run starts fresh ones. What a function changes in its process (default dtype, patched modules) it must undo, or
+ask for `fresh=True`.
+
+Warnings on the ranks meet the filters that hold in the calling test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import io
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SEED = 0
+COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # below a run's default timeout, so that Gloo gets to say whom it waited for
+GRACE = 5.0  # seconds left to the other ranks once one has failed: they most likely wait for it
+
+# torch imports _dynamo with the first optimizer, which takes longer than all the rest of a rank's start.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "numpy", "pytest"]
+
+_context = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank."""
+
+    verdict: str  # "returned", "raised ValueError: ...", "died with exit code ...", "was still running"
+    value: Any = None  # what it returned
+    detail: str = ""  # its traceback, or its stack where it was stuck
+    types: tuple[str, ...] = ()  # names of the class that it raised and of that class's bases
+    message: str = ""  # str() of what it raised
+
+    @property
+    def returned(self) -> bool:
+        return self.verdict == "returned"
+
+
+class RankError(AssertionError):
+    """A run did not end as it should; the message lists what became of every rank."""
+
+    def __init__(self, title: str, outcomes: Sequence[Outcome]) -> None:
+        parts = [title]
+        for rank, outcome in enumerate(outcomes):
+            parts += [f"--- rank {rank} {outcome.verdict}", textwrap.indent(outcome.detail.rstrip(), "    ")]
+        super().__init__("\n".join(filter(None, parts)))
+        self.outcomes = list(outcomes)
+
+
+@cache
+def start() -> None:
+    """Starts the fork server without waiting for its imports; the first run would do it too, and wait."""
+    preload = list(PRELOAD)
+    with suppress(Exception):  # a package that fails to import would take the server down; its own tests say why
+        importlib.import_module("zero")
+        preload.append("zero")
+    _context.set_forkserver_preload(preload)
+    multiprocessing.forkserver.ensure_running()
+
+
+def run(
+    fn: Callable[..., Any],
+    world: int = 2,
+    args: tuple[Any, ...] = (),
+    timeout: float = 60.0,
+    *,
+    bare: bool = False,
+    fresh: bool = False,
+) -> list[Any]:
+    """Calls `fn(rank, world, *args)` on every rank of a new Gloo group and returns the results by rank.
+
+    Tensors in arguments and results arrive as detached copies. With `bare`, one rank runs without any process group;
+    with `fresh`, the processes are new ones and used for this run only. Raises RankError where a rank raised, died,
+    or did not return within `timeout` seconds; the message holds every rank's traceback, or its stack if stuck.
+    """
+    __tracebackhide__ = True
+    outcomes = _run(fn, world, args, timeout, bare=bare, fresh=fresh)
+    if not all(outcome.returned for outcome in outcomes):
+        raise RankError(f"{fn.__name__} failed on {len(outcomes)} rank(s)", outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def expect_error(
+    fn: Callable[..., Any],
+    world: int,
+    exception: type[BaseException] | str,
+    *match: str,
+    args: tuple[Any, ...] = (),
+    timeout: float = 60.0,
+    bare: bool = False,
+) -> list[str]:
+    """Asserts that every rank raises `exception` with all patterns in its message; returns the messages by rank."""
+    __tracebackhide__ = True
+    name = exception if isinstance(exception, str) else exception.__name__
+    outcomes = _run(fn, world, args, timeout, bare=bare)
+    for outcome in outcomes:
+        if name not in outcome.types or not all(re.search(pattern, outcome.message) for pattern in match):
+            expected = " and ".join([name, *map(repr, match)])
+            raise RankError(f"{fn.__name__} should raise on each of {len(outcomes)} rank(s): {expected}", outcomes)
+    return [outcome.message for outcome in outcomes]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the tests' process
+
+
+class _Process:
+    """One kept rank process, with the pipe to it and the file where it writes its stack."""
+
+    def __init__(self) -> None:
+        self.stack_file = _scratch(".stack")
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs, self.stack_file), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def died(self) -> Outcome:
+        self.process.join(1)
+        return Outcome(f"died with exit code {self.process.exitcode}", detail=self._stack())
+
+    def stuck(self) -> Outcome:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.1)  # the stack is written in the signal handler, frame by frame
+        return Outcome("was still running, at", detail=self._stack())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def _stack(self) -> str:
+        own = (f'"{__file__}"', f"{os.sep}multiprocessing{os.sep}", '"<string>"')
+        lines = Path(self.stack_file).read_text().splitlines()
+        return "\n".join(line for line in lines if not any(part in line for part in own))
+
+
+_kept: list[_Process] = []
+
+
+def _run(
+    fn: Callable[..., Any],
+    world: int,
+    args: tuple[Any, ...],
+    timeout: float,
+    *,
+    bare: bool = False,
+    fresh: bool = False,
+) -> list[Outcome]:
+    __tracebackhide__ = True
+    world = 1 if bare else world
+    store = None if bare else _scratch(".store")
+    call = _dumps((fn, args))  # apart from the rest: to be read only once the rank has this process's sys.path
+    start()
+    pool = [] if fresh else _kept
+    new = [_Process() for _ in range(world - len(pool))]
+    pool += new
+    processes = pool[:world]
+    keep = False
+    try:
+        _answers(new, timeout)  # "ready"
+        for rank, process in enumerate(processes):
+            process.pipe.send_bytes(_dumps((sys.path, list(warnings.filters), rank, world, store, call)))
+        outcomes = _answers(processes, timeout)
+        if all(outcome.returned for outcome in outcomes):
+            # Only now may a rank tear its group down: another could still have been receiving from it.
+            for process in processes:
+                process.pipe.send_bytes(b"leave")
+            left = _answers(processes, timeout)
+            keep = not fresh and all(outcome.returned for outcome in left)
+            return outcomes if all(outcome.returned for outcome in left) else left
+        return outcomes
+    finally:  # also where pytest was interrupted
+        if not keep:
+            for process in processes:
+                pool.remove(process)
+                process.kill()
+
+
+def _answers(processes: Sequence[_Process], timeout: float) -> list[Outcome]:
+    """The next answer of each process; for those that give none, how they died or where they are stuck."""
+    answers: dict[_Process, Outcome] = {}
+    deadline = time.monotonic() + timeout
+    while len(answers) < len(processes) and (left := deadline - time.monotonic()) > 0:
+        waiting = {process.pipe: process for process in processes if process not in answers}
+        for pipe in wait(list(waiting), left):
+            process = waiting[pipe]  # type: ignore[index]
+            try:
+                answers[process] = pickle.loads(process.pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                answers[process] = process.died()
+            if not answers[process].returned:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return [answers[process] if process in answers else process.stuck() for process in processes]
+
+
+_serial = itertools.count()
+
+
+def _scratch(suffix: str) -> str:
+    return str(_scratch_folder() / f"{next(_serial)}{suffix}")
+
+
+@cache
+def _scratch_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="ranks-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a rank's process
+
+
+def _serve(pipe: Connection, stack_file: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its ranks itself
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    stack = open(stack_file, "w")  # noqa: SIM115 - the signal handlers write to it as long as the process lives
+    faulthandler.enable(stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays; it makes the collection after each run cheap
+    while True:
+        pipe.send_bytes(_dumps(Outcome("returned")))  # ready for the next call
+        try:
+            call = pipe.recv_bytes()
+            pipe.send_bytes(_outcome(call))
+            pipe.recv_bytes()  # "leave"
+        except (EOFError, ConnectionError):
+            os._exit(0)  # not sys.exit: Gloo's threads can abort an interpreter that shuts down
+        gc.collect()  # models hold their group in reference cycles
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _follow_parent() -> None:
+    # The fork server, which is this process's parent for the system, outlives a killed pytest while any rank lives.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _outcome(request: bytes) -> bytes:
+    """Runs one call in a new process group; never raises."""
+    try:
+        path, filters, rank, world, store, call = pickle.loads(request)
+        sys.path[:] = path
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            warnings.filters.extend(filters)  # type: ignore[attr-defined]
+            fn, args = pickle.loads(call)
+            torch.manual_seed(SEED)
+            if store is not None:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.FileStore(store, world),
+                    rank=rank,
+                    world_size=world,
+                    timeout=COLLECTIVE_TIMEOUT,
+                )
+            return _dumps(Outcome("returned", fn(rank, world, *args)))
+    except BaseException as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None  # the first is this function's own
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        types = tuple(base.__name__ for base in type(error).__mro__)
+        return _dumps(Outcome(f"raised {types[0]}: {error}", None, text, types, str(error)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On both sides
+
+
+class _Pickler(pickle.Pickler):
+    """Sends tensors as bytes: not as shared memory, without graph, and of a view no more than it shows."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            return _tensor, (flat.view(torch.uint8).numpy(), value.dtype, value.shape)
+        return NotImplemented
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _dumps(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()

@@ -1,0 +1,162 @@
+"""What holds for every file of zero/, read from the source: no rank starts, nothing is imported.
+
+1. Imports go down only, oss <- sdp <- fsdp <- all else, and a layer uses the public names of the ones below.
+2. One file talks to other ranks.
+3. Nothing is attached to the user's parameters and modules, and no dictionary is keyed by `id(...)`.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ["oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
+COMMUNICATING = "zero/oss/comm.py"
+COMMUNICATION = re.compile(
+    "all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|gather|i?recv|i?send|monitored_barrier"
+    "|new_group|new_subgroups|reduce|scatter|split_group|_coalescing_manager"
+)
+
+
+def imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.stmt, str, str]]:
+    """Every import below `tree` as (statement, full dotted name of what is imported, name that it is bound to)."""
+    package = path.parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield node, name.name, name.asname or name.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            for name in node.names:
+                yield node, ".".join([*base, *filter(None, [node.module]), name.name]), name.asname or name.name
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an attribute chain that starts at a name, otherwise nothing."""
+    if isinstance(node, ast.Attribute) and (value := dotted(node.value)):
+        return f"{value}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def private(name: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def layer(name: str) -> int:
+    """Height of the layer that `name`, such as zero.oss.comm.gather, belongs to."""
+    part = name.split(".")[1] if "." in name else ""
+    return LAYERS.index(part) if part in LAYERS else len(LAYERS)
+
+
+def upward_imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    own = layer(".".join(path.with_suffix("").parts))
+    for node, name, _ in imports(path, tree):
+        if name.split(".")[0] == "zero" and layer(name) > own:
+            yield node, f"{LAYERS[own]} must not import {name}: imports go down only"
+
+
+def private_names_of_other_layers(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    own = ".".join(path.with_suffix("").parts[:2])
+    bound = {}
+    for node, name, alias in imports(path, tree):
+        if name.split(".")[0] == "zero" and not f"{name}.".startswith(f"{own}."):
+            bound[alias] = name
+            if private(name):
+                yield node, f"{name} is private to its layer"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and dotted(node.value).split(".")[0] in bound and private(node.attr):
+            yield node, f"{dotted(node)} is private to its layer"
+
+
+def communication(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Uses of torch.distributed's collectives and point-to-point functions, called or passed on."""
+    if path.as_posix() == COMMUNICATING:
+        return
+    modules = {}  # what local names stand for
+    for node, name, alias in imports(path, tree):
+        modules[alias] = alias if name.startswith(f"{alias}.") else name  # `import a.b` binds a
+        if communicates(name):
+            yield node, f"only {COMMUNICATING} may use {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (chain := dotted(node)):
+            first, rest = chain.split(".", 1)
+            if communicates(name := f"{modules.get(first, first)}.{rest}"):
+                yield node, f"only {COMMUNICATING} may use {name}"
+
+
+def communicates(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    distributed = f"{module}.".startswith(("torch.distributed.", "torch.ops.c10d"))
+    return distributed and (last == "*" or COMMUNICATION.match(last) is not None)
+
+
+def setattr_and_id(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in ("setattr", "id"):
+            yield node, f"{node.id}() is not used here: keep state in objects of zero, keyed by name or position"
+
+
+RULES = [upward_imports, private_names_of_other_layers, communication, setattr_and_id]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_holds(rule):
+    paths = sorted(ROOT.glob("zero/**/*.py"))
+    assert paths, "nothing to read: has zero/ moved?"
+    found = []
+    for path in paths:
+        relative = path.relative_to(ROOT)
+        for node, message in rule(relative, ast.parse(path.read_text())):
+            found.append(f"{relative}:{node.lineno}: {message}")
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (upward_imports, "zero/oss/flat.py", "from zero.sdp.bucket import Bucket"),
+        (upward_imports, "zero/oss/flat.py", "from ..sdp import bucket"),
+        (upward_imports, "zero/oss/flat.py", "def f():\n    import zero.fsdp.unit"),
+        (upward_imports, "zero/sdp/bucket.py", "from .. import fsdp"),
+        (upward_imports, "zero/sdp/__init__.py", "from ..fsdp.unit import Unit"),
+        (upward_imports, "zero/fsdp/unit.py", "from zero import setup"),
+        (upward_imports, "zero/fsdp/unit.py", "from ..plan import cost"),
+        (private_names_of_other_layers, "zero/sdp/bucket.py", "from ..oss.flat import _bind"),
+        (private_names_of_other_layers, "zero/sdp/bucket.py", "from ..oss._flat import bind"),
+        (private_names_of_other_layers, "zero/sdp/bucket.py", "from ..oss import flat\nflat._bind()"),
+        (private_names_of_other_layers, "zero/setup.py", "import zero.oss.flat\nzero.oss.flat._bind()"),
+        (communication, "zero/oss/flat.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        (communication, "zero/oss/flat.py", "import torch\ntorch.distributed.broadcast(x)"),
+        (communication, "zero/oss/flat.py", "import torch.distributed\ntorch.distributed.isend(x)"),
+        (communication, "zero/oss/flat.py", "import torch.nn\ntorch.distributed.barrier()"),
+        (communication, "zero/sdp/comm.py", "from torch import distributed as d\nsend = d.reduce_scatter_single"),
+        (communication, "zero/oss/flat.py", "from torch.distributed import new_group as make"),
+        (communication, "zero/oss/flat.py", "from torch.distributed import *"),
+        (communication, "zero/oss/flat.py", "from torch.distributed.nn.functional import all_gather"),
+        (communication, "zero/oss/flat.py", "import torch.distributed as dist\ndist.scatter_object_list(x)"),
+        (setattr_and_id, "zero/oss/flat.py", "setattr(p, 'owner', 0)"),
+        (setattr_and_id, "zero/oss/flat.py", "index = {id(p): i for i, p in enumerate(ps)}"),
+        (setattr_and_id, "zero/oss/flat.py", "index = dict(zip(map(id, ps), ps))"),
+    ],
+)
+def test_rule_sees_a_violation(rule, path, source):
+    assert len(list(rule(Path(path), ast.parse(source)))) == 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("zero/__init__.py", "from .oss import OSS\nfrom zero.fsdp.fsdp import FSDP\nfrom . import setup"),
+        ("zero/setup.py", "from .checkpoint import save\nfrom .oss.comm import gather\ngather()"),
+        ("zero/sdp/bucket.py", "from . import _note\nfrom ..oss import flat\nfrom ._note import _x\nflat.bind(), _x"),
+        ("zero/sdp/bucket.py", "import torch.distributed as dist\ndist.get_rank(), dist.ReduceOp.SUM, x.reduce()"),
+        ("zero/oss/comm.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        ("zero/oss/flat.py", "object.__setattr__(self, 'x', 1)\nself.id"),
+    ],
+)
+def test_rule_lets_the_rest_pass(rule, path, source):
+    assert not list(rule(Path(path), ast.parse(source)))

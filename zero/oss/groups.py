@@ -1,0 +1,63 @@
+"""Parameter groups as users give them: brought into torch's form, checked, described."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero.oss.flat import unusable
+
+
+def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
+    """Parameter groups in torch's form, and what is wrong with them in words for the user."""
+    if isinstance(params, Tensor):
+        return [], "OSS was given a single tensor. Pass an iterable of parameters, such as model.parameters()."
+    given: list[Any] = list(params)
+    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = [{**group, "params": _listed(group.get("params"))} for group in groups]
+    seen = set(seen or ())
+    found: dict[nn.Parameter, str] = {}
+    for position, group in enumerate(groups):
+        for index, entry in enumerate(group["params"]):
+            named = isinstance(entry, tuple)
+            param = entry[1] if named else entry
+            name = repr(entry[0]) if named else f"parameter {index} of group {position}"
+            problem = unusable(param, name)
+            if problem:
+                return groups, problem
+            if param in found or param in seen:
+                return groups, (
+                    f"{name} was given before{f' as {found[param]}' if param in found else ''}: each parameter must "
+                    "be in exactly one group, once. Tied weights are one parameter; model.parameters() lists it once."
+                )
+            found[param] = name
+    if not found:
+        return groups, "OSS was given no parameters. Pass model.parameters() (a generator is used up after one pass)."
+    return groups, None
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params or ())
+
+
+def describe(groups: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for position, group in enumerate(groups):
+        for index, entry in enumerate(group["params"]):
+            name, param = entry if isinstance(entry, tuple) else (f"parameter {index} of group {position}", entry)
+            if isinstance(param, Tensor):
+                kind = "trained" if param.requires_grad else "frozen"
+                lines.append(f"{name}: {str(param.dtype).removeprefix('torch.')} {list(param.shape)}, {kind}")
+    return lines
+
+
+def names(group: dict[str, Any]) -> list[str]:
+    return group.get("param_names") or [
+        f"parameter {i} of shape {list(p.shape)}" for i, p in enumerate(group["params"])
+    ]
+
+
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,0 +1,40 @@
+"""Norms over gradients that lie in parts, one a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero.oss.comm import Comm
+
+
+def total_norm(parts: Sequence[Tensor], comm: Comm, norm_type: float, device: torch.device) -> Tensor:
+    """Collective. The norm of all ranks' parts together, as if they were one vector; 0-dim, float32 at least.
+
+    parts: this rank's; no element may be with two ranks.
+    """
+    infinite = math.isinf(norm_type)
+    norms = [torch.linalg.vector_norm(part, norm_type, dtype=_wide(part)) for part in parts if part.numel()]
+    if not norms:
+        local = torch.zeros((), device=device)
+    else:
+        together = torch.stack([norm.to(device, torch.promote_types(norm.dtype, torch.float32)) for norm in norms])
+        local = together.max() if infinite else together.pow(norm_type).sum()
+    if any(part.dtype == torch.float64 for part in parts):
+        local = local.double()
+    comm.all_reduce(local, maximum=infinite)
+    return local if infinite else local.pow(1 / norm_type)
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales the gradients in place so that `norm`, which is theirs, becomes `max_norm` at most; as torch does it."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.device, gradient.dtype))
+
+
+def _wide(part: Tensor) -> torch.dtype | None:
+    return torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None

@@ -1,0 +1,43 @@
+"""Loss scaling where gradients lie in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero.oss.comm import Comm
+from zero.oss.optimizer import OSS
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler for every stage: an inf or NaN in any rank's part skips the step on all ranks.
+
+    torch's own looks for `param.grad`, which stage 2 has none of, and at stage 3 sees only this rank's part. At stage
+    1, where DistributedDataParallel averages gradients whole, torch's own does as well as this one.
+
+    device: as of torch.amp.GradScaler, "cuda" or "cpu".
+    process_group: of the optimizers at stage 3; an OSS knows its own. By default all ranks.
+    Further arguments are those of torch.amp.GradScaler. Collective: `unscale_`, and `step` where it was not called.
+    """
+
+    def __init__(
+        self, device: str = "cuda", *, process_group: torch.distributed.ProcessGroup | None = None, **options: Any
+    ) -> None:
+        super().__init__(device, **options)
+        self._comm = Comm(process_group)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        in_parts = isinstance(optimizer, OSS) and optimizer.gradients_arrive_in_parts
+        stepped = optimizer.optim if isinstance(optimizer, OSS) and in_parts else optimizer
+        found = super()._unscale_grads_(stepped, inv_scale, found_inf, allow_fp16)
+        # A rank that owns no gradient has nothing to look at, but must skip the step, or take it, as the others do.
+        total = torch.stack([one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]).amax(
+            0
+        )
+        (optimizer.comm if isinstance(optimizer, OSS) else self._comm).all_reduce(total, maximum=True)
+        return {device: total.to(device) for device in found} or {inv_scale.device: total}
