@@ -95,8 +95,8 @@ class GradBucket:
             )
         if gradient.requires_grad:
             raise RuntimeError(
-                f"the gradient of {self.flat.names[index]} is itself part of a graph (create_graph=True), which ends where "
-                "it is reduced. Take inner derivatives by torch.autograd.grad(..., create_graph=True), and "
+                f"the gradient of {self.flat.names[index]} is itself part of a graph (create_graph=True), which "
+                "ends where it is reduced. Take inner derivatives by torch.autograd.grad(..., create_graph=True), and "
                 "call backward() without."
             )
         self._taken[index] = self.flat.in_memory_order(index, gradient)
