@@ -1,8 +1,18 @@
 """Three steps out of running out of memory under data parallelism, each resting on the one before."""
 
-from zero.fsdp import FSDP
+from zero.fsdp import FSDP, MixedPrecision
 from zero.oss import OSS, GradScaler, Traffic, traffic
 from zero.sdp import ShardedDDP
 from zero.setup import full_state_dict, setup
 
-__all__ = ["FSDP", "GradScaler", "OSS", "ShardedDDP", "Traffic", "full_state_dict", "setup", "traffic"]
+__all__ = [
+    "FSDP",
+    "GradScaler",
+    "MixedPrecision",
+    "OSS",
+    "ShardedDDP",
+    "Traffic",
+    "full_state_dict",
+    "setup",
+    "traffic",
+]

@@ -1,5 +1,6 @@
 """Stage 3: stage 2, and parameters that live only with their owner."""
 
 from zero.fsdp.fsdp import FSDP
+from zero.fsdp.precision import MixedPrecision
 
-__all__ = ["FSDP"]
+__all__ = ["FSDP", "MixedPrecision"]

@@ -9,11 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from zero.fsdp.guard import Guard
+from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
+from zero.oss import norm
 from zero.oss.comm import Comm
-from zero.oss.flat import unusable
+from zero.oss.flat import FlatGroup, unusable
 from zero.oss.partition import Partition, lay_out, partition_problem
 from zero.sdp.buffers import BufferSync
 from zero.sdp.sharded_ddp import describe
@@ -37,6 +40,7 @@ class FSDP(nn.Module):
     partition: "even" (also "auto") cuts inside parameters, for optimizers that treat each element by itself; "whole"
         keeps each parameter with one rank.
     reshard_after_forward: False keeps the parameters from forward to backward: less to send, more memory.
+    mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own.
     sync_module_states: start from the parameters and buffers of rank 0.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
 
@@ -53,6 +57,7 @@ class FSDP(nn.Module):
         auto_wrap_policy: Policy = None,
         partition: Partition = "even",
         reshard_after_forward: bool = True,
+        mixed_precision: MixedPrecision | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,
     ) -> None:
@@ -61,27 +66,28 @@ class FSDP(nn.Module):
         self._comm = Comm(process_group)
         problem = partition_problem(partition) or _unusable(module)
         modules = {} if problem else unit_modules(module, auto_wrap_policy)
-        told = [f"partition {partition}", f"units {', '.join(modules)}", *describe(module)]
+        mixed_precision = mixed_precision or MixedPrecision()
+        told = [f"partition {partition}, {mixed_precision}", f"units {', '.join(modules)}", *describe(module)]
         self._comm.compare("the models given to FSDP", told, problem)
         if sync_module_states:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
 
+        mixed_precision.prepare(module)
         loads = [0] * self._comm.world
-        self._units: list[Unit] = []
-        for name, owned in params_by_unit(module, modules).items():
-            groups = lay_out(
-                [param for _, param in owned],
-                [param_name for param_name, _ in owned],
-                self._comm,
-                cut="whole" if partition == "whole" else "even",
-                loads=loads,
-                own_part=True,
+        self._units = [
+            Unit(
+                name,
+                modules[name],
+                _lay_out_unit(module, owned, self._comm, partition, mixed_precision, loads),
+                sent_as=mixed_precision.reduce_dtype,
             )
-            for group in groups:
-                group.release()
-            self._units.append(Unit(name, modules[name], groups))
-        self._schedule = Schedule(self._units, self._comm, reshard_after_forward=reshard_after_forward)
+            for name, owned in params_by_unit(module, modules).items()
+        ]
+        self._schedule = Schedule(
+            self._units, self._comm, reshard_after_forward=reshard_after_forward, precision=mixed_precision
+        )
         self._buffers_in_step = BufferSync(module, self._comm) if broadcast_buffers else None
+        self._guard = Guard(self._units)
 
     # --------------------------------------------------------------------------------------------- running
 
@@ -107,6 +113,18 @@ class FSDP(nn.Module):
         finally:
             self._schedule.active = before
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Collective. Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm.
+
+        Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf. To be called instead
+        of torch.nn.utils.clip_grad_norm_, which sees this rank's parts only.
+        """
+        params = [param for unit in self._units for group in unit.groups for param in group.params]
+        parts = [param.grad for param in params if param.grad is not None]
+        total = norm.total_norm(parts, self._comm, float(norm_type), params[0].device)
+        norm.clip(parts, total, float(max_norm))
+        return total
+
     @property
     def unit_bytes(self) -> int:
         """Bytes of the largest unit's parameters: what is whole at a time."""
@@ -120,28 +138,29 @@ class FSDP(nn.Module):
 
         writeback: changes made in here stay, those of each part's owner; otherwise they are lost.
         """
+        groups = [group for unit in self._units for group in unit.groups]
         for unit in self._units:
-            unit.unshard()
+            unit.reshard()  # what a forward without backward may have left whole
+        for group in groups:
+            group.summon()
+        keep = False
         try:
             yield
-            if writeback:
-                for unit in self._units:
-                    for group in unit.groups:
-                        group.keep()
+            keep = writeback
         finally:
-            for unit in self._units:
-                unit.reshard()
+            for group in groups:
+                group.dismiss(keep=keep)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Collective. Whole parameters and buffers under the module's own names, on every rank, as copies."""
         found = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
         whole: dict[nn.Parameter, Tensor] = {}
         for unit in self._units:
-            was_whole = unit.whole
-            unit.unshard()
-            whole |= {param: param.detach().clone() for group in unit.groups for param in group.params}
-            if not was_whole:
-                unit.reshard()
+            unit.reshard()
+            for group in unit.groups:
+                group.summon()
+                whole |= {param: param.detach().clone() for param in group.params}
+                group.dismiss(keep=False)
         for key, value in found.items():
             if isinstance(value, nn.Parameter):
                 found[key] = whole.get(value, value)
@@ -172,6 +191,34 @@ class FSDP(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def _lay_out_unit(
+    root: nn.Module,
+    owned: list[tuple[str, nn.Parameter]],
+    comm: Comm,
+    partition: Partition,
+    precision: MixedPrecision,
+    loads: list[int],
+) -> list[FlatGroup]:
+    """A unit's parameters in flat groups of their own parts, those apart that are computed with in another dtype."""
+    by_dtype: dict[torch.dtype | None, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in owned:
+        holder = root.get_submodule(name.rpartition(".")[0])
+        by_dtype.setdefault(precision.dtype_of(holder), []).append((name, param))
+    return [
+        group
+        for dtype, named in by_dtype.items()
+        for group in lay_out(
+            [param for _, param in named],
+            [name for name, _ in named],
+            comm,
+            cut="whole" if partition == "whole" else "even",
+            loads=loads,
+            own_part=True,
+            compute_dtype=dtype,
+        )
+    ]
 
 
 def _unusable(module: nn.Module) -> str | None:

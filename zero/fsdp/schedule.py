@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
 from zero.sdp.tensors import at_end_of_backward, in_a_backward, map_tensors, tensors_in
@@ -24,8 +25,11 @@ class Schedule:
     `active`: whether gradients are reduced now, or kept (no_sync).
     """
 
-    def __init__(self, units: list[Unit], comm: Comm, *, reshard_after_forward: bool) -> None:
+    def __init__(
+        self, units: list[Unit], comm: Comm, *, reshard_after_forward: bool, precision: MixedPrecision
+    ) -> None:
         self.active = True
+        self._precision = precision
         self._units, self._comm = units, comm
         self._root = units[0]
         self._reshard_after_forward = reshard_after_forward
@@ -46,8 +50,7 @@ class Schedule:
                 self.abandon()
             unit.unshard()
             unit.depth += 1
-            if not torch.is_grad_enabled():
-                return None
+            args, kwargs = self._precision.cast_inputs(args), self._precision.cast_inputs(kwargs)
             return self._watch_inputs(unit, args, kwargs)
 
         return pre_forward
@@ -75,8 +78,8 @@ class Schedule:
             view.register_hook(leaving)
             return view
 
-        if unit is self._root:
-            return None
+        if unit is self._root or not torch.is_grad_enabled():
+            return args, kwargs
         unit.calls += 1
         return map_tensors(watched, args), map_tensors(watched, kwargs)
 

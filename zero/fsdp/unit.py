@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from zero.oss.flat import FlatGroup, Residence
@@ -26,14 +27,16 @@ class Stage(enum.Enum):
 class Unit:
     """The parameters that are gathered together for one module."""
 
-    def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup]) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, groups: list[FlatGroup], *, sent_as: torch.dtype | None = None
+    ) -> None:
         self.name, self.module, self.groups = name, module, groups
         self.stage = Stage.IDLE
         self.depth = 0
         """Forwards of the module that are running: more than one where it calls itself."""
         self.calls = 0
         """Forwards whose backward is not yet complete."""
-        self.buckets = [GradBucket(group) for group in groups]
+        self.buckets = [GradBucket(group, sent_as=sent_as) for group in groups]
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
 
@@ -125,10 +128,9 @@ class Unit:
             param.grad = flat.shaped(index, share, span) if span else share.view(flat.part_views[index].shape)
             self._unreduced[param] = gradient
 
-    @property
-    def unreduced(self) -> bool:
-        """Whether gradients wait here that no_sync kept from their owners."""
-        return bool(self._unreduced)
+    def unreduced(self, param: nn.Parameter) -> bool:
+        """Whether a gradient of the parameter waits here that no_sync kept from its owners."""
+        return param in self._unreduced
 
     def _leave_backward(self) -> None:
         self.stage = Stage.IDLE

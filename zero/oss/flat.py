@@ -1,8 +1,8 @@
 """One group of parameters in one flat buffer, and where that buffer exists.
 
     full    flat, layout.numel elements: every parameter, whole. Each rank has room for it while the group is WHOLE.
-    part    flat, this rank's segment of `full`: all that is left while the group is a PART. While the group is
-            WHOLE and owns its part as a view, `part` lies in `full`; otherwise it is a tensor of its own.
+    part    flat, this rank's segment, in the parameters' own dtype: all that is left while the group is a PART. A view
+            of `full` in groups that are never freed, a tensor of its own in those that are.
 
 The user's nn.Parameter objects stay what they are. Their `.data` points into `full`, or at what `part` holds of them.
 `full` is freed by shrinking its storage and comes back in the same storage, so that views of it that autograd saved
@@ -30,10 +30,12 @@ class Residence(enum.Enum):
 
 
 class FlatGroup:
-    """Parameters of one dtype on one device, laid in one buffer and bound to it. Starts WHOLE, with their values.
+    """Parameters of one dtype on one device, laid in one buffer and bound to it.
 
     params, names: the parameters in the order of the layout, and what errors call them.
-    own_part: keep this rank's segment in a tensor of its own, so that `full` can be freed (stage 3).
+    own_part: keep this rank's segment in a tensor of its own, so that `full` can be freed (stage 3). Such a group
+        starts as a PART, others are WHOLE for good.
+    compute_dtype: the dtype of `full`, where it is not the parameters' own; only with `own_part`.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class FlatGroup:
         comm: Comm,
         *,
         own_part: bool = False,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.params, self.names, self.layout, self.comm = list(params), list(names), layout, comm
         self.residence = Residence.WHOLE
@@ -52,21 +55,24 @@ class FlatGroup:
         self._channel = comm.channel(f"the gathering of {names[0]} and {len(names) - 1} more")
         self._handle: Handle | None = None
 
-        sample = params[0]
+        self._own_part = own_part
+        self._summoned: Tensor | None = None
+
+        self.full = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
+        self.whole_views = self._views_of_whole(self.full)
         with torch.no_grad():
-            self.full = torch.zeros(layout.numel, dtype=sample.dtype, device=sample.device)
-            self.whole_views = [
-                self.full.as_strided(shape, stride, offset)
-                for shape, stride, offset in zip(self._shapes, self._strides, layout.offsets, strict=True)
-            ]
             for param, view in zip(self.params, self.whole_views, strict=True):
                 view.copy_(param)
             self._bind(self.whole_views)
             own = self.full[layout.segment(comm.rank)]
             self.part = own.clone() if own_part else own
-        self._own_part = own_part
         self.spans = {span.index: span for span in layout.spans(comm.rank)}
         self.part_views = self.views_of_part(self.part)
+        if own_part:
+            if compute_dtype not in (None, self.part.dtype):
+                self.full = torch.empty(layout.numel, dtype=compute_dtype, device=self.part.device)
+                self.whole_views = self._views_of_whole(self.full)
+            self.release()
 
     def __repr__(self) -> str:
         return f"FlatGroup({len(self.params)} x {self.full.dtype}, {self.residence.value}, {self.layout.world} ranks)"
@@ -89,6 +95,10 @@ class FlatGroup:
     def whole_shape(self, index: int) -> tuple[torch.Size, tuple[int, ...]]:
         """Shape and stride of parameter `index` when whole."""
         return self._shapes[index], self._strides[index]
+
+    def _views_of_whole(self, full: Tensor) -> list[Tensor]:
+        geometry = zip(self._shapes, self._strides, self.layout.offsets, strict=True)
+        return [full.as_strided(shape, stride, offset) for shape, stride, offset in geometry]
 
     def views_of_part(self, part: Tensor) -> list[Tensor]:
         """What each parameter has of a tensor of the length of this rank's segment, in the shape of its part."""
@@ -149,18 +159,34 @@ class FlatGroup:
         return self._handle is not None
 
     def release(self) -> None:
-        """Frees `full`; what is left is this rank's part. Values written while whole are lost: see `keep`."""
+        """Frees `full`; what is left is this rank's part. Values written while whole are lost."""
         assert self._own_part and self._handle is None
         self._bind(self.part_views)
         self.full.untyped_storage().resize_(0)
         self.residence = Residence.PART
 
-    def keep(self) -> None:
-        """Takes over into the part what was written into the whole parameters."""
-        assert self.residence is Residence.WHOLE
-        if self._own_part:
+    def summon(self) -> None:
+        """Collective. Makes the parameters whole in their own dtype, whatever dtype is computed with."""
+        assert self._own_part and self.residence is Residence.PART
+        if self.full.dtype == self.part.dtype:
+            self.launch_gather()
+            self.finish_gather()
+            return
+        self._summoned = self.part.new_empty(self.layout.numel)
+        with torch.no_grad():
+            self._summoned[self.layout.segment(self.comm.rank)] = self.part
+        self.comm.gather(self._summoned, self.layout.bounds, self._channel).wait()
+        self._bind(self._views_of_whole(self._summoned))
+        self.residence = Residence.WHOLE
+
+    def dismiss(self, *, keep: bool) -> None:
+        """Ends `summon`. keep: take over into the part what was written into the whole parameters meanwhile."""
+        if keep:
+            summoned = self.full if self._summoned is None else self._summoned
             with torch.no_grad():
-                self.part.copy_(self.full[self.layout.segment(self.comm.rank)])
+                self.part.copy_(summoned[self.layout.segment(self.comm.rank)])
+        self._summoned = None
+        self.release()
 
     def _bind(self, views: Sequence[Tensor]) -> None:
         for param, view in zip(self.params, views, strict=True):

@@ -72,6 +72,7 @@ def lay_out(
     granularity: int | None = None,
     limit: int | None = None,
     own_part: bool = False,
+    compute_dtype: torch.dtype | None = None,
 ) -> list[FlatGroup]:
     """The parameters, bound into flat groups of at most `limit` bytes (but one parameter at least), in their order.
 
@@ -99,9 +100,15 @@ def lay_out(
                 for rank in range(comm.world):
                     segment = geometry.segment(rank)
                     loads[rank] += (segment.stop - segment.start) * params[members[0]].element_size()
-            groups.append(
-                FlatGroup([params[i] for i in members], [names[i] for i in members], geometry, comm, own_part=own_part)
+            group = FlatGroup(
+                [params[i] for i in members],
+                [names[i] for i in members],
+                geometry,
+                comm,
+                own_part=own_part,
+                compute_dtype=compute_dtype if params[members[0]].is_floating_point() else None,
             )
+            groups.append(group)
     return groups
 
 

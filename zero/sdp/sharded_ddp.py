@@ -287,8 +287,8 @@ class Reducer:
             if param.requires_grad and param not in held:
                 raise RuntimeError(
                     f"{name!r} is in no optimizer of this ShardedDDP: it was replaced (by load_state_dict with "
-                    "assign=True, say) or added since, and its gradient would be nobody's. Wrap the model again, with an "
-                    "OSS built from its present parameters, or add it by add_param_group."
+                    "assign=True, say) or added since, and its gradient would be nobody's. Wrap the model again, "
+                    "with an OSS built from its present parameters, or add it by add_param_group."
                 )
 
     def _abandon(self) -> None:
