@@ -1,6 +1,6 @@
 """Three steps out of running out of memory under data parallelism, each resting on the one before."""
 
-from zero.fsdp import FSDP, MixedPrecision
+from zero.fsdp import FSDP, MixedPrecision, ShardingStrategy
 from zero.oss import OSS, GradScaler, Traffic, traffic
 from zero.sdp import ShardedDDP
 from zero.setup import full_state_dict, setup
@@ -11,6 +11,7 @@ __all__ = [
     "MixedPrecision",
     "OSS",
     "ShardedDDP",
+    "ShardingStrategy",
     "Traffic",
     "full_state_dict",
     "setup",

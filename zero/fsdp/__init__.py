@@ -2,5 +2,6 @@
 
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.strategy import ShardingStrategy
 
-__all__ = ["FSDP", "MixedPrecision"]
+__all__ = ["FSDP", "MixedPrecision", "ShardingStrategy"]

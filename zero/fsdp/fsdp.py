@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero.fsdp.guard import Guard
+from zero.fsdp.materialise import Materialiser
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.schedule import Schedule
+from zero.fsdp.strategy import ShardingStrategy, as_strategy, place
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
 from zero.oss import norm
@@ -34,14 +37,22 @@ class FSDP(nn.Module):
     rest their data and gradient are this rank's part, with as many dimensions as the whole.
 
     module: stays usable as it is; its attributes can be read through this one.
-    process_group: by default all ranks. Without torch.distributed, this process alone.
+    process_group: by default all ranks; without torch.distributed, this process alone. For hybrid strategies a pair:
+        the ranks to shard within, and those to replicate across.
+    device_mesh: the groups as a DeviceMesh: of one dimension, or of two for hybrid strategies, replicas first.
     auto_wrap_policy: which modules become units: a policy of torch.distributed.fsdp.wrap. By default the blocks that
         the model repeats in an nn.ModuleList.
+    as_one_unit: modules, or classes of modules, that are gathered as a whole, such as a mixture of experts of which
+        each rank runs others.
+    ignored_modules, ignored_parameters: left as they are; nobody averages their gradients.
     partition: "even" (also "auto") cuts inside parameters, for optimizers that treat each element by itself; "whole"
         keeps each parameter with one rank.
-    reshard_after_forward: False keeps the parameters from forward to backward: less to send, more memory.
+    sharding_strategy: one of ShardingStrategy, PyTorch's enum, or its name.
+    reshard_after_forward: False is SHARD_GRAD_OP: parameters stay from forward to backward, which sends less.
     mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own.
-    sync_module_states: start from the parameters and buffers of rank 0.
+    param_init_fn: gives values to a module that was built on the meta device, instead of its `reset_parameters`. Units
+        get memory one at a time, values on rank 0 only, and are never whole anywhere else than there.
+    sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
 
     Collective: the constructor, forward, backward, `state_dict`, `load_state_dict`, `summon_full_params`.
@@ -53,41 +64,64 @@ class FSDP(nn.Module):
         self,
         module: nn.Module,
         *,
-        process_group: torch.distributed.ProcessGroup | None = None,
+        process_group: Any = None,
+        device_mesh: DeviceMesh | None = None,
         auto_wrap_policy: Policy = None,
+        as_one_unit: Sequence[nn.Module | type[nn.Module]] = (),
+        ignored_modules: Iterable[nn.Module] = (),
+        ignored_parameters: Iterable[nn.Parameter] = (),
         partition: Partition = "even",
+        sharding_strategy: ShardingStrategy | str = "FULL_SHARD",
         reshard_after_forward: bool = True,
         mixed_precision: MixedPrecision | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
-        self._comm = Comm(process_group)
-        problem = partition_problem(partition) or _unusable(module)
-        modules = {} if problem else unit_modules(module, auto_wrap_policy)
-        mixed_precision = mixed_precision or MixedPrecision()
-        told = [f"partition {partition}, {mixed_precision}", f"units {', '.join(modules)}", *describe(module)]
-        self._comm.compare("the models given to FSDP", told, problem)
-        if sync_module_states:
-            self._comm.broadcast([*module.parameters(), *module.buffers()])
+        strategy = as_strategy(sharding_strategy)
+        self._placement = place(strategy, process_group, device_mesh)
+        self._comm = self._placement.comm
+        precision = mixed_precision or MixedPrecision()
+        ignored = {param for one in ignored_modules for param in one.parameters()} | set(ignored_parameters)
+        modules, problem = _units_of(module, auto_wrap_policy, as_one_unit)
+        problem = problem or partition_problem(partition) or _unusable(module, ignored, synced=sync_module_states)
+        told = [f"{strategy}, partition {partition}, {precision}", f"units {', '.join(modules)}", *describe(module)]
+        for comm in self._placement.all_groups():
+            comm.compare("the models given to FSDP", told, problem)
 
-        mixed_precision.prepare(module)
+        first = all(comm.rank == 0 for comm in self._placement.all_groups())
+        materialiser = Materialiser(module, param_init_fn, initialises=first)
+        precision.prepare(module)
+        keeps = strategy.keeps_parameters or not reshard_after_forward
         loads = [0] * self._comm.world
-        self._units = [
-            Unit(
-                name,
-                modules[name],
-                _lay_out_unit(module, owned, self._comm, partition, mixed_precision, loads),
-                sent_as=mixed_precision.reduce_dtype,
+        self._units: list[Unit] = []
+        for name, owned in params_by_unit(module, modules, ignored).items():
+            owned = materialiser.materialise(owned)
+            if sync_module_states:
+                self._broadcast([param for _, param in owned])
+            groups = _lay_out_unit(
+                module,
+                owned,
+                self._comm,
+                partition=partition,
+                precision=precision,
+                loads=loads,
+                part_in_whole=keeps,
+                label=f"unit {name!r}" if name else "the root unit",
             )
-            for name, owned in params_by_unit(module, modules).items()
-        ]
-        self._schedule = Schedule(
-            self._units, self._comm, reshard_after_forward=reshard_after_forward, precision=mixed_precision
-        )
-        self._buffers_in_step = BufferSync(module, self._comm) if broadcast_buffers else None
+            sent_as, replicas = precision.reduce_dtype, self._placement.replicas
+            self._units.append(Unit(name, modules[name], groups, sent_as=sent_as, replicas=replicas))
+        if sync_module_states:
+            self._broadcast([*ignored, *module.buffers()])
+        self._schedule = Schedule(self._units, self._comm, reshard_after_forward=not keeps, precision=precision)
+        self._buffers_in_step = BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None
         self._guard = Guard(self._units)
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        for comm in self._placement.all_groups():
+            comm.broadcast(tensors)
 
     # --------------------------------------------------------------------------------------------- running
 
@@ -193,13 +227,26 @@ class FSDP(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
+def _units_of(
+    module: nn.Module, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]]
+) -> tuple[dict[str, nn.Module], str | None]:
+    """The units, or what is wrong with the way they were chosen, to be raised on every rank."""
+    try:
+        return unit_modules(module, policy, as_one_unit), None
+    except ValueError as error:
+        return {}, str(error)
+
+
 def _lay_out_unit(
     root: nn.Module,
     owned: list[tuple[str, nn.Parameter]],
     comm: Comm,
+    *,
     partition: Partition,
     precision: MixedPrecision,
     loads: list[int],
+    part_in_whole: bool,
+    label: str,
 ) -> list[FlatGroup]:
     """A unit's parameters in flat groups of their own parts, those apart that are computed with in another dtype."""
     by_dtype: dict[torch.dtype | None, list[tuple[str, nn.Parameter]]] = {}
@@ -217,16 +264,22 @@ def _lay_out_unit(
             loads=loads,
             own_part=True,
             compute_dtype=dtype,
+            part_in_whole=part_in_whole,
+            label=label,
         )
     ]
 
 
-def _unusable(module: nn.Module) -> str | None:
+def _unusable(module: nn.Module, ignored: set[nn.Parameter], *, synced: bool) -> str | None:
     if any(isinstance(inner, FSDP) for inner in module.modules()):
         return "the module contains an FSDP already. Wrap once, from the outside, and choose units by auto_wrap_policy."
     found = False
     for name, param in module.named_parameters():
+        if param in ignored:
+            continue
         found = True
+        if param.is_meta and synced:
+            continue
         problem = unusable(param, repr(name))
         if problem:
             return problem

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, Residence
 from zero.sdp.bucket import GradBucket, Phase
 
@@ -28,7 +29,13 @@ class Unit:
     """The parameters that are gathered together for one module."""
 
     def __init__(
-        self, name: str, module: nn.Module, groups: list[FlatGroup], *, sent_as: torch.dtype | None = None
+        self,
+        name: str,
+        module: nn.Module,
+        groups: list[FlatGroup],
+        *,
+        sent_as: torch.dtype | None = None,
+        replicas: Comm | None = None,
     ) -> None:
         self.name, self.module, self.groups = name, module, groups
         self.stage = Stage.IDLE
@@ -36,7 +43,7 @@ class Unit:
         """Forwards of the module that are running: more than one where it calls itself."""
         self.calls = 0
         """Forwards whose backward is not yet complete."""
-        self.buckets = [GradBucket(group, sent_as=sent_as) for group in groups]
+        self.buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
 

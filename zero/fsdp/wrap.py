@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,12 +11,16 @@ Policy = Any
 """A policy object or function of torch.distributed.fsdp.wrap, or None: see `unit_modules`."""
 
 
-def unit_modules(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
+def unit_modules(
+    root: nn.Module, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]] = ()
+) -> dict[str, nn.Module]:
     """The modules that become units, by name, from the outside in; the root, named "", is always the first.
 
     policy: `ModuleWrapPolicy`, `CustomPolicy`, `lambda_auto_wrap_policy` and their like are asked as PyTorch asks them.
     None takes the blocks that a model repeats: the members of an nn.ModuleList that share a class and have submodules
     of their own. What is in no unit belongs to the unit around it.
+    as_one_unit: modules, or classes of them, that become units with nothing inside them a unit of its own.
+    Raises ValueError for a policy that is none, and for a unit that has no forward to gather it for.
     """
     if policy is None:
         chosen = _repeated_blocks(root)
@@ -30,12 +34,24 @@ def unit_modules(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
             f"auto_wrap_policy is a {type(policy).__name__}. Pass a policy of torch.distributed.fsdp.wrap, such as "
             "ModuleWrapPolicy({Block}), or None."
         )
-    chosen.add(root)
-    return {name: module for name, module in root.named_modules() if module in chosen}
+    classes = tuple(one for one in as_one_unit if isinstance(one, type))
+    single = {module for module in root.modules() if isinstance(module, classes) or module in as_one_unit}
+    chosen -= {inner for module in single for inner in module.modules()}
+    chosen |= single | {root}
+    units = {name: module for name, module in root.named_modules() if module in chosen}
+    for name, module in units.items():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            raise ValueError(
+                f"{name!r} is a {type(module).__name__}, which has no forward that it could be gathered for. Choose "
+                "the module that calls its members."
+            )
+    return units
 
 
-def params_by_unit(root: nn.Module, units: dict[str, nn.Module]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """For each unit its parameters with their names: those that lie in no unit further in.
+def params_by_unit(
+    root: nn.Module, units: dict[str, nn.Module], ignored: Collection[nn.Parameter] = ()
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """For each unit its parameters with their names: those that lie in no unit further in, and are not ignored.
 
     A parameter that several units contain (tied weights) belongs to the innermost unit around all of them.
     """
@@ -48,7 +64,8 @@ def params_by_unit(root: nn.Module, units: dict[str, nn.Module]) -> dict[str, li
             homes[param] = _common(homes[param], inside) if param in homes else inside
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in units}
     for param, inside in homes.items():
-        owned[inside[-1]].append((names[param], param))
+        if param not in ignored:
+            owned[inside[-1]].append((names[param], param))
     return owned
 
 

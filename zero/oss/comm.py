@@ -121,6 +121,13 @@ class Comm:
         self.world = 1 if group is None else dist.get_world_size(group)
         self._wire = _Wire() if group is None else _wires.setdefault(group, _Wire())
 
+    @classmethod
+    def alone(cls) -> Comm:
+        """This process by itself, whatever torch.distributed knows."""
+        comm = cls.__new__(cls)
+        comm.group, comm.rank, comm.world, comm._wire = None, 0, 1, _Wire()
+        return comm
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
         return self  # a process group cannot be copied, and a copied module belongs to the same one
 
@@ -162,7 +169,8 @@ class Comm:
                 peers = ", ".join(f"rank {peer} in {self._wire.name(numbers[peer])}" for peer in different)
                 self._wire.broken = (
                     f"ranks are out of step: rank {self.rank} is in {self._wire.name(channel)}, but {peers}. All ranks "
-                    "must run the same modules in the same order and take the same steps."
+                    "must run the same modules in the same order and take the same steps. Modules that ranks choose "
+                    "between must be gathered together: FSDP(as_one_unit=...)."
                 )
                 raise RuntimeError(self._wire.broken)
             return [one[_NUMBER:] for one in by_rank]

@@ -36,6 +36,9 @@ class FlatGroup:
     own_part: keep this rank's segment in a tensor of its own, so that `full` can be freed (stage 3). Such a group
         starts as a PART, others are WHOLE for good.
     compute_dtype: the dtype of `full`, where it is not the parameters' own; only with `own_part`.
+    part_in_whole: while WHOLE, free `part` too and keep it in `full` alone: less memory where groups stay whole for
+        long, for one copy more. Only where both have one dtype.
+    label: what errors call the group.
     """
 
     def __init__(
@@ -47,12 +50,15 @@ class FlatGroup:
         *,
         own_part: bool = False,
         compute_dtype: torch.dtype | None = None,
+        part_in_whole: bool = False,
+        label: str | None = None,
     ) -> None:
         self.params, self.names, self.layout, self.comm = list(params), list(names), layout, comm
         self.residence = Residence.WHOLE
         self._strides = [dense_stride(param) for param in params]
         self._shapes = [param.shape for param in params]
-        self._channel = comm.channel(f"the gathering of {names[0]} and {len(names) - 1} more")
+        self.label = label or f"a bucket of {len(names)} parameters, from {names[0]}"
+        self._channel = comm.channel(f"the gathering of {self.label}")
         self._handle: Handle | None = None
 
         self._own_part = own_part
@@ -68,11 +74,14 @@ class FlatGroup:
             self.part = own.clone() if own_part else own
         self.spans = {span.index: span for span in layout.spans(comm.rank)}
         self.part_views = self.views_of_part(self.part)
+        self._part_in_whole = part_in_whole and compute_dtype in (None, self.part.dtype)
         if own_part:
             if compute_dtype not in (None, self.part.dtype):
                 self.full = torch.empty(layout.numel, dtype=compute_dtype, device=self.part.device)
                 self.whole_views = self._views_of_whole(self.full)
-            self.release()
+            self._bind(self.part_views)
+            self.full.untyped_storage().resize_(0)
+            self.residence = Residence.PART
 
     def __repr__(self) -> str:
         return f"FlatGroup({len(self.params)} x {self.full.dtype}, {self.residence.value}, {self.layout.world} ranks)"
@@ -152,6 +161,8 @@ class FlatGroup:
         handle.wait()
         if self._own_part:
             self._bind(self.whole_views)
+        if self._part_in_whole:
+            self.part.untyped_storage().resize_(0)
         self.residence = Residence.WHOLE
 
     @property
@@ -161,17 +172,17 @@ class FlatGroup:
     def release(self) -> None:
         """Frees `full`; what is left is this rank's part. Values written while whole are lost."""
         assert self._own_part and self._handle is None
+        if self._part_in_whole:
+            self.part.untyped_storage().resize_(self.part.nbytes)
+            with torch.no_grad():
+                self.part.copy_(self.full[self.layout.segment(self.comm.rank)])
         self._bind(self.part_views)
         self.full.untyped_storage().resize_(0)
         self.residence = Residence.PART
 
     def summon(self) -> None:
-        """Collective. Makes the parameters whole in their own dtype, whatever dtype is computed with."""
+        """Collective. Makes the parameters whole in their own dtype, in a buffer apart, for `dismiss` to end."""
         assert self._own_part and self.residence is Residence.PART
-        if self.full.dtype == self.part.dtype:
-            self.launch_gather()
-            self.finish_gather()
-            return
         self._summoned = self.part.new_empty(self.layout.numel)
         with torch.no_grad():
             self._summoned[self.layout.segment(self.comm.rank)] = self.part
@@ -181,12 +192,13 @@ class FlatGroup:
 
     def dismiss(self, *, keep: bool) -> None:
         """Ends `summon`. keep: take over into the part what was written into the whole parameters meanwhile."""
+        assert self._summoned is not None
         if keep:
-            summoned = self.full if self._summoned is None else self._summoned
             with torch.no_grad():
-                self.part.copy_(summoned[self.layout.segment(self.comm.rank)])
+                self.part.copy_(self._summoned[self.layout.segment(self.comm.rank)])
         self._summoned = None
-        self.release()
+        self._bind(self.part_views)
+        self.residence = Residence.PART
 
     def _bind(self, views: Sequence[Tensor]) -> None:
         for param, view in zip(self.params, views, strict=True):

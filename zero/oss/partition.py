@@ -73,6 +73,8 @@ def lay_out(
     limit: int | None = None,
     own_part: bool = False,
     compute_dtype: torch.dtype | None = None,
+    part_in_whole: bool = False,
+    label: str | None = None,
 ) -> list[FlatGroup]:
     """The parameters, bound into flat groups of at most `limit` bytes (but one parameter at least), in their order.
 
@@ -106,6 +108,8 @@ def lay_out(
                 geometry,
                 comm,
                 own_part=own_part,
+                part_in_whole=part_in_whole,
+                label=label,
                 compute_dtype=compute_dtype if params[members[0]].is_floating_point() else None,
             )
             groups.append(group)

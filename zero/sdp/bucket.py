@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zero.oss.comm import Handle
+from zero.oss.comm import Comm, Handle
 from zero.oss.flat import FlatGroup
 from zero.oss.layout import Span
 
@@ -36,10 +36,12 @@ class GradBucket:
     """Takes the gradients of one flat group, reduces them to their owners, and hands out this rank's parts.
 
     sent_as: the dtype in which gradients travel, by default their own.
+    replicas: the ranks that own the same segments, where a group is sharded within and replicated across (hybrid).
     """
 
-    def __init__(self, flat: FlatGroup, *, sent_as: torch.dtype | None = None) -> None:
+    def __init__(self, flat: FlatGroup, *, sent_as: torch.dtype | None = None, replicas: Comm | None = None) -> None:
         self.flat = flat
+        self._replicas = replicas
         self._sent_as = sent_as or flat.full.dtype
         self.phase = Phase.FILLING
         self.trained: tuple[int, ...] = ()
@@ -156,8 +158,12 @@ class GradBucket:
         spans = [self._spans[rank][index] for index in self._large if index in self._spans[rank]]
         spans += self._small_spans(rank)
         counted = self._counted(rank)
-        if self.flat.comm.world > 1:
-            sums *= 1 / self.flat.comm.world
+        ranks = self.flat.comm.world
+        if self._replicas is not None:
+            self._replicas.all_reduce(sums)
+            ranks *= self._replicas.world
+        if ranks > 1:
+            sums *= 1 / ranks
         used = dict(zip(counted, sums[len(sums) - len(counted) :].tolist(), strict=True))
         low = 0
         for span in spans:

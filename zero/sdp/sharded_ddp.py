@@ -68,7 +68,7 @@ class ShardedDDP(nn.Module):
         self._comm.compare("the models given to ShardedDDP", told, self._misfit(names))
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
-        self._buffers_in_step = BufferSync(module, self._comm) if broadcast_buffers else None
+        self._buffers_in_step = BufferSync(module, [self._comm]) if broadcast_buffers else None
         for optimizer in self._optimizers:
             optimizer.expect_gradients_in_parts()
             if reduce_buffer_size is not None:

@@ -1,0 +1,236 @@
+"""One safetensors file: written in a stream, read by ranges of bytes, each checked.
+
+    8 bytes     length of the header
+    header      JSON: for every piece its dtype, shape and place; in "__metadata__" what zero adds
+    data        the pieces, one after another
+
+zero adds a checksum (CRC-32) of every BLOCK bytes of data, so that whoever reads a range can check that range without
+reading the rest, and one of the header itself, which is in the index. Files are written and read here rather than by
+the safetensors package because it knows no checksums, does not sync to disk, and maps whole files; what it reads and
+writes is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.format import DTYPES, NAMES
+
+BLOCK = 1 << 22
+"""Bytes that have one checksum."""
+
+BUFFER = 1 << 24
+"""Bytes that are moved at a time where they are not moved in place. A multiple of BLOCK."""
+
+_LONGEST_HEADER = 1 << 28
+
+
+class FileProblem(Exception):
+    """What is wrong with a file, in words for the user."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is to be written under one key. `values` gives its elements, flat, perhaps in several tensors."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    values: Callable[[], Iterator[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write(path: Path, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], None]) -> dict[str, Any]:
+    """Writes the chunks and syncs them to disk. Returns the file's size and its header's checksum.
+
+    tick: told the bytes written, as they are.
+    """
+    chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every piece is aligned
+    nbytes = sum(chunk.nbytes for chunk in chunks)
+    # The checksums are known at the end, but their length is known now, and so is the header's.
+    blocks = -(-nbytes // BLOCK)
+    start = 8 + len(_header(chunks, metadata, [0] * blocks))
+    with open(path, "wb", buffering=0) as file:
+        file.seek(start)
+        sums = _Checksums()
+        for chunk in chunks:
+            for values in chunk.values():
+                for data in host_bytes(values):
+                    _write_all(file.fileno(), data)
+                    sums.add(data)
+                    tick(len(data))
+        assert sums.length == nbytes, "chunks gave other bytes than they announced"
+        header = _header(chunks, metadata, sums.finish())
+        file.seek(0)
+        _write_all(file.fileno(), memoryview(len(header).to_bytes(8, "little") + header))
+        os.fsync(file.fileno())
+    return {"bytes": start + nbytes, "header_crc32": zlib.crc32(header)}
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _header(chunks: Sequence[Chunk], metadata: dict[str, str], sums: Sequence[int]) -> bytes:
+    added = {"format": "pt", "block_bytes": str(BLOCK), "block_crc32": "".join(f"{one:08x}" for one in sums)}
+    told: dict[str, Any] = {"__metadata__": {**added, **metadata}}
+    low = 0
+    for chunk in chunks:
+        high = low + chunk.nbytes
+        told[chunk.key] = {"dtype": NAMES[chunk.dtype], "shape": list(chunk.shape), "data_offsets": [low, high]}
+        low = high
+    data = json.dumps(told, separators=(",", ":")).encode()
+    return data + b" " * (-len(data) % 8)
+
+
+class _Checksums:
+    """The checksum of every block of a stream."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._sums: list[int] = []
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            inside = self.length % BLOCK
+            if inside == 0:
+                self._sums.append(0)
+            taken = data[: BLOCK - inside]
+            self._sums[-1] = zlib.crc32(taken, self._sums[-1])
+            self.length += len(taken)
+            data = data[len(taken) :]
+
+    def finish(self) -> list[int]:
+        return self._sums
+
+
+def host_bytes(flat: Tensor) -> Iterator[memoryview]:
+    """A flat tensor's bytes: those of the CPU as they lie in memory, others brought over BUFFER bytes at a time."""
+    if not flat.numel():
+        return
+    step = max(BUFFER // flat.element_size(), 1)
+    for low in range(0, flat.numel(), step):
+        yield as_bytes(flat.detach()[low : low + step].cpu().contiguous())
+
+
+def as_bytes(flat: Tensor) -> memoryview:
+    """The memory of a flat, contiguous tensor on the CPU."""
+    return memoryview(flat.detach().view(torch.uint8).numpy())
+
+
+class SafeFile:
+    """A safetensors file that is open for reading. Raises FileProblem for all that is wrong with it.
+
+    expected: its size and its header's checksum, from the index.
+    """
+
+    def __init__(self, path: Path, expected: dict[str, Any] | None = None) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise FileProblem(f"{path} cannot be read ({error.strerror})") from None
+        try:
+            self._read_header(expected)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> SafeFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._descriptor)
+
+    def _read_header(self, expected: dict[str, Any] | None) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if expected is not None and size != expected["bytes"]:
+            raise FileProblem(f"{self.path} has {size} bytes, not the {expected['bytes']} that were written")
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            raise FileProblem(f"{self.path} is no safetensors file, or not a whole one")
+        header = os.pread(self._descriptor, length, 8)
+        if expected is not None and zlib.crc32(header) != expected["header_crc32"]:
+            raise FileProblem(f"{self.path} has another header than was written: it was altered")
+        self._data = 8 + length
+        self._nbytes = size - self._data
+        try:
+            told = json.loads(header)
+            self.metadata: dict[str, str] = told.pop("__metadata__", {})
+            self.pieces = {key: self._piece(one) for key, one in told.items()}
+            sums = self.metadata.get("block_crc32")
+            self._block = int(self.metadata.get("block_bytes", BLOCK))
+            self._sums = None if sums is None else [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FileProblem(f"{self.path} has a header that is not of safetensors ({error!r})") from None
+        if self._sums is not None and (self._block < 1 or len(self._sums) * self._block < self._nbytes):
+            raise FileProblem(f"{self.path} lacks checksums")
+
+    def _piece(self, told: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:
+        """Dtype, shape, and where it starts in the data."""
+        dtype, shape = DTYPES[told["dtype"]], tuple(int(size) for size in told["shape"])
+        low, high = told["data_offsets"]
+        if not 0 <= low <= high <= self._nbytes or high - low != torch.Size(shape).numel() * dtype.itemsize:
+            raise ValueError(f"a tensor of {told['dtype']} {list(shape)} at {[low, high]} of {self._nbytes} bytes")
+        return dtype, shape, low
+
+    def range(self, key: str, start: int, stop: int) -> tuple[int, int]:
+        """The bytes of the data that hold elements [start, stop) of a piece."""
+        dtype, shape, low = self.pieces[key]
+        assert 0 <= start <= stop <= torch.Size(shape).numel()
+        return low + start * dtype.itemsize, low + stop * dtype.itemsize
+
+    def check(self, ranges: Sequence[tuple[int, int]], buffer: Tensor, tick: Callable[[int], None]) -> None:
+        """Reads every block that the ranges touch, once, and compares its checksum."""
+        if self._sums is None:
+            return
+        touched = sorted(
+            {
+                number
+                for low, high in ranges
+                if low < high
+                for number in range(low // self._block, -(-high // self._block))
+            }
+        )
+        for number in touched:
+            low, high = number * self._block, min((number + 1) * self._block, self._nbytes)
+            found = 0
+            for at in range(low, high, len(buffer)):
+                data = as_bytes(buffer[: min(len(buffer), high - at)])
+                self._read_into(data, at)
+                found = zlib.crc32(data, found)
+            if found != self._sums[number]:
+                at = self._data + low
+                raise FileProblem(
+                    f"{self.path} was altered: bytes {at} to {at + high - low} are not those that were written"
+                )
+            tick(high - low)
+
+    def read(self, target: Tensor, low: int) -> None:
+        """Fills a flat, contiguous tensor on the CPU with the data from byte `low`."""
+        self._read_into(as_bytes(target), low)
+
+    def _read_into(self, data: memoryview, low: int) -> None:
+        at = self._data + low
+        while data:
+            try:
+                count = os.preadv(self._descriptor, [data], at)
+            except OSError as error:
+                raise FileProblem(f"{self.path} cannot be read ({error.strerror})") from None
+            if count == 0:
+                raise FileProblem(f"{self.path} ends before byte {at + len(data)}: it is not whole")
+            data, at = data[count:], at + count

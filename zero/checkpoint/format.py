@@ -1,0 +1,315 @@
+"""What a checkpoint says: the index, its values and its names, to JSON and back.
+
+A checkpoint is a directory. `index.json` names every tensor and the pieces that make it up; the pieces lie in one
+safetensors file a rank. A piece is a run of a tensor's elements, counted in row-major order, or, where the tensor is
+stored with its dimensions in another order, in row-major order of the permuted tensor. Tensors have paths:
+
+    model/<name>                          a parameter or buffer, by the module's own name
+    master/<name>                         the master of a parameter kept in fewer bits
+    optimizer/<number>/<parameter>/<key>  a tensor of an optimizer's state
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VERSION = 1
+INDEX = "index.json"
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""By the names that safetensors gives them."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read or used as asked for; raised on every rank."""
+
+
+# ----------------------------------------------------------------------------------------------------------- tensors
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A whole tensor: its shape, its dtype, and the order of dimensions in which its elements are counted.
+
+    order: None is row-major; otherwise `tensor.permute(order)` is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    order: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How far apart in the count of elements neighbours along each dimension are."""
+        strides, step = [0] * len(self.shape), 1
+        for dim in reversed(self.order or range(len(self.shape))):
+            strides[dim], step = step, step * self.shape[dim]
+        return tuple(strides)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """A whole tensor as its elements are counted: a view where memory has them in that order, else a copy."""
+        return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """The other way round, as a view."""
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset())
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """A tensor's geometry, with the dimensions in the order of memory."""
+    return Geometry(tuple(tensor.shape), tensor.dtype, memory_order(tensor.shape, tensor.stride()))
+
+
+def memory_order(shape: Iterable[int], stride: Iterable[int]) -> tuple[int, ...] | None:
+    """The dimensions as strides order them, None for row-major."""
+    sizes, steps = tuple(shape), tuple(stride)
+    long = [dim for dim, size in enumerate(sizes) if size > 1]
+    ordered = sorted(long, key=lambda dim: -steps[dim])
+    if ordered == long or 0 in sizes:
+        return None
+    return (*(dim for dim in range(len(sizes)) if dim not in long), *ordered)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a tensor, stored under `key` in a file."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor. Its pieces come in order and leave nothing out."""
+
+    geometry: Geometry
+    pieces: tuple[Piece, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"dtype": NAMES[self.geometry.dtype], "shape": list(self.geometry.shape)}
+        if self.geometry.order is not None:
+            told["order"] = list(self.geometry.order)
+        told["pieces"] = [vars(piece) for piece in self.pieces]
+        return told
+
+    @staticmethod
+    def from_json(told: dict[str, Any]) -> Entry:
+        order = tuple(told["order"]) if "order" in told else None
+        geometry = Geometry(tuple(told["shape"]), DTYPES[told["dtype"]], order)
+        return Entry(geometry, tuple(Piece(**piece) for piece in told["pieces"]))
+
+    def problem(self) -> str | None:
+        """What is wrong with it, in words for the user."""
+        shape, order = self.geometry.shape, self.geometry.order
+        if any(not isinstance(size, int) or size < 0 for size in shape):
+            return f"has the shape {list(shape)}"
+        if order is not None and sorted(order) != list(range(len(shape))):
+            return f"has its dimensions in the order {list(order)}"
+        end = 0
+        for piece in self.pieces:
+            if piece.start != end or piece.stop < end:
+                return f"lacks elements from {end}"
+            end = piece.stop
+        return None if end == self.geometry.numel and self.pieces else f"lacks elements from {end}"
+
+
+# ------------------------------------------------------------------------------------------------------------- index
+
+
+@dataclass
+class OptimizerIndex:
+    """One optimizer. State is by parameter and key: a path of a tensor, or a value."""
+
+    kind: str
+    groups: list[dict[str, Any]]
+    tensors: dict[str, dict[str, str]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def keys(self, name: str) -> list[str]:
+        return [*self.tensors.get(name, ()), *self.values.get(name, ())]
+
+    def names(self) -> set[str]:
+        """The parameters that have state."""
+        return {*self.tensors, *self.values}
+
+
+@dataclass
+class Index:
+    """`index.json`.
+
+    tied: of names that share a tensor, each further one and the one that it is stored under.
+    values: of the module's state_dict, what is no tensor.
+    extra, extra_by_rank: what the user gave, and what of it differed between ranks.
+    """
+
+    stage: int
+    world: int
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    optimizers: list[OptimizerIndex] = field(default_factory=list)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    extra_by_rank: list[dict[str, Any]] = field(default_factory=list)
+
+    def names(self, kind: str = "model") -> list[str]:
+        """The names that tensors of a kind are stored under."""
+        return [path.removeprefix(f"{kind}/") for path in self.tensors if path.startswith(f"{kind}/")]
+
+    def entry(self, name: str) -> Entry:
+        """A parameter or buffer, by any of its names."""
+        return self.tensors[f"model/{self.tied.get(name, name)}"]
+
+    def dumps(self) -> str:
+        told = {
+            "format": "zero",
+            "version": VERSION,
+            **vars(self),
+            "tensors": {path: entry.to_json() for path, entry in self.tensors.items()},
+            "optimizers": [vars(optimizer) for optimizer in self.optimizers],
+        }
+        return json.dumps({**told, "sha256": _digest(told)})
+
+    @staticmethod
+    def loads(text: str) -> Index:
+        """Raises ValueError, in words for the user, where the text is not a whole index of this version."""
+        try:
+            told = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is not whole, or not JSON ({error})") from None
+        if not isinstance(told, dict) or told.pop("format", None) != "zero":
+            raise ValueError("is not the index of a checkpoint of zero")
+        if told.pop("version", None) != VERSION:
+            raise ValueError(f"is of another version than {VERSION}, which is what this zero reads")
+        digest = told.pop("sha256", None)
+        if digest != _digest({"format": "zero", "version": VERSION, **told}):
+            raise ValueError("does not have the checksum that it was written with: it was altered")
+        try:
+            told["tensors"] = {path: Entry.from_json(entry) for path, entry in told["tensors"].items()}
+            told["optimizers"] = [OptimizerIndex(**optimizer) for optimizer in told["optimizers"]]
+            index = Index(**told)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"says something that this zero does not know ({error!r})") from None
+        for path, entry in index.tensors.items():
+            problem = entry.problem()
+            if problem:
+                raise ValueError(f"says that {path} {problem}")
+        return index
+
+
+def _digest(told: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------ values
+
+_TAG = "$"
+"""In a JSON object: what it stands for, where that is no JSON value."""
+
+
+def encode(value: Any, where: str) -> Any:
+    """A value as JSON: JSON's own, and tuples, dictionaries with other keys, Counters and small tensors.
+
+    Raises ValueError, naming `where`, for anything else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for plain in (int, float, str):  # also of subclasses, such as numpy's float64
+        if isinstance(value, plain):
+            return plain(value)
+    if isinstance(value, list):
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "items": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        if not isinstance(value, Counter) and _TAG not in value and all(isinstance(key, str) for key in value):
+            return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {_TAG: "Counter" if isinstance(value, Counter) else "dict", "items": items}
+    if isinstance(value, Tensor) and _plain(value):
+        told = {_TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape)}
+        if value.dim() == 0 and not value.dtype.is_complex and value.dtype.itemsize != 1:
+            return {**told, "value": value.item()}
+        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return {**told, "base64": base64.b64encode(flat.numpy().tobytes()).decode()}
+    raise ValueError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which JSON cannot hold. Save numbers, "
+        "strings, lists, tuples, dictionaries and plain tensors of them, such as a state_dict()."
+    )
+
+
+def decode(told: Any) -> Any:
+    """The other way round."""
+    if isinstance(told, list):
+        return [decode(item) for item in told]
+    if not isinstance(told, dict):
+        return told
+    kind = told.get(_TAG)
+    if kind is None:
+        return {key: decode(item) for key, item in told.items()}
+    if kind == "tuple":
+        return tuple(decode(item) for item in told["items"])
+    if kind in ("dict", "Counter"):
+        items = {decode(key): decode(item) for key, item in told["items"]}
+        return Counter(items) if kind == "Counter" else items
+    dtype = DTYPES[told["dtype"]]
+    if "value" in told:
+        return torch.tensor(told["value"], dtype=dtype)
+    data = bytearray(base64.b64decode(told["base64"]))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(told["shape"])
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor_problem(tensor) is None
+
+
+def tensor_problem(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be stored, in words for the user; None if it can."""
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return f"is a {type(tensor).__name__}, which wraps other tensors (DTensor, quantised). Store plain tensors"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}. Store dense tensors"
+    if tensor.is_meta:
+        return "is on the meta device and has no values. Give it values first"
+    if tensor.dtype not in NAMES:
+        return f"has dtype {tensor.dtype}, which safetensors files cannot hold"
+    return None
