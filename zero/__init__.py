@@ -1,5 +1,6 @@
 """Three steps out of running out of memory under data parallelism, each resting on the one before."""
 
+from zero import checkpoint
 from zero.fsdp import FSDP, MixedPrecision, ShardingStrategy
 from zero.oss import OSS, GradScaler, Traffic, traffic
 from zero.sdp import ShardedDDP
@@ -12,6 +13,7 @@ __all__ = [
     "OSS",
     "ShardedDDP",
     "ShardingStrategy",
+    "checkpoint",
     "Traffic",
     "full_state_dict",
     "setup",

@@ -53,8 +53,8 @@ class Chunk:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write(path: Path, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], None]) -> dict[str, Any]:
-    """Writes the chunks and syncs them to disk. Returns the file's size and its header's checksum.
+def write(path: Path, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], None]) -> None:
+    """Writes the chunks and syncs them to disk.
 
     tick: told the bytes written, as they are.
     """
@@ -77,7 +77,6 @@ def write(path: Path, chunks: Sequence[Chunk], metadata: dict[str, str], tick: C
         file.seek(0)
         _write_all(file.fileno(), memoryview(len(header).to_bytes(8, "little") + header))
         os.fsync(file.fileno())
-    return {"bytes": start + nbytes, "header_crc32": zlib.crc32(header)}
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -129,7 +128,7 @@ def host_bytes(flat: Tensor) -> Iterator[memoryview]:
 
 def as_bytes(flat: Tensor) -> memoryview:
     """The memory of a flat, contiguous tensor on the CPU."""
-    return memoryview(flat.detach().view(torch.uint8).numpy())
+    return memoryview(flat.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class SafeFile:
@@ -164,7 +163,8 @@ class SafeFile:
         if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
             raise FileProblem(f"{self.path} is no safetensors file, or not a whole one")
         header = os.pread(self._descriptor, length, 8)
-        if expected is not None and zlib.crc32(header) != expected["header_crc32"]:
+        self.identity = {"bytes": size, "header_crc32": zlib.crc32(header)}
+        if expected is not None and self.identity != expected:
             raise FileProblem(f"{self.path} has another header than was written: it was altered")
         self._data = 8 + length
         self._nbytes = size - self._data

@@ -198,6 +198,15 @@ class Index:
         """A parameter or buffer, by any of its names."""
         return self.tensors[f"model/{self.tied.get(name, name)}"]
 
+    def find_state(self) -> None:
+        """Has the optimizers know which tensors are their state, by the tensors' paths."""
+        for path in self.tensors:
+            kind, _, rest = path.partition("/")
+            if kind == "optimizer":
+                number, _, rest = rest.partition("/")
+                param, _, key = rest.rpartition("/")
+                self.optimizers[int(number)].tensors.setdefault(param, {})[key] = path
+
     def dumps(self) -> str:
         told = {
             "format": "zero",

@@ -160,6 +160,21 @@ class FSDP(nn.Module):
         return total
 
     @property
+    def comms(self) -> list[Comm]:
+        """The groups of ranks that it is sharded within, and replicated across if it is."""
+        return self._placement.all_groups()
+
+    @property
+    def flat_groups(self) -> list[FlatGroup]:
+        """The flat groups that the parameters lie in."""
+        return [group for unit in self._units for group in unit.groups]
+
+    def reshard(self) -> None:
+        """Releases what a forward without backward may have left whole. Not within a step."""
+        for unit in self._units:
+            unit.reshard()
+
+    @property
     def unit_bytes(self) -> int:
         """Bytes of the largest unit's parameters: what is whole at a time."""
         return max(sum(group.full.nbytes for group in unit.groups) for unit in self._units)

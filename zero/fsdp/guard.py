@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero.fsdp.unit import Unit
-from zero.oss.flat import FlatGroup, Residence
+from zero.fsdp.unit import Stage, Unit
+from zero.oss.flat import FlatGroup
 from zero.oss.partition import NEED_ALL, NEED_WHOLE
 
 _guards: WeakSet[Guard] = WeakSet()
@@ -41,6 +41,10 @@ class Guard:
             _registered.append(register_optimizer_step_pre_hook(_before_step))
 
     def check(self, optimizer: Optimizer) -> None:
+        units = {self._places[p][0] for group in optimizer.param_groups for p in group["params"] if p in self._places}
+        for unit in units:
+            if unit.stage is Stage.IDLE and not any(group.summoned for group in unit.groups):
+                unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
         for param_group in optimizer.param_groups:
             for param in param_group["params"]:
                 place = self._places.get(param)
@@ -49,10 +53,10 @@ class Guard:
 
     def _check_param(self, optimizer: Optimizer, param: nn.Parameter, unit: Unit, group: FlatGroup, index: int) -> None:
         name, kind = group.names[index], type(optimizer).__name__
-        if group.residence is not Residence.PART:
+        if group.summoned or unit.stage is not Stage.IDLE:
             raise RuntimeError(
-                f"{name!r} is whole, not this rank's part, while {kind}.step() is called: backward was not complete, "
-                "or this is inside summon_full_params(). Step after backward, outside it."
+                f"{name!r} is whole, not this rank's part, while {kind}.step() is called: backward is not complete, or "
+                "this is inside summon_full_params(). Step after backward, outside it."
             )
         if unit.unreduced(param):
             raise RuntimeError(

@@ -44,10 +44,10 @@ class Schedule:
 
     def _pre_forward(self, unit: Unit) -> Callable[..., Any]:
         def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if unit.stage is Stage.BACKWARD:
-                return None  # activation checkpointing computes the forward again, and backward has gathered the unit
             if self._in_backward and not in_a_backward():
                 self.abandon()
+            if unit.stage is Stage.BACKWARD:
+                return None  # activation checkpointing computes the forward again, and backward has gathered the unit
             unit.unshard()
             unit.depth += 1
             args, kwargs = self._precision.cast_inputs(args), self._precision.cast_inputs(kwargs)
@@ -76,6 +76,7 @@ class Schedule:
                 return tensor
             view = tensor.view_as(tensor)
             view.register_hook(leaving)
+            unit.views.append(view)
             return view
 
         if unit is self._root or not torch.is_grad_enabled():
@@ -91,12 +92,14 @@ class Schedule:
             needs_backward = False
             if torch.is_grad_enabled():
                 for tensor in tensors_in(output):
-                    if tensor.requires_grad:
+                    if tensor.requires_grad and not any(tensor is view for view in unit.views):
                         needs_backward = True
                         tensor.register_hook(self._pre_backward(unit))
             kept = needs_backward and (unit is self._root or not self._reshard_after_forward)
-            if unit.depth == 0 and not kept:
-                unit.reshard()
+            if unit.depth == 0:
+                unit.views.clear()
+                if not kept:
+                    unit.reshard()
 
         return post_forward
 
@@ -132,6 +135,10 @@ class Schedule:
                 unit.enter_backward()  # kept since forward, but not reached here: other ranks may have reached it
             if unit.stage is Stage.BACKWARD:
                 self._complete(unit)
+            elif unit.kept and self.active:
+                self._finish_reduce()
+                unit.launch_leftovers()
+                self._reducing = unit
         self._comm.agree(self._channel)
         self._finish_reduce()
         for unit in self._units:

@@ -43,6 +43,10 @@ class Unit:
         """Forwards of the module that are running: more than one where it calls itself."""
         self.calls = 0
         """Forwards whose backward is not yet complete."""
+        self.views: list[Tensor] = []
+        """What the running forwards see of their inputs: views that tell when backward leaves the unit."""
+        self.kept = False
+        """Whether a backward under no_sync came here since the last that was not."""
         self.buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
@@ -84,21 +88,38 @@ class Unit:
         for bucket in self.buckets:
             bucket.notice_trained()
         for _, _, param in self._trained():
-            resting, param.grad = param.grad, None
-            unreduced = self._unreduced.pop(param, None)
-            if resting is None:
-                self._resting.pop(param, None)  # cleared by zero_grad since, and with it what was not reduced
-            elif unreduced is not None:
-                param.grad = unreduced
-            else:
-                self._resting[param] = resting
+            param.grad = self._put_by(param)
+
+    def _put_by(self, param: nn.Parameter) -> Tensor | None:
+        """Puts the gradient of the part by, until this backward's joins it; returns the whole one that no_sync kept.
+
+        What zero_grad has cleared since is cleared here too.
+        """
+        shown, param.grad = param.grad, None
+        unreduced = self._unreduced.pop(param, None)
+        if shown is None:
+            self._resting.pop(param, None)
+        elif unreduced is None:
+            self._resting[param] = shown
+        return None if shown is None else unreduced
 
     def launch_reduce(self) -> None:
         """Collective. Ends the backward: the gradients leave for their owners, the parameters are parts again."""
         for bucket, index, param in self._trained():
-            if param.grad is not None:
-                bucket.take(index)
+            bucket.take_from(param, index)
         self._leave_backward()
+        self._launch_buckets()
+
+    def launch_leftovers(self) -> None:
+        """Collective. Sends what backwards under no_sync kept here, after a backward that did not come here."""
+        for bucket, index, param in self._trained():
+            unreduced = self._put_by(param)
+            if unreduced is not None:
+                bucket.take(index, unreduced)
+        self._launch_buckets()
+
+    def _launch_buckets(self) -> None:
+        self.kept = False
         for bucket in self.buckets:
             if bucket.trained:
                 bucket.launch()
@@ -127,6 +148,7 @@ class Unit:
         for param in kept:
             param.grad = None
         self._leave_backward()
+        self.kept = True
         for param, (bucket, index, gradient) in kept.items():
             flat = bucket.flat
             ordered = flat.in_memory_order(index, gradient)
@@ -152,6 +174,8 @@ class Unit:
         for bucket in self.buckets:
             bucket.abandon()
         self.depth = 0
+        self.views.clear()
+        self.kept = False
         self._leave_backward()
         for param, resting in self._resting.items():
             param.grad = resting

@@ -249,7 +249,7 @@ class Comm:
         transfers: on every rank the same, in the same order, (owner, tensor): what is sent at the owner, what is filled
         at those who receive, None elsewhere.
         """
-        for owner, tensor in transfers:
+        for owner, tensor in transfers if self.world > 1 else ():
             if tensor is None or not tensor.numel():
                 continue
             if to is None:
@@ -309,7 +309,7 @@ class Comm:
         a new tensor of the sums of what came here, one message after another; of 16-bit floats in float32.
         """
         if self.world == 1:
-            return Handle(lambda: _joined([message for message, _ in messages]))
+            return Handle(lambda: _wide(torch.cat([message for message, _ in messages])))
         _count(reduce=sum((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages))
         received, works = [], []
         for message, counts in messages:
@@ -361,20 +361,20 @@ class Comm:
 def _sum_in_rank_order(received: Sequence[Tensor]) -> Tensor:
     """The rows of each tensor added up, one tensor after another."""
     sample = received[0]
-    wide = torch.float32 if sample.dtype in (torch.float16, torch.bfloat16) else sample.dtype
-    total = sample.new_empty(sum(rows.shape[1] for rows in received), dtype=wide)
+    total = sample.new_empty(sum(rows.shape[1] for rows in received), dtype=_wide(sample[:0]).dtype)
     low = 0
     for rows in received:
         sums = total[low : low + rows.shape[1]]
-        torch.add(rows[0], rows[1], out=sums) if wide is sample.dtype else sums.copy_(rows[0]).add_(rows[1])
+        torch.add(_wide(rows[0]), _wide(rows[1]), out=sums)
         for row in rows[2:]:
             sums += row
         low += rows.shape[1]
     return total
 
 
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
+def _wide(tensor: Tensor) -> Tensor:
+    """16-bit floats as float32, to be added up; all else as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _batches(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:

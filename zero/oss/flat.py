@@ -190,6 +190,11 @@ class FlatGroup:
         self._bind(self._views_of_whole(self._summoned))
         self.residence = Residence.WHOLE
 
+    @property
+    def summoned(self) -> bool:
+        """Whether the group is between `summon` and `dismiss`."""
+        return self._summoned is not None
+
     def dismiss(self, *, keep: bool) -> None:
         """Ends `summon`. keep: take over into the part what was written into the whole parameters meanwhile."""
         assert self._summoned is not None

@@ -17,7 +17,7 @@ cut is not a multiple of the vector width, give the same bits on a part as on th
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -71,7 +71,9 @@ class Layout:
         """
         low, high = self.bounds[rank], self.bounds[rank + 1]
         spans = []
-        for index in range(max(bisect_right(self.offsets, low) - 1, 0), len(self.offsets)):
+        # From the parameter that `low` lies in, or the first that starts there: those without elements come before.
+        first = min(bisect_left(self.offsets, low), max(bisect_right(self.offsets, low) - 1, 0))
+        for index in range(first, len(self.offsets)):
             offset, numel = self.offsets[index], self.numels[index]
             if offset > high or (offset == high and numel):
                 break

@@ -140,6 +140,7 @@ class OSS(Optimizer):
             params, called, self._comm, cut=self._cut, granularity=self._granularity, loads=self._loads, limit=limit
         )
         self._flat_groups += added
+        self._trained |= {flat for flat in added if flat.params[0].requires_grad}
         for flat in added:
             views = flat.part_views
             if self._master_dtype is not None and self._master_dtype.itemsize > flat.full.element_size():
@@ -176,6 +177,11 @@ class OSS(Optimizer):
         A view into the parameter's own memory, or into the master. Empty where this rank owns nothing of it.
         """
         return self._parts[param]
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether parameters are cut inside, as with partition "even"."""
+        return self._cut == "even"
 
     def expect_gradients_in_parts(self) -> None:
         """From now on gradients are put into the parts (by ShardedDDP), not taken from `param.grad`."""
@@ -323,6 +329,17 @@ class OSS(Optimizer):
         """
         state.load(self, state_dict)
         self._whole_state = None
+
+    def take_parts(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Takes this rank's parts of a state, by `part(param)`, and the options of the groups.
+
+        The tensors are kept, not copied. Masters, which the caller has filled, stay as they are until parameters are
+        written into again.
+        """
+        state.hand_over(self, taken, groups)
+        self._whole_state = None
+        for param in self._seen_versions:
+            self._seen_versions[param] = param._version
 
     def master(self, flat: FlatGroup) -> Tensor | None:
         """This rank's master of a flat group, flat, of the length of its segment; None without one."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.oss.flat import FlatGroup, part_shape
+from zero.oss.groups import options as group_options
 from zero.oss.layout import Span
 
 if TYPE_CHECKING:
@@ -118,23 +120,36 @@ def load(optimizer: OSS, state_dict: dict[str, Any]) -> None:
             "Call consolidate_state_dict() before state_dict() to save what loads anywhere."
         )
     numbers = [number for group in groups for number in group["params"]]
+    if not is_part:
+        _refuse_other_shapes(optimizer, state_dict["state"], numbers)
     taken: dict[nn.Parameter, dict[str, Any]] = {}
     for piece in _pieces(optimizer, optimizer.comm.rank):
         state = state_dict["state"].get(numbers[piece.number])
         if state is not None:
-            taken[optimizer.part(piece.param)] = {
-                key: _fitting(value, piece, is_part, key) for key, value in state.items()
-            }
-    _hand_over(optimizer, taken, groups)
+            taken[optimizer.part(piece.param)] = {key: _fitting(value, piece, is_part) for key, value in state.items()}
+    hand_over(optimizer, taken, groups)
 
 
-def _hand_over(optimizer: OSS, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+def _refuse_other_shapes(optimizer: OSS, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
+    """On every rank, whatever it owns. Where parameters lie whole, an optimizer may keep what shapes it likes."""
+    for piece in _pieces(optimizer):
+        shape = piece.flat.whole_shape(piece.index)[0]
+        for key, value in states.get(numbers[piece.number], {}).items():
+            if optimizer.cuts_parameters and isinstance(value, Tensor) and value.dim() and value.shape != shape:
+                raise ValueError(
+                    f"the state of {piece.flat.names[piece.index]} has {key!r} of shape {list(value.shape)}, but the "
+                    f"parameter has {list(shape)}, and is cut between ranks. Load it into the same model, or build OSS "
+                    "with partition='whole'."
+                )
+
+
+def hand_over(optimizer: OSS, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Through the inner optimizer's own `load_state_dict`, which knows what dtype and device each entry needs."""
     inner = optimizer.optim
     masters = {part: state.pop("master") for part, state in taken.items() if "master" in state}
     parts = [part for group in inner.param_groups for part in group["params"]]
     position = {part: number for number, part in enumerate(parts)}
-    options = [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+    options = [deepcopy(group_options(group)) for group in groups]
     inner.load_state_dict(
         {
             "state": {position[part]: state for part, state in taken.items()},
@@ -151,17 +166,12 @@ def _hand_over(optimizer: OSS, taken: dict[nn.Parameter, dict[str, Any]], groups
             part.copy_(master)
 
 
-def _fitting(value: Any, piece: _Piece, is_part: bool, key: str) -> Any:
+def _fitting(value: Any, piece: _Piece, is_part: bool) -> Any:
+    """What this rank's part has of an entry of the state, as a copy."""
     if not isinstance(value, Tensor):
         return value
-    shape = piece.flat.whole_shape(piece.index)[0]
     if is_part or not piece.cut or value.dim() == 0:
         return value.clone()
-    if value.shape != shape:
-        raise ValueError(
-            f"the state of {piece.flat.names[piece.index]} has {key!r} of shape {list(value.shape)}, but the parameter "
-            f"has {list(shape)} and is cut between ranks. Load it with partition='whole', or into the same model."
-        )
     return piece.slot(value).clone().view(piece.flat.part_views[piece.index].shape)
 
 
@@ -213,7 +223,8 @@ def _groups(optimizer: OSS) -> list[dict[str, Any]]:
     first, groups = 0, []
     for group in optimizer.param_groups:
         numbers = list(range(first, first + len(group["params"])))
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**deepcopy(options), "params": numbers})
         first += len(numbers)
     return groups
 

@@ -79,11 +79,8 @@ class GradBucket:
     def taken_bytes(self) -> int:
         return sum(gradient.nbytes for gradient in self._taken.values())
 
-    def take(self, index: int) -> None:
-        """Takes over `grad` of parameter `index`, which is None afterwards."""
-        param = self.flat.params[index]
-        gradient = param.grad
-        assert gradient is not None
+    def take(self, index: int, gradient: Tensor) -> None:
+        """Takes over the whole gradient of parameter `index`; nothing else should keep it."""
         if self.phase is Phase.REDUCING or index in self._taken:
             raise RuntimeError(
                 f"{self.flat.names[index]} got a gradient after its gradients were sent to their owner in the same "
@@ -102,13 +99,18 @@ class GradBucket:
                 "call backward() without."
             )
         self._taken[index] = self.flat.in_memory_order(index, gradient)
-        param.grad = None
+
+    def take_from(self, param: Tensor, index: int) -> None:
+        """Takes over what lies in `param.grad`, if anything does, which is None afterwards."""
+        gradient, param.grad = param.grad, None
+        if gradient is not None:
+            self.take(index, gradient)
 
     def take_leftovers(self) -> None:
         """Takes what lies in `grad` of parameters that this backward did not reach, from backwards under no_sync."""
         for index in self.trained:
-            if index not in self._taken and self.flat.params[index].grad is not None:
-                self.take(index)
+            if index not in self._taken:
+                self.take_from(self.flat.params[index], index)
 
     def launch(self) -> None:
         """Collective. Sends every gradient to its owner; zeros where this rank has none."""

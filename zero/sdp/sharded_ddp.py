@@ -112,6 +112,10 @@ class ShardedDDP(nn.Module):
             )
         return None
 
+    @property
+    def comm(self) -> Comm:
+        return self._comm
+
     # --------------------------------------------------------------------------------------------- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +236,7 @@ class Reducer:
             if self.active:
                 self._begin()
                 bucket = self._buckets[number]
-                bucket.take(index)
+                bucket.take_from(bucket.flat.params[index], index)
                 if bucket.taken_bytes * self._comm.world > 2 * bucket.flat.full.nbytes:
                     self._finish_in_flight()  # so that no more than two buckets' bytes are taken at a time
                 if bucket.complete:

@@ -1,0 +1,185 @@
+"""Training runs to save and to go on from, what they come to as whole tensors, and a reader that is not zero's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import CASES, OPTIMIZERS, Batch, train_step
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import zero
+
+CASE = CASES["mlp"]  # frozen, tied, unused, empty, 0-dim and non-contiguous parameters
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a run trains, at whatever stage. masters: with 16-bit parameters and float32 masters, however a stage has it."""
+
+    optim: str = "adamw"
+    cut: str = "even"
+    masters: bool = False
+
+    def build(self, stage: int, seed: int = 0) -> tuple[nn.Module, Optimizer]:
+        model, optim = CASE.model(seed), OPTIMIZERS[self.optim]
+        if stage == 3:
+            precision = zero.MixedPrecision(param_dtype=torch.bfloat16) if self.masters else None
+            model = zero.FSDP(model, partition=self.cut, mixed_precision=precision)
+            return model, optim(model.parameters())
+        if stage == 0:
+            wrapped = DistributedDataParallel(model, **CASE.ddp) if dist.is_initialized() else model
+            return wrapped, optim(model.parameters())
+        model = model.bfloat16() if self.masters else model
+        master_dtype = torch.float32 if self.masters else None
+        optimizer = zero.OSS(model.parameters(), optim, partition=self.cut, master_dtype=master_dtype)
+        if stage == 2:
+            return zero.ShardedDDP(model, optimizer), optimizer
+        return DistributedDataParallel(model, **CASE.ddp) if dist.is_initialized() else model, optimizer
+
+
+CONFIGS = [Config(), Config("sgd"), Config(cut="whole"), Config(masters=True)]
+
+
+def steps(model: nn.Module, optimizer: Optimizer, first: int, count: int) -> list[float]:
+    """Trains on the same data on every rank, so that the number of ranks does not matter."""
+    dtype = next(model.parameters()).dtype
+    losses = []
+    for step in range(first, first + count):
+        batch = CASE.batch(0, step)
+        inputs = tuple(value.to(dtype) if isinstance(value, Tensor) else value for value in batch.inputs)
+        losses += train_step(model, optimizer, [Batch(inputs, batch.targets)])
+    return losses
+
+
+def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Collective. Everything that a checkpoint must bring back, as whole tensors by name, masters in place of parameters."""
+    inner = model.module if hasattr(model, "module") else model
+    names = {param: name for name, param in inner.named_parameters()}
+    found: dict[str, Any] = {f"model/{name}": value for name, value in zero.full_state_dict(model).items()}
+    if isinstance(optimizer, zero.OSS):
+        optimizer.consolidate_state_dict(to=None)
+        state = optimizer.state_dict()["state"]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        by_param = {param: dict(state.get(number, {})) for number, param in enumerate(params)}
+    else:
+        by_param = {param: optimizer.state.get(param, {}) for param in names}
+    if isinstance(model, zero.FSDP):
+        by_param = {param: {} for param in names} | gathered_state(model, optimizer)
+    for param, state in by_param.items():
+        for key, value in state.items():
+            path = f"model/{names[param]}" if key == "master" else f"{names[param]}/{key}"
+            found[path] = value.clone() if isinstance(value, Tensor) else value
+    for name, value in inner.state_dict(keep_vars=True).items():
+        if value in names:  # tied
+            found[f"model/{name}"] = found[f"model/{names[value]}"]
+    return found
+
+
+def gathered_state(model: zero.FSDP, optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
+    """Collective. The state at stage 3, whole: every rank's parts put where the layout has them."""
+    comm, found = model.comms[0], {}
+    for group in model.flat_groups:
+        for index, param in enumerate(group.params):
+            mine = (group.spans.get(index), optimizer.state.get(param, {}))
+            told = [mine] * comm.world
+            if comm.world > 1:
+                dist.all_gather_object(told, mine, group=comm.group)
+            shape, stride = group.whole_shape(index)
+            state: dict[str, Any] = {}
+            for span, part in told:
+                for key, value in part.items() if span is not None else ():
+                    if not isinstance(value, Tensor) or not value.dim():
+                        state[key] = value
+                        continue
+                    tensor = state.setdefault(key, torch.empty_strided(shape, stride, dtype=value.dtype))
+                    flat = torch.as_strided(tensor, (tensor.numel(),), (1,))
+                    ordered = value if span.numel < tensor.numel() else group.in_memory_order(index, value)
+                    flat[span.start : span.stop] = ordered.reshape(-1)
+            found[param] = state
+    return found
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Names of what is not the same bit for bit; a parameter of fewer bits is compared after rounding."""
+    names = []
+    for name in {**expected, **found}:
+        one, other = expected.get(name), found.get(name)
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+            if not torch.equal(one.to(narrow), other.to(narrow)):
+                names.append(name)
+        elif one != other:
+            names.append(name)
+    return names
+
+
+def read_plainly(checkpoint: Path) -> dict[str, Any]:
+    """All that a checkpoint holds, by `json` and `safetensors` alone, named as `whole` names it."""
+    index = json.loads((checkpoint / "index.json").read_text())
+
+    def tensor(path: str) -> Tensor:
+        entry = index["tensors"][path]
+        pieces = []
+        for piece in entry["pieces"]:
+            with safe_open(checkpoint / piece["file"], "pt") as file:
+                pieces.append(file.get_tensor(piece["key"]).flatten())
+        order = entry.get("order", list(range(len(entry["shape"]))))
+        permuted = torch.cat(pieces).reshape([entry["shape"][dim] for dim in order])
+        return permuted.permute([order.index(dim) for dim in range(len(order))])
+
+    found: dict[str, Any] = {path: tensor(path) for path in index["tensors"] if path.startswith("model/")}
+    masters = [path for path in index["tensors"] if path.startswith("master/")]
+    found |= {f"model/{path.removeprefix('master/')}": tensor(path) for path in masters}
+    found |= {f"model/{name}": found[f"model/{home}"] for name, home in index["tied"].items()}
+    for optimizer in index["optimizers"]:
+        for name, state in optimizer["tensors"].items():
+            found |= {f"{name}/{key}": tensor(path) for key, path in state.items()}
+        for name, state in optimizer["values"].items():
+            for key, told in state.items():
+                found[f"{name}/{key}"] = torch.tensor(told["value"]) if isinstance(told, dict) else told
+    return found
+
+
+def save_and_go_on(rank: int, world: int, path: str, stage: int, config: Config) -> tuple[dict[str, Any], ...]:
+    """Two steps, a save, three steps; what the run was when it was saved, and in the end."""
+    model, optimizer = config.build(stage)
+    steps(model, optimizer, 0, 2)
+    optimizer.param_groups[0]["lr"] = 0.0125
+    zero.checkpoint.save(path, model, optimizer, extra={"step": 2})
+    then = whole(model, optimizer)
+    steps(model, optimizer, 2, 3)
+    return then, whole(model, optimizer)
+
+
+def load_and_go_on(rank: int, world: int, jobs: list[tuple[str, int, Config]]) -> list[tuple[dict[str, Any], ...]]:
+    """For each (path, stage, config): what a fresh model is after loading, and three steps later."""
+    results = []
+    for path, stage, config in jobs:
+        model, optimizer = config.build(stage, seed=1)
+        steps(model, optimizer, 7, 1)
+        assert zero.checkpoint.load(path, model, optimizer) == {"step": 2}
+        assert optimizer.param_groups[0]["lr"] == 0.0125
+        then = whole(model, optimizer)
+        steps(model, optimizer, 2, 3)
+        later = whole(model, optimizer)
+        results.append((then, later) if rank in (0, world - 1) else ())
+    return results
+
+
+def tiny(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+
+
+def adam(**options: Any) -> Callable[..., Optimizer]:
+    return partial(torch.optim.Adam, lr=1e-2, **options)

@@ -1,0 +1,163 @@
+"""What the tests of stage 1 share: models, a plain training loop to compare with, and comparisons that say where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+FEATURES = 24
+
+
+class Net(nn.Module):
+    """What cuts treat differently: matrices, vectors, a scalar, no elements, transposed, frozen and tied weights."""
+
+    def __init__(self, nothing: tuple[int, ...] = (3, 0)) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 37)
+        self.norm = nn.LayerNorm(37)
+        self.conv = nn.Conv1d(1, 3, 5, padding=2)
+        self.middle = nn.Linear(37, 37, bias=False)
+        self.tied = nn.Linear(37, 37)
+        self.tied.weight = self.middle.weight
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.zeros(nothing))
+        self.transposed = nn.Parameter(torch.randn(37, 5).t() / 6)
+        self.frozen = nn.Parameter(torch.randn(37), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.first(inputs)) + self.frozen)
+        hidden = hidden + self.conv(hidden.unsqueeze(1)).sum(1)
+        hidden = self.tied(torch.relu(self.middle(hidden))) * self.scale
+        return hidden @ self.transposed.t() + self.nothing.sum()
+
+
+def filled() -> Net:
+    """For optimizers that divide by the number of a parameter's elements."""
+    return Net(nothing=(3, 1))
+
+
+def matrices() -> nn.Sequential:
+    """Matrices only, which is all that Muon takes."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 40, bias=False), nn.Tanh(), nn.Linear(40, 24, bias=False), nn.Linear(24, 5, bias=False)
+    )
+
+
+def built(make: Callable[[], nn.Module] = Net) -> nn.Module:
+    """The same model whenever it is called, on whatever rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return make()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    """Different on every rank and in every step."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(6, FEATURES, generator=generator)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(batch(rank, step)).square().mean()
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    rank: int,
+    steps: Iterable[int] = range(5),
+    *,
+    after: Callable[[Optimizer, int], Any] | None = None,
+    set_to_none: bool = True,
+) -> list[float]:
+    """The losses. `after` is called with the optimizer and the step's number once each step is done."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad(set_to_none)
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if after is not None:
+            after(optimizer, step)
+    return losses
+
+
+def distributed(model: nn.Module, group: Any = None) -> nn.Module:
+    """In DistributedDataParallel, or as it is where there is no process group."""
+    if not torch.distributed.is_initialized():
+        return model
+    return DistributedDataParallel(model, process_group=group)
+
+
+class Lamb(Optimizer):
+    """Y. You et al., Large Batch Optimization for Deep Learning, 2020, algorithm 2: needs whole-tensor norms."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-6, "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, group)
+
+    def _step(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state.update(step=0, mean=torch.zeros_like(param), square=torch.zeros_like(param))
+        state["step"] += 1
+        first, second = group["betas"]
+        state["mean"].mul_(first).add_(param.grad, alpha=1 - first)
+        state["square"].mul_(second).addcmul_(param.grad, param.grad, value=1 - second)
+        mean = state["mean"] / (1 - first ** state["step"])
+        square = state["square"] / (1 - second ** state["step"])
+        update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * param
+        trust = param.norm() / update.norm() if param.norm() > 0 and update.norm() > 0 else 1.0
+        param.sub_(update * trust, alpha=group["lr"])
+
+
+class MyAdam(torch.optim.Adam):
+    """A subclass may do anything with the tensors that it gets."""
+
+
+def same(got: Any, expected: Any, where: str = "it") -> None:
+    """Asserts that two nests of dicts, lists, tensors and values are equal: types, dtypes, shapes, and every bit."""
+    if isinstance(expected, Tensor):
+        assert isinstance(got, Tensor), f"{where} is a {type(got).__name__}, not a tensor"
+        assert got.dtype == expected.dtype, f"{where} is {got.dtype}, not {expected.dtype}"
+        assert got.shape == expected.shape, f"{where} is {list(got.shape)}, not {list(expected.shape)}"
+        assert torch.equal(got, expected), f"{where} differs by at most {(got.float() - expected.float()).abs().max()}"
+    elif isinstance(expected, dict):
+        assert isinstance(got, dict), f"{where} is a {type(got).__name__}, not a dict"
+        assert set(got) == set(expected), f"{where} has {sorted(map(str, got))}, not {sorted(map(str, expected))}"
+        for key in expected:
+            same(got[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert type(got) is type(expected), f"{where} is a {type(got).__name__}, not a {type(expected).__name__}"
+        assert len(got) == len(expected), f"{where} has {len(got)} entries, not {len(expected)}"
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            same(one, other, f"{where}[{index}]")
+    else:
+        assert type(got) is type(expected), f"{where} is a {type(got).__name__}, not a {type(expected).__name__}"
+        assert got == expected, f"{where} is {got}, not {expected}"
+
+
+def same_weights(got: nn.Module, expected: nn.Module) -> None:
+    for (name, one), (_, other) in zip(got.named_parameters(), expected.named_parameters(), strict=True):
+        same(one.detach(), other.detach(), name)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """What `call` raises, as "ValueError: ..."; nothing if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

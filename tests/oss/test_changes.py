@@ -1,0 +1,404 @@
+"""What users do to a model after OSS and ShardedDDP were built: handled, or refused with the remedy."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from reference import FEATURES, batch, built, distributed, loss_of, refusal, same, same_weights
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ranks
+import zero
+from atstage import at_stage
+
+MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+by_stage = pytest.mark.parametrize("stage", [1, 2])
+by_cut = pytest.mark.parametrize("cut", ["even", "whole"])
+
+
+def train(rank, model, optimizer, steps, *, set_to_none=True):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad(set_to_none)
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Frozen and unfrozen
+
+
+FROZEN = [{"first"}, {"middle", "norm"}, set(), {"conv", "tied", "first"}]  # children of Net, in turn
+
+
+def _frozen(rank, world, stage, cut, set_to_none):
+    finals = []
+    for at in (0, stage):
+        model, optimizer = at_stage(at, built(), SGD, **({"partition": cut} if at else {}), **MOMENTUM)
+        losses = []
+        for phase, frozen in enumerate(FROZEN):
+            for name, module in model.module.named_children():
+                module.requires_grad_(name not in frozen)
+            if at < 2:  # DistributedDataParallel knows what was trained when it was built
+                model = DistributedDataParallel(model.module)
+            losses += train(rank, model, optimizer, range(2 * phase, 2 * phase + 2), set_to_none=set_to_none)
+        finals.append((losses, [param.detach().clone() for param in model.module.parameters()]))
+    same(finals[1], finals[0], "losses and weights")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@by_cut
+@by_stage
+def test_frozen_and_unfrozen_between_steps_trains_as_the_plain_optimizer(stage, cut, set_to_none):
+    ranks.run(_frozen, 2, args=(stage, cut, set_to_none))
+
+
+def _frozen_from_the_start(rank, world, stage, cut):
+    """What was frozen when OSS was built, and is trained later: not only on the rank that owns it."""
+    finals = []
+    for at in (0, stage):
+        net = built()
+        net.middle.requires_grad_(False)
+        net.conv.requires_grad_(False)
+        model, optimizer = at_stage(at, net, Adam, **({"partition": cut} if at else {}), lr=0.01)
+        losses = train(rank, model, optimizer, range(2))
+        net.middle.requires_grad_(True)
+        net.conv.requires_grad_(True)
+        model = DistributedDataParallel(net) if at < 2 else model
+        losses += train(rank, model, optimizer, range(2, 5))
+        finals.append((losses, [param.detach().clone() for param in net.parameters()]))
+    same(finals[1], finals[0], "losses and weights")
+
+
+@by_cut
+@by_stage
+def test_unfrozen_later_is_trained_on_every_rank(stage, cut):
+    ranks.run(_frozen_from_the_start, 2, args=(stage, cut))
+
+
+def _frozen_before_step(rank, world, stage):
+    """Frozen between backward and step: the plain optimizer steps whatever has a gradient."""
+    finals = []
+    for at in (0, stage):
+        model, optimizer = at_stage(at, built(lambda: nn.Linear(FEATURES, 40)), SGD, **MOMENTUM)
+        train(rank, model, optimizer, range(1))
+        optimizer.zero_grad()
+        loss_of(model, rank, 1).backward()
+        model.requires_grad_(False)
+        optimizer.step()
+        finals.append([param.detach().clone() for param in model.module.parameters()])
+    same(finals[1], finals[0], "weights")
+
+
+@by_stage
+def test_frozen_between_backward_and_step_is_stepped_once_more(stage):
+    ranks.run(_frozen_before_step, 2, args=(stage,))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Moved, cast, replaced
+
+
+def cast(model):
+    model.double()
+
+
+def cast_part(model):
+    model.tied.to(torch.bfloat16)
+
+
+def data_replaced(model):
+    model.norm.weight.data = torch.ones(37)
+
+
+def vector_loaded(model):
+    params = [param for param in model.parameters() if param.is_contiguous()]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params).detach() * 2, params)
+
+
+CHANGES = {each.__name__: each for each in (cast, cast_part, data_replaced, vector_loaded)}
+
+
+def _changed(rank, world, stage, change):
+    model, optimizer = at_stage(stage, built(), SGD, **MOMENTUM)
+    train(rank, model, optimizer, range(1))
+    optimizer.zero_grad()
+    loss_of(model, rank, 1).backward()
+    CHANGES[change](model.module)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@by_stage
+def test_parameters_moved_or_cast_are_refused_with_the_remedy(stage, change):
+    ranks.expect_error(_changed, 2, RuntimeError, "moved, cast or given other data", "build OSS", args=(stage, change))
+
+
+def _cast_before_forward(rank, world):
+    """Also where forward and backward come between. (DistributedDataParallel itself does not survive the cast.)"""
+    model, optimizer = at_stage(2, built(), SGD, **MOMENTUM)
+    train(rank, model, optimizer, range(1))
+    model.module.double()
+    optimizer.zero_grad()
+    model(batch(rank, 1).double()).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_model_cast_before_forward_is_refused_at_stage_2():
+    ranks.expect_error(_cast_before_forward, 2, RuntimeError, "cast", "build OSS")
+
+
+def _to_itself(rank, world, stage):
+    """Moving to where it is changes nothing, and is no reason to refuse."""
+    model, optimizer = at_stage(stage, built(), SGD, **MOMENTUM)
+    plain = at_stage(0, built(), SGD, **MOMENTUM)
+    train(rank, model, optimizer, range(1))
+    assert model.to("cpu") is model
+    model.float().cpu()
+    model.module.to(torch.float32)
+    model.eval().train()
+    train(rank, model, optimizer, range(1, 3))
+    train(rank, *plain, range(3))
+    same_weights(model.module, plain[0].module)
+
+
+@by_stage
+def test_moving_a_model_to_where_it_is_changes_nothing(stage):
+    ranks.run(_to_itself, 2, args=(stage,))
+
+
+def _assigned(rank, world, stage, before):
+    model, optimizer = at_stage(stage, built(), SGD, **MOMENTUM)
+    train(rank, model, optimizer, range(1))
+    optimizer.zero_grad()
+    inner = model.module
+    if before == "forward":
+        inner.load_state_dict(built().state_dict(), assign=True)
+    loss = loss_of(model, rank, 1)
+    if before == "backward":
+        inner.load_state_dict(built().state_dict(), assign=True)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, rank, 2).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("before", ["forward", "backward"])
+@by_stage
+def test_weights_loaded_by_assigning_are_refused_with_the_remedy(stage, before):
+    ranks.expect_error(_assigned, 2, RuntimeError, "assign", "OSS", args=(stage, before))
+
+
+def _assigned_in_part(rank, world):
+    """One parameter only is replaced; at stage 2 the module is known, so that it is seen."""
+    model, optimizer = at_stage(2, built(), SGD, **MOMENTUM)
+    train(rank, model, optimizer, range(1))
+    optimizer.zero_grad()
+    model.module.norm.load_state_dict(nn.LayerNorm(37).state_dict(), assign=True)
+    loss_of(model, rank, 1).backward()
+    optimizer.step()
+
+
+def test_one_parameter_replaced_is_refused_at_stage_2():
+    ranks.expect_error(_assigned_in_part, 2, RuntimeError, "norm", "assign=True", "add_param_group")
+
+
+def _assigned_through_the_wrapper(rank, world):
+    model, _ = at_stage(2, built(), SGD, **MOMENTUM)
+    told = refusal(lambda: model.load_state_dict(built().state_dict(), assign=True))
+    assert told.startswith("ValueError"), told
+    assert "assign=False" in told
+
+
+def test_assigning_through_sharded_ddp_is_refused_at_once():
+    ranks.run(_assigned_through_the_wrapper, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loaded in place
+
+
+def _loaded(rank, world, stage, cut):
+    finals = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        other = type(built())().state_dict()
+    for at in (0, stage):
+        model, optimizer = at_stage(at, built(), SGD, **({"partition": cut} if at else {}), **MOMENTUM)
+        losses = train(rank, model, optimizer, range(2))
+        if at == 2:
+            model.load_state_dict(other)
+        else:
+            model.module.load_state_dict(other)
+        losses += train(rank, model, optimizer, range(2, 4))
+        with torch.no_grad():
+            for param in model.module.parameters():
+                param.mul_(0.5)
+        losses += train(rank, model, optimizer, range(4, 6))
+        finals.append((losses, [param.detach().clone() for param in model.module.parameters()]))
+    same(finals[1], finals[0], "losses and weights")
+
+
+@by_cut
+@by_stage
+def test_weights_written_in_place_are_trained_on(stage, cut):
+    ranks.run(_loaded, 2, args=(stage, cut))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copied and pickled
+
+
+def _averaged(rank, world, stage):
+    """Exponential averages in a deep copy of the model that was made while its parameters lay in flat buffers."""
+    finals = []
+    for at in (0, stage):
+        model, optimizer = at_stage(at, built(), Adam, lr=0.01)
+        train(rank, model, optimizer, range(1))
+        average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        before = [param.detach().clone() for param in average.parameters()]
+        for step in range(1, 4):
+            train(rank, model, optimizer, [step])
+            average.update_parameters(model.module)
+        moved = [not torch.equal(a, b) for a, b in zip(before, average.parameters(), strict=True)]
+        assert sum(moved) == sum(param.numel() > 0 and param.requires_grad for param in average.parameters())
+        shared = {param.untyped_storage().data_ptr() for param in model.module.parameters() if param.numel()}
+        assert shared.isdisjoint(param.untyped_storage().data_ptr() for param in average.parameters() if param.numel())
+        finals.append([[param.detach().clone() for param in each.parameters()] for each in (model.module, average)])
+    same(finals[1], finals[0], "weights and averages")
+
+
+@by_stage
+def test_averages_in_a_deep_copy_of_the_model_are_those_of_plain_training(stage):
+    ranks.run(_averaged, 2, args=(stage,))
+
+
+class Deep(nn.Module):
+    """Many parameters in one buffer, one of them under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(20))
+        self.tied = self.layers[3].weight
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = inputs + torch.tanh(layer(inputs))
+        return inputs
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _pickled(rank, world, stage):
+    model, optimizer = at_stage(stage, built(Deep), SGD, **MOMENTUM)
+    train(rank, model, optimizer, range(2))
+    inner = model.module
+    values = inner.state_dict()
+    again = [
+        copy.deepcopy(inner),
+        pickle.loads(pickle.dumps(inner)),
+        torch.load(io.BytesIO(saved(inner)), weights_only=False),
+    ]
+    for one in again:
+        same(one.state_dict(), values, "a copy")
+        assert one.tied is one.layers[3].weight
+        before = {name: value.clone() for name, value in values.items()}
+        with torch.no_grad():
+            for param in one.parameters():
+                param.add_(1.0)
+        same(inner.state_dict(), before, "the model that was copied")
+        one(batch(0, 0)).sum().backward()
+    same(torch.load(io.BytesIO(saved(values)), weights_only=True), dict(values), "the state dict")
+    return [[len(pickle.dumps(copy.deepcopy(each))), len(saved(each))] for each in (inner, built(Deep))]
+
+
+@by_stage
+def test_copies_and_pickles_of_the_model_have_its_values(stage):
+    """Nor do saved ones take more: parameters are views of shared buffers, which torch.save stores once.
+
+    Plain pickle stores a buffer again for every view of it; a deep copy of the model has no views.
+    """
+    for sizes, plain_sizes in ranks.run(_pickled, 2, args=(stage,)):
+        for size, plain in zip(sizes, plain_sizes, strict=True):
+            assert size <= 1.2 * plain
+
+
+def _refused(rank, world):
+    model, optimizer = at_stage(2, built(), SGD, **MOMENTUM)
+    train(rank, model, optimizer, range(1))
+    for value, remedy in ((optimizer, "state_dict"), (model, "module")):
+        for call in (copy.deepcopy, copy.copy, pickle.dumps, saved):
+            told = refusal(lambda: call(value))  # noqa: B023 - called at once
+            assert told.startswith("TypeError"), f"{call.__name__}: {told}"
+            assert remedy in told
+    plain = at_stage(2, built(), SGD, **MOMENTUM)
+    train(rank, *plain, range(3))
+    train(rank, model, optimizer, range(1, 3))
+    same_weights(model.module, plain[0].module)
+
+
+def test_copying_and_pickling_what_is_spread_over_ranks_is_refused():
+    ranks.run(_refused, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Laid out anew
+
+
+def _buckets(rank, world, stage, cut, optim, options):
+    finals = []
+    for limit in (None, 1, 3000, 1 << 24):
+        model, optimizer = at_stage(stage, built(), optim, partition=cut, **options)
+        losses = train(rank, model, optimizer, range(2))
+        if limit is not None:
+            optimizer.set_bucket_bytes(limit)
+            if limit == 1:
+                assert len(optimizer.flat_groups) == len([*model.module.parameters()])
+        losses += train(rank, model, optimizer, range(2, 5))
+        optimizer.consolidate_state_dict(to=None)
+        weights = [param.detach().clone() for param in model.module.parameters()]
+        finals.append((losses, weights, optimizer.state_dict()))
+    plain = distributed(built())
+    alone = optim(plain.parameters(), **options)
+    expected = train(rank, plain, alone, range(5)), [param.detach() for param in plain.parameters()], alone.state_dict()
+    for final in finals:
+        same(final, expected, "losses, weights and state")
+
+
+@pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
+@by_cut
+@by_stage
+def test_other_buckets_in_the_middle_of_training_keep_the_state(stage, cut, optim, options):
+    ranks.run(_buckets, 2, args=(stage, cut, optim, options))
+
+
+def _loaded_before_wrapping(rank, world):
+    """ShardedDDP lays out anew for its reduce_buffer_size; the state that was loaded before comes along."""
+    model, optimizer = at_stage(2, built(), Adam, lr=0.01)
+    train(rank, model, optimizer, range(2))
+    optimizer.consolidate_state_dict(to=None)
+    weights, state = copy.deepcopy(model.module.state_dict()), copy.deepcopy(optimizer.state_dict())
+    inner = built()
+    inner.load_state_dict(weights)
+    again = zero.OSS(inner.parameters(), Adam, lr=0.01)
+    again.load_state_dict(state)
+    wrapped = zero.ShardedDDP(inner, again, reduce_buffer_size=100)
+    same(train(rank, wrapped, again, range(2, 5)), train(rank, model, optimizer, range(2, 5)), "losses")
+    same_weights(inner, model.module)
+
+
+def test_state_loaded_before_sharded_ddp_is_kept():
+    ranks.run(_loaded_before_wrapping, 2)

@@ -1,0 +1,453 @@
+"""One group's storage: values, identity and shape of the parameters that are bound to it, and what freeing it keeps."""
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+from zero.oss import layout
+from zero.oss.comm import Comm, traffic
+from zero.oss.flat import FlatGroup, Residence, alignment, alike, dense_stride, part_shape, unusable
+
+
+def odd_parameters(dtype=torch.float32):
+    """Every way in which a parameter may lie in memory."""
+    torch.manual_seed(3)
+    values = {
+        "vector": torch.randn(50, dtype=dtype),
+        "scalar": torch.randn((), dtype=dtype),
+        "empty": torch.randn(3, 0, dtype=dtype),
+        "matrix": torch.randn(17, 5, dtype=dtype),
+        "transposed": torch.randn(9, 11, dtype=dtype).t(),
+        "permuted": torch.randn(3, 4, 5, dtype=dtype).permute(2, 0, 1),
+        "channels_last": torch.randn(4, 3, 5, 5, dtype=dtype).contiguous(memory_format=torch.channels_last),
+        "sliced": torch.randn(20, 10, dtype=dtype)[::2, 3:7],
+        "expanded": torch.randn(6, 1, dtype=dtype).expand(6, 4),
+        "last, empty": torch.randn(0, dtype=dtype),
+    }
+    return {name: nn.Parameter(value) for name, value in values.items()}
+
+
+def group_of(params, world=None, cut="even", **options):
+    """The parameters in one group, cut for `world` ranks, by default as many as there are."""
+    comm = Comm()
+    sizes = [param.numel() for param in params.values()]
+    world, align = world or comm.world, alignment(next(iter(params.values())).dtype)
+    owners = sorted(layout.assign(sizes, [0] * world))
+    geometry = (
+        layout.even(sizes, world, align=align) if cut == "even" else layout.whole(sizes, owners, world, align=align)
+    )
+    return FlatGroup([*params.values()], [*params], geometry, comm, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Binding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_binding_keeps_values_shapes_objects_and_what_dense_parameters_have_of_strides(dtype):
+    params = odd_parameters(dtype)
+    params["vector"].requires_grad_(False)
+    before = {name: (param, param.detach().clone(), param.stride()) for name, param in params.items()}
+    group = group_of(params)
+    assert group.residence is Residence.WHOLE
+    for index, (name, (param, values, stride)) in enumerate(before.items()):
+        assert group.params[index] is param
+        assert torch.equal(param, values), name
+        assert param.dtype == dtype
+        assert param.is_leaf
+        assert param.requires_grad == (name != "vector")
+        if name not in ("sliced", "expanded"):  # they do not fill their memory, and need not
+            assert param.stride() == stride, name
+    assert params["channels_last"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_parameters_lie_in_the_full_buffer_where_the_layout_says():
+    params = odd_parameters()
+    group = group_of(params)
+    with torch.no_grad():
+        for number, param in enumerate(params.values()):
+            param.fill_(number + 1)
+    for number, (offset, numel) in enumerate(zip(group.layout.offsets, group.layout.numels, strict=True)):
+        assert group.full[offset : offset + numel].tolist() == [number + 1] * numel
+        group.full[offset : offset + numel] = -number
+    assert all((param == -number).all() for number, param in enumerate(params.values()))
+    assert group.full.count_nonzero() <= sum(group.layout.numels), "padding was written to"
+
+
+def test_padding_starts_as_zeros():
+    group = group_of(odd_parameters())
+    padding = torch.ones(group.layout.numel, dtype=torch.bool)
+    for offset, numel in zip(group.layout.offsets, group.layout.numels, strict=True):
+        padding[offset : offset + numel] = False
+    assert padding.any()
+    assert not group.full[padding].any()
+
+
+def test_bound_parameters_start_on_multiples_of_64_bytes_of_the_buffer():
+    for dtype in [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.complex128]:
+        assert alignment(dtype) * dtype.itemsize == 64
+    params = odd_parameters(torch.bfloat16)
+    start = group_of(params).full.data_ptr()
+    assert all((param.data_ptr() - start) % 64 == 0 for param in params.values() if param.numel())
+
+
+def test_gradients_of_bound_parameters_are_those_of_the_unbound():
+    free, bound = odd_parameters(), odd_parameters()
+    group_of(bound)
+    for params in (free, bound):
+        sum((param * param).sum() for param in params.values()).backward()
+    for name in free:
+        assert torch.equal(bound[name].grad, free[name].grad), name
+
+
+@pytest.mark.parametrize("cut", ["even", "whole"])
+@pytest.mark.parametrize("world", [1, 2, 5, 64])
+def test_parts_of_a_tensor_are_its_elements_as_the_parameter_has_them_in_memory(world, cut):
+    params = odd_parameters()
+    group = group_of(params, world, cut)
+    for index, param in enumerate(params.values()):
+        tensor = torch.randn(param.shape)
+        flat = group.in_memory_order(index, tensor)
+        for rank in range(world):
+            for span in group.layout.spans(rank):
+                if span.index == index:
+                    part = group.shaped(index, flat[span.start : span.stop].clone(), span)
+                    assert part.dim() == param.dim()
+                    whole = span.numel == param.numel()
+                    assert (
+                        torch.equal(part, tensor)
+                        if whole
+                        else torch.equal(part.flatten(), flat[span.start : span.stop])
+                    )
+        with torch.no_grad():
+            offset = group.layout.offsets[index]
+            group.full[offset : offset + param.numel()] = flat
+        assert torch.equal(param, tensor)
+
+
+def test_a_part_has_as_many_dimensions_as_the_parameter():
+    assert part_shape(torch.Size([4, 3, 5]), 7) == (7, 1, 1)
+    assert part_shape(torch.Size([4]), 0) == (0,)
+    assert dense_stride(torch.zeros(4, 3).t()) == (1, 3)
+    assert dense_stride(torch.zeros(6, 1).expand(6, 4)) == (4, 1)
+
+
+def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_share_a_group():
+    params = [
+        nn.Parameter(torch.zeros(1)),
+        nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)),
+        nn.Parameter(torch.zeros(2)),
+        nn.Parameter(torch.zeros(1), requires_grad=False),
+        nn.Parameter(torch.zeros(1, device="meta")),
+        nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+    ]
+    assert alike(params) == [[0, 2], [1, 5], [3], [4]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Freeing and gathering
+
+
+def gathered(group, **options):
+    group.launch_gather(**options)
+    assert group.residence is Residence.GATHERING
+    assert group.gathering
+    group.finish_gather()
+    assert group.residence is Residence.WHOLE
+    assert not group.gathering
+
+
+def assert_is_part(group, values):
+    for index, param in enumerate(group.params):
+        span, flat = group.spans.get(index), group.in_memory_order(index, values[index])
+        assert param.dim() == values[index].dim() or values[index].dim() == 0
+        if param.shape == values[index].shape:
+            assert torch.equal(param, values[index])
+        else:
+            assert torch.equal(param.detach().flatten(), flat[span.start : span.stop] if span else flat[:0])
+
+
+def _cycle(rank, world, cut, dtype, part_in_whole):
+    params = odd_parameters(dtype)
+    values = [param.detach().clone() for param in params.values()]
+    strides = [dense_stride(param) for param in params.values()]
+    group = group_of(params, cut=cut, own_part=True, part_in_whole=part_in_whole)
+    assert group.residence is Residence.PART
+    storage, part = group.full.untyped_storage(), group.part.untyped_storage()
+    of_part = part.nbytes()
+    assert of_part == group.part.nbytes
+    views = None
+    for agreed in (False, True, False):
+        assert storage.nbytes() == 0
+        assert part.nbytes() == of_part
+        assert_is_part(group, values)
+        assert group.stray() is None
+        gathered(group, agreed=agreed)
+        assert group.full.untyped_storage().data_ptr() == storage.data_ptr()
+        assert storage.nbytes() == group.full.nbytes
+        assert part.nbytes() == (0 if part_in_whole else of_part)
+        for param, value, stride in zip(group.params, values, strides, strict=True):
+            assert torch.equal(param, value)
+            assert param.stride() == stride
+        assert group.stray() is None
+        views = views or [param.detach().unsqueeze(0) for param in group.params]  # as autograd saves them
+        for view, param, value in zip(views, group.params, values, strict=True):
+            assert torch.equal(view, value.unsqueeze(0)), "a view that was made when it was whole before"
+            assert not param.numel() or view.data_ptr() == param.data_ptr()
+        group.release()
+        assert group.residence is Residence.PART
+    return of_part, group.full.nbytes
+
+
+@pytest.mark.parametrize("part_in_whole", [False, True])
+@pytest.mark.parametrize("cut", ["even", "whole"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_is_freed_comes_back_bit_for_bit_in_the_same_storage(world, cut, part_in_whole):
+    for dtype in [torch.float32, torch.bfloat16]:
+        told = ranks.run(_cycle, world, args=(cut, dtype, part_in_whole))
+        assert sum(part for part, _ in told) == told[0][1]
+        if cut == "even":
+            assert len({part for part, _ in told}) == 1
+
+
+def _computed_in_half(rank, world):
+    params = odd_parameters()
+    values = [param.detach().clone() for param in params.values()]
+    group = group_of(params, own_part=True, compute_dtype=torch.bfloat16, part_in_whole=True)
+    for _ in range(2):
+        assert_is_part(group, values)
+        gathered(group)
+        assert group.full.dtype == torch.bfloat16
+        for param, value in zip(group.params, values, strict=True):
+            assert torch.equal(param, value.bfloat16())
+        group.release()
+    assert_is_part(group, values)
+
+
+def test_whole_in_another_dtype_the_part_keeps_its_precision():
+    ranks.run(_computed_in_half, 2)
+
+
+def _compressed(rank, world):
+    params = odd_parameters()
+    values = [param.detach().clone() for param in params.values()]
+    group = group_of(params)
+    before = traffic()
+    group.launch_gather(sent_as=torch.bfloat16)
+    group.finish_gather()
+    sent = (traffic() - before).gather
+    for index, (param, value) in enumerate(zip(group.params, values, strict=True)):
+        expected = group.in_memory_order(index, value.bfloat16().float())
+        if index in group.spans:
+            span = group.spans[index]
+            expected[span.start : span.stop] = group.in_memory_order(index, value)[span.start : span.stop]
+        assert torch.equal(group.in_memory_order(index, param.detach()), expected)
+    return sent, group.part.nbytes
+
+
+def test_sent_in_fewer_bytes_the_owners_own_keeps_its_precision():
+    for sent, part in ranks.run(_compressed, 3):
+        assert sent == 2 * part // 2
+
+
+def _more_ranks_than_parameters(rank, world):
+    params = {"one": nn.Parameter(torch.arange(3.0)), "two": nn.Parameter(torch.tensor(7.0))}
+    group = group_of(params, cut="whole", own_part=True)
+    held = {name: param.tolist() for name, param in params.items()}
+    gathered(group)
+    assert params["one"].tolist() == [0, 1, 2]
+    assert params["two"].tolist() == 7
+    return held
+
+
+def test_a_rank_that_owns_nothing_holds_nothing_and_gathers_all():
+    held = ranks.run(_more_ranks_than_parameters, 4)
+    assert sorted(map(str, held)) == sorted(
+        ["{'one': [0.0, 1.0, 2.0], 'two': []}", "{'one': [], 'two': 7.0}"] + ["{'one': [], 'two': []}"] * 2
+    )
+
+
+def _steps(rank, world, own_part):
+    """What an owner writes into its part reaches all; what is written into others' parts does not."""
+    params = odd_parameters()
+    group = group_of(params, own_part=own_part)
+    with torch.no_grad():
+        for view in group.part_views:
+            view.fill_(rank + 1)
+    group.launch_gather()
+    group.finish_gather()
+    for peer in range(world):
+        for span in group.layout.spans(peer):
+            flat = group.in_memory_order(span.index, group.params[span.index].detach())
+            assert flat[span.start : span.stop].tolist() == [peer + 1] * span.numel
+
+
+@pytest.mark.parametrize("own_part", [False, True])
+def test_what_owners_write_into_their_parts_reaches_every_rank(own_part):
+    ranks.run(_steps, 3, args=(own_part,))
+
+
+def _written_while_whole(rank, world):
+    params = odd_parameters()
+    values = [param.detach().clone() for param in params.values()]
+    group = group_of(params, own_part=True)
+
+    def write(value):
+        with torch.no_grad():
+            for param in params.values():
+                param.fill_(value)
+
+    gathered(group)
+    write(5)
+    group.release()
+    assert_is_part(group, values)
+
+    for keep, value in ((False, 6), (True, 7)):
+        group.summon()
+        assert group.residence is Residence.WHOLE
+        assert group.summoned
+        for param, expected in zip(group.params, values, strict=True):
+            assert torch.equal(param, expected)
+        write(value)
+        group.dismiss(keep=keep)
+        assert not group.summoned
+        if keep:
+            values = [torch.full_like(value_, value) for value_ in values]
+        assert_is_part(group, values)
+    gathered(group)
+    assert {float(x) for param in params.values() for x in param.detach().flatten()} == {7.0}
+
+
+def test_what_is_written_into_whole_parameters_lasts_only_where_it_is_kept():
+    ranks.run(_written_while_whole, 2)
+
+
+def _summoned_from_half(rank, world):
+    params = odd_parameters()
+    values = [param.detach().clone() for param in params.values()]
+    group = group_of(params, own_part=True, compute_dtype=torch.bfloat16)
+    group.summon()
+    for param, value in zip(group.params, values, strict=True):
+        assert torch.equal(param, value)
+    group.dismiss(keep=True)
+    assert_is_part(group, values)
+    assert group.full.untyped_storage().nbytes() == 0
+
+
+def test_summoned_parameters_have_their_own_precision():
+    ranks.run(_summoned_from_half, 2)
+
+
+def test_misuse_is_noticed():
+    group = group_of(odd_parameters(), own_part=True)
+    with pytest.raises(AssertionError, match="no gather is in flight"):
+        group.finish_gather()
+    with pytest.raises(AssertionError):
+        group.dismiss(keep=True)  # it was not summoned
+    group.launch_gather()
+    with pytest.raises(AssertionError, match="in flight already"):
+        group.launch_gather()
+    with pytest.raises(AssertionError):
+        group.release()
+    group.finish_gather()
+    with pytest.raises(AssertionError):
+        group.launch_gather()  # it is whole
+    with pytest.raises(AssertionError):
+        group.summon()
+    with pytest.raises(AssertionError):
+        group_of(odd_parameters()).release()  # its part lies in what would be freed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strays
+
+
+def _replace(model):
+    model.weight.data = model.weight.data.clone()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.half(),
+        lambda model: model.double().float(),
+        lambda model: model.to(memory_format=torch.channels_last),
+        _replace,
+    ],
+    ids=["half", "double and back", "channels_last", "data ="],
+)
+@pytest.mark.parametrize("own_part", [False, True])
+def test_a_parameter_whose_data_went_elsewhere_is_named(change, own_part):
+    model = nn.Conv2d(3, 4, 5)
+    params = dict(model.named_parameters())
+    group = group_of(params, own_part=own_part)
+    if own_part:
+        gathered(group)
+    assert group.stray() is None
+    change(model)
+    assert group.stray() == "weight"
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        lambda model: model.to("cpu"),
+        lambda model: model.float(),
+        lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+        lambda model: model.requires_grad_(False),
+        lambda model: model.zero_grad(),
+        lambda model: nn.init.zeros_(model.weight),
+    ],
+)
+def test_what_leaves_the_data_in_place_is_no_stray(harmless):
+    model = nn.Conv2d(3, 4, 5)
+    group = group_of(dict(model.named_parameters()))
+    harmless(model)
+    assert group.stray() is None
+
+
+def test_strays_are_noticed_while_in_part_too():
+    params = odd_parameters()
+    group = group_of(params, own_part=True)
+    assert group.stray() is None
+    params["matrix"].data = torch.zeros(17, 5)
+    assert group.stray() == "matrix"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What cannot be sharded
+
+
+def _wrapper():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return nn.Parameter(TwoTensor(torch.zeros(2), torch.zeros(2)))
+
+
+@pytest.mark.parametrize(
+    ("make", "found", "remedy"),
+    [
+        (lambda: 3, "the name is a int, not a torch.Tensor", "Pass model.parameters()"),
+        (lambda: "weight", "the name is a str, not a torch.Tensor", "Pass model.parameters()"),
+        (lambda: nn.Parameter(torch.zeros(2)) * 2, "the name is not a leaf tensor", "Pass the nn.Parameter itself"),
+        (_wrapper, "the name is a TwoTensor, which wraps other tensors", "undo the other library's sharding"),
+        (
+            lambda: torch.eye(2).to_sparse().requires_grad_(),
+            "the name has layout torch.sparse_coo",
+            r"call .to_dense\(\)",
+        ),
+        (lambda: nn.Parameter(torch.zeros(2, device="meta")), "the name is on the meta device", "model.to_empty"),
+    ],
+    ids=["number", "string", "non-leaf", "wrapper", "sparse", "meta"],
+)
+def test_what_cannot_be_sharded_is_named_with_the_remedy(make, found, remedy):
+    reason = unusable(make(), "the name")
+    assert reason is not None
+    assert reason.startswith(found)
+    assert remedy.replace("\\", "") in reason
+
+
+def test_what_can_be_sharded_passes():
+    for param in [*odd_parameters().values(), nn.Parameter(torch.zeros(2), requires_grad=False), torch.zeros(2)]:
+        assert unusable(param, "the name") is None

@@ -1,0 +1,239 @@
+"""Cuts at multiples of a granularity, for an optimizer that keeps its state in 8 bits, by blocks. It runs beside itself
+unsharded."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import FEATURES, built, loss_of, refusal, same
+from torch import nn
+from torch.optim import Optimizer
+
+import ranks
+import zero
+from zero.oss import layout
+
+BLOCK = 256
+CASES = [(stage, world) for stage in (1, 2) for world in (2, 3)]
+
+
+class Blockwise(Optimizer):
+    """SGD with momentum, kept as int8 with a scale for each block of 256 elements, counted from the parameter's start.
+
+    T. Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022, with a linear code.
+    """
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    blocks = -(-param.numel() // BLOCK)
+                    state.update(code=torch.zeros_like(param, dtype=torch.int8), scale=torch.zeros(blocks))
+                scale = state["scale"].repeat_interleave(BLOCK)[: param.numel()].view(param.shape)
+                mean = state["code"] * scale * group["momentum"] + param.grad
+                padded = nn.functional.pad(mean.flatten(), (0, -param.numel() % BLOCK)).view(-1, BLOCK)
+                largest = padded.abs().amax(1)
+                state["scale"].copy_(largest / 127)
+                code = padded / (largest / 127).clamp(min=1e-30).unsqueeze(1)
+                state["code"].copy_(code.round().flatten()[: param.numel()].view(param.shape))
+                param.sub_(mean, alpha=group["lr"])
+
+
+class Odd(nn.Module):
+    """Of the parameters' numbers of elements few are multiples of the block, and some are less."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 101)
+        self.middle = nn.Linear(101, 128)
+        self.norm = nn.LayerNorm(128)
+        self.last = nn.Linear(128, 2)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs):
+        return self.last(self.norm(torch.relu(self.middle(torch.tanh(self.first(inputs)))))) * self.scale
+
+
+def averaged_in_rank_order(params, world):
+    """Gradients as the owner adds them up."""
+    for param in params:
+        told = [torch.empty_like(param.grad) for _ in range(world)]
+        dist.all_gather(told, param.grad)
+        param.grad = functools.reduce(torch.add, told) * (1 / world)
+
+
+def _blocks(rank, world, stage):
+    model, plain = built(Odd), built(Odd)
+    expected = Blockwise(plain.parameters())
+    optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
+    wrapped = zero.ShardedDDP(model, optimizer) if stage == 2 else model
+    for step in range(6):
+        for each, its in ((wrapped, optimizer), (plain, expected)):
+            its.zero_grad()
+            loss_of(each, rank, step).backward()
+        averaged_in_rank_order(plain.parameters(), world)
+        if stage == 1:
+            averaged_in_rank_order(model.parameters(), world)
+        optimizer.step()
+        expected.step()
+        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            same(param.detach(), other.detach(), f"{name} in step {step}")
+    cut = [0 < optimizer.part(param).numel() < param.numel() for param in model.parameters()]
+    state = {"code": 0, "scale": 0}
+    for each in optimizer.optim.state.values():
+        for key in state:
+            state[key] += each[key].numel()
+    return any(cut), state
+
+
+@pytest.mark.parametrize(("stage", "world"), CASES)
+def test_an_optimizer_that_works_in_blocks_equals_the_unsharded_one(stage, world):
+    told = ranks.run(_blocks, world, args=(stage,))
+    assert any(cut for cut, _ in told), "nothing was cut"
+    numels = [param.numel() for param in Odd().parameters()]
+    assert sum(state["code"] for _, state in told) == sum(numels)
+    assert sum(state["scale"] for _, state in told) == sum(-(-numel // BLOCK) for numel in numels), "a block was cut"
+
+
+def _any_cut(rank, world):
+    """Cuts that do not respect blocks: the test above can fail."""
+    model, plain = built(Odd), built(Odd)
+    optimizer = zero.OSS(model.parameters(), Blockwise, partition="even")
+    expected = Blockwise(plain.parameters())
+    for step in range(6):
+        for each, its in ((model, optimizer), (plain, expected)):
+            its.zero_grad()
+            loss_of(each, 0, step).backward()
+            its.step()
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_without_granularity_it_would_not():
+    assert ranks.run(_any_cut, 3) == [False] * 3
+
+
+def _consolidated(rank, world):
+    """Scales by block are neither of the parameter's shape nor the same for all parts: whole, or refused."""
+    model, plain = built(Odd), built(Odd)
+    optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
+    expected = Blockwise(plain.parameters())
+    for step in range(2):
+        for each, its in ((model, optimizer), (plain, expected)):
+            its.zero_grad()
+            loss_of(each, 0, step).backward()
+            its.step()
+    told = refusal(lambda: optimizer.consolidate_state_dict(to=None))
+    if told:
+        assert told.startswith(("ValueError", "RuntimeError")), told
+        assert "scale" in told
+    else:
+        same(optimizer.state_dict()["state"], expected.state_dict()["state"], "the state")
+
+
+def test_state_by_blocks_is_consolidated_or_refused():
+    ranks.run(_consolidated, 2)
+
+
+def _own_part(rank, world):
+    """Without consolidation each rank's own part is saved and loaded as it is."""
+    finals = []
+    for restart in (False, True):
+        model = built(Odd)
+        optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
+        for step in range(4):
+            if restart and step == 2:
+                state = optimizer.state_dict()
+                optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            loss_of(model, 0, step).backward()
+            optimizer.step()
+        finals.append([param.detach() for param in model.parameters()])
+    same(finals[1], finals[0], "weights")
+
+
+def test_state_by_blocks_of_a_rank_itself_continues_bit_for_bit():
+    ranks.run(_own_part, 2)
+
+
+def _groups(rank, world):
+    """Parameters that are added later are cut at multiples, too."""
+    model, plain = built(Odd), built(Odd)
+    optimizer = zero.OSS(model.first.parameters(), Blockwise, granularity=BLOCK)
+    expected = Blockwise(plain.first.parameters())
+    for step in range(4):
+        for each, its in ((model, optimizer), (plain, expected)):
+            if step == 2:
+                its.add_param_group({"params": each.middle.parameters(), "lr": 0.01})
+            each.zero_grad()
+            loss_of(each, 0, step).backward()
+            its.step()
+    same([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()], "weights")
+
+
+def test_parameters_added_later_are_cut_at_multiples():
+    ranks.run(_groups, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Balance: shapes only, no rank starts
+
+
+def gpt2():
+    """The 124M parameters of the smallest GPT-2, in the order of its module."""
+    width = 768
+    shapes = [(50257, width), (1024, width)]
+    for _ in range(12):
+        shapes += [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
+        shapes += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [*shapes, (width,), (width,)]
+
+
+def llama3_8b():
+    width, hidden, kv = 4096, 14336, 1024
+    shapes = [(128256, width)]
+    for _ in range(32):
+        shapes += [(width, width), (kv, width), (kv, width), (width, width)]
+        shapes += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
+    return [*shapes, (width,), (128256, width)]
+
+
+MODELS = {"gpt2": gpt2, "llama3 8b": llama3_8b}
+WORLDS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def owned(shapes, world, granularity, itemsize):
+    """Elements that each rank owns, with buckets as OSS makes them: backwards, of up to 32 MiB."""
+    numels = [torch.Size(shape).numel() for shape in shapes][::-1]
+    limit = min(sum(numels) * itemsize // 16, 1 << 25)
+    totals = [0] * world
+    for run in layout.runs([numel * itemsize for numel in numels], limit):
+        bucket = layout.even(
+            [numels[i] for i in run], world, align=layout.ALIGNMENT // itemsize, granularity=granularity
+        )
+        for rank in range(world):
+            for span in bucket.spans(rank):
+                assert granularity is None or span.start % granularity == 0
+                totals[rank] += span.numel
+    assert sum(totals) == sum(numels)
+    return totals
+
+
+@pytest.mark.parametrize("itemsize", [4, 2])
+@pytest.mark.parametrize("granularity", [None, 256, 2048])
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_own_equally_much_within_two_percent(model, granularity, itemsize):
+    found = {}
+    for world in WORLDS:
+        totals = owned(MODELS[model](), world, granularity, itemsize)
+        found[world] = round(max(totals) * world / sum(totals), 4)
+    assert all(ratio <= 1.02 for ratio in found.values()), f"max / mean by ranks: {found}"

@@ -1,0 +1,215 @@
+"""Geometry: every element with exactly one rank, in equal shares, cut only where it may be cut."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.oss import layout
+
+exhaustively = settings(deadline=None, max_examples=200)
+
+numels = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), min_size=1, max_size=12)
+worlds = st.integers(1, 64)
+alignments = st.sampled_from([1, 4, 16, 32, 64])
+granularities = st.integers(1, 100)
+
+
+@st.composite
+def owned(draw):
+    """Sizes with an owner each, in the order of owners, and a world that has all these owners."""
+    sizes = draw(numels)
+    world = draw(worlds)
+    return sizes, sorted(draw(st.integers(0, world - 1)) for _ in sizes), world
+
+
+def shares(cut):
+    """Of each parameter what each rank has, as (rank, start, stop), in the order of ranks."""
+    found = {index: [] for index in range(len(cut.numels))}
+    for rank in range(cut.world):
+        for span in cut.spans(rank):
+            found[span.index].append((rank, span.start, span.stop))
+    return found
+
+
+def assert_each_element_has_one_rank(cut):
+    for index, pieces in shares(cut).items():
+        assert pieces, f"parameter {index} of {cut} belongs to no rank"
+        edges = [0, *(stop for _, _, stop in pieces)]
+        assert [start for _, start, _ in pieces] == edges[:-1], f"parameter {index} of {cut}: {pieces}"
+        assert edges[-1] == cut.numels[index]
+        assert cut.numels[index] or len(pieces) == 1, f"parameter {index}, which is empty, belongs to {pieces}"
+
+
+def assert_spans_tell_where_elements_lie(cut):
+    for rank in range(cut.world):
+        segment = cut.segment(rank)
+        end = 0
+        for span in cut.spans(rank):
+            assert segment.start + span.offset == cut.offsets[span.index] + span.start
+            assert end <= span.offset <= span.offset + span.numel <= segment.stop - segment.start
+            end = span.offset + span.numel
+
+
+def assert_parameters_lie_side_by_side(cut, align):
+    padded = [-(-numel // align) * align for numel in cut.numels]
+    assert list(cut.offsets) == [0, *itertools.accumulate(padded)][:-1]
+    assert cut.bounds[0] == 0
+    assert list(cut.bounds) == sorted(cut.bounds)
+    assert cut.numel >= sum(padded)
+
+
+@exhaustively
+@given(numels, worlds, alignments)
+def test_even_cut_gives_equal_segments_that_hold_each_element_once(sizes, world, align):
+    cut = layout.even(sizes, world, align=align)
+    assert cut.numels == tuple(sizes)
+    assert cut.world == world
+    assert_parameters_lie_side_by_side(cut, align)
+    assert_each_element_has_one_rank(cut)
+    assert_spans_tell_where_elements_lie(cut)
+    (length,) = {segment.stop - segment.start for segment in map(cut.segment, range(world))}
+    assert length % align == 0
+    padded = sum(-(-size // align) * align for size in sizes)
+    assert padded <= cut.numel < padded + align * world
+    assert all(start % align == 0 for pieces in shares(cut).values() for _, start, _ in pieces)
+
+
+@exhaustively
+@given(numels, worlds, alignments, granularities)
+def test_cuts_inside_a_parameter_fall_on_the_granularity_counted_from_its_start(sizes, world, align, granularity):
+    cut = layout.even(sizes, world, align=align, granularity=granularity)
+    assert_parameters_lie_side_by_side(cut, align)
+    assert_each_element_has_one_rank(cut)
+    assert_spans_tell_where_elements_lie(cut)
+    assert all(start % granularity == 0 for pieces in shares(cut).values() for _, start, _ in pieces)
+
+
+@exhaustively
+@given(numels, worlds, alignments, granularities)
+def test_segments_are_as_equal_as_the_granularity_allows(sizes, world, align, granularity):
+    cut = layout.even(sizes, world, align=align, granularity=granularity)
+    for rank, bound in enumerate(cut.bounds):
+        assert abs(bound - cut.numel * rank / world) <= granularity / 2 + align
+
+
+def test_a_granularity_above_all_sizes_keeps_parameters_whole():
+    cut = layout.even([100, 60, 140, 20], 3, align=16, granularity=1000)
+    assert [len(pieces) for pieces in shares(cut).values()] == [1, 1, 1, 1]
+
+
+@exhaustively
+@given(owned(), alignments)
+def test_whole_cut_keeps_each_parameter_with_its_owner(given_, align):
+    sizes, owners, world = given_
+    cut = layout.whole(sizes, owners, world, align=align)
+    assert_parameters_lie_side_by_side(cut, align)
+    assert_each_element_has_one_rank(cut)
+    assert_spans_tell_where_elements_lie(cut)
+    for index, pieces in shares(cut).items():
+        if sizes[index]:
+            assert pieces == [(owners[index], 0, sizes[index])]
+
+
+def test_whole_cut_refuses_owners_out_of_order():
+    with pytest.raises(AssertionError, match="in the order of owners"):
+        layout.whole([1, 1], [1, 0], 2, align=1)
+
+
+@pytest.mark.parametrize("sizes", [[0], [0, 0, 4], [4, 0, 0, 4], [4, 0], [0] * 5])
+def test_parameters_without_elements_have_one_owner_whatever_lies_beside_them(sizes):
+    for world in range(1, 5):
+        assert_each_element_has_one_rank(layout.even(sizes, world, align=1))
+        assert_each_element_has_one_rank(layout.whole(sizes, [0] * len(sizes), world, align=1))
+        assert_each_element_has_one_rank(layout.whole(sizes, [world - 1] * len(sizes), world, align=1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which rank owns what
+
+
+def totals(sizes, owners, loads):
+    result = list(loads)
+    for size, owner in zip(sizes, owners, strict=True):
+        result[owner] += size
+    return result
+
+
+@exhaustively
+@given(st.lists(st.integers(0, 1000), max_size=40), st.lists(st.integers(0, 500), min_size=1, max_size=16))
+def test_no_rank_is_given_a_parameter_while_another_has_less(sizes, loads):
+    owners = layout.assign(sizes, loads)
+    final = totals(sizes, owners, loads)
+    for rank in set(owners):
+        smallest = min(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
+        assert final[rank] - smallest <= min(final)
+
+
+@exhaustively
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
+def test_balance_is_within_grahams_bound_of_the_best_there_is(sizes, world):
+    best = min(max(totals(sizes, owners, [0] * world)) for owners in itertools.product(range(world), repeat=len(sizes)))
+    got = max(totals(sizes, layout.assign(sizes, [0] * world), [0] * world))
+    assert got <= best * (4 / 3 - 1 / (3 * world)) + 1e-9
+
+
+@exhaustively
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 16), st.randoms(use_true_random=False))
+def test_balance_does_not_depend_on_the_order_of_arrival(sizes, world, random):
+    shuffled = random.sample(sizes, len(sizes))
+    loads = [sorted(totals(given_, layout.assign(given_, [0] * world), [0] * world)) for given_ in (sizes, shuffled)]
+    assert loads[0] == loads[1]
+
+
+def test_a_large_parameter_that_comes_last_does_not_pile_up_on_small_ones():
+    """FairScale hands out in order of arrival: ten of 4, then one of 1000, gives 1020 and 20."""
+    sizes = [4] * 10 + [1000]
+    assert sorted(totals(sizes, layout.assign(sizes, [0, 0]), [0, 0])) == [40, 1000]
+
+
+def test_what_ranks_own_already_counts():
+    assert layout.assign([10, 10], [100, 0, 5]) == [1, 2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+@exhaustively
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 100))
+def test_runs_are_consecutive_and_as_long_as_the_limit_allows(sizes, limit):
+    runs = layout.runs(sizes, limit)
+    assert [index for run in runs for index in run] == list(range(len(sizes)))
+    for run in runs:
+        assert len(run) == 1 or sum(sizes[i] for i in run) <= limit
+    for run, following in itertools.pairwise(runs):
+        assert sum(sizes[i] for i in run) + sizes[following[0]] > limit
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Balance on real lists
+
+
+def gpt2():
+    block = [768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768]
+    return [50257 * 768, 1024 * 768, *block * 12, 768, 768]
+
+
+def llama3_8b():
+    block = [4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, *[14336 * 4096] * 3, 4096, 4096]
+    return [128256 * 4096, *block * 32, 4096, 128256 * 4096]
+
+
+@pytest.mark.parametrize(("sizes", "itemsize"), [(gpt2(), 4), (llama3_8b(), 2)], ids=["GPT-2", "Llama-3-8B"])
+def test_even_cut_in_buckets_is_balanced_within_two_percent(sizes, itemsize):
+    limit = min(max(sum(sizes) * itemsize // 16, 1 << 20), 1 << 25)  # bytes, as OSS chooses them
+    order = sizes[::-1]
+    runs = layout.runs([size * itemsize for size in order], limit)
+    for world in range(2, 65):
+        loads = [0] * world
+        for run in runs:
+            cut = layout.even([order[i] for i in run], world, align=64 // itemsize)
+            loads = [load + sum(span.numel for span in cut.spans(rank)) for rank, load in enumerate(loads)]
+        assert sum(loads) == sum(sizes)
+        assert max(loads) <= 1.02 * sum(sizes) / world, f"{world} ranks"

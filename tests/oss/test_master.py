@@ -1,0 +1,362 @@
+"""Float32 masters of 16-bit parameters, beside a plain loop in one process that keeps masters by hand."""
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+from reference import FEATURES, batch, built, same
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+
+import ranks
+import zero
+from atstage import at_stage
+
+OPTIMIZERS = {
+    "sgd": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
+    "adam": partial(Adam, lr=1e-3, weight_decay=0.01),
+    "stateless": partial(SGD, lr=0.01),
+}
+CUTS = ["even", "whole"]
+AT = [(stage, cut) for stage in (1, 2) for cut in CUTS]
+
+
+class Half(nn.Module):
+    """Matrices of 16 bits, and norms of 32, as many keep them."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 37).to(dtype)
+        self.norm = nn.LayerNorm(37)
+        self.gain = nn.Parameter(torch.tensor(1.0, dtype=dtype))
+        self.last = nn.Linear(37, 11).to(dtype)
+        self.frozen = nn.Parameter(torch.randn(11).to(dtype), requires_grad=False)
+
+    def forward(self, inputs):
+        hidden = self.norm(self.first(inputs.to(self.first.weight.dtype)).float())
+        return self.last(torch.tanh(hidden).to(self.first.weight.dtype)) * self.gain + self.frozen
+
+
+def loss_of(model, rank, step):
+    return (model(batch(rank, step)).float() - 1).square().mean()
+
+
+class ByHand:
+    """All ranks' batches in one process; a step of the plain optimizer on float32 masters, which are then rounded.
+
+    averaged: "first" as DistributedDataParallel does it, in the gradients' own dtype; "wide" in float32, rank by rank.
+    """
+
+    def __init__(self, model, optim, world, averaged):
+        self.model, self.world, self.averaged = model, world, averaged
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
+        self.optimizer = optim(self.masters)
+
+    def step(self, number):
+        gradients = []
+        for rank in range(self.world):
+            loss = loss_of(self.model, rank, number)
+            gradients.append(torch.autograd.grad(loss, self.params))
+        for master, each in zip(self.masters, zip(*gradients, strict=True), strict=True):
+            if self.averaged == "first":
+                master.grad = sum(gradient / self.world for gradient in each).float()
+            else:
+                master.grad = sum(gradient.float() for gradient in each) * (1 / self.world)
+        self.optimizer.step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self):
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.copy_(master)
+
+    @torch.no_grad()
+    def load(self, values):
+        self.model.load_state_dict(values)
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.copy_(param)
+
+
+def start(world, stage, cut, name, dtype=torch.bfloat16):
+    """By hand, and the same at a stage."""
+    optim = OPTIMIZERS[name]
+    expected = ByHand(built(lambda: Half(dtype)), optim, world, "first" if stage == 1 else "wide")
+    model = built(lambda: Half(dtype))
+    optimizer = zero.OSS(model.parameters(), optim, partition=cut, master_dtype=torch.float32)
+    wrapped = DistributedDataParallel(model) if stage == 1 else zero.ShardedDDP(model, optimizer)
+    return expected, wrapped, optimizer
+
+
+def step(rank, number, model, optimizer):
+    optimizer.zero_grad()
+    loss_of(model, rank, number).backward()
+    optimizer.step()
+
+
+def whole_masters(optimizer):
+    """By the number of the parameter, on every rank."""
+    optimizer.consolidate_state_dict(to=None)
+    return {number: state["master"] for number, state in optimizer.state_dict()["state"].items() if "master" in state}
+
+
+def assert_by_hand(model, optimizer, expected, what):
+    weights = {name: value.detach() for name, value in model.module.named_parameters()}
+    same(weights, {name: value.detach() for name, value in expected.model.named_parameters()}, what)
+    numbers = {param: number for number, param in enumerate(expected.model.parameters())}
+    masters = whole_masters(optimizer)
+    for param, master in zip(expected.params, expected.masters, strict=True):
+        if param.dtype != torch.float32:
+            same(masters[numbers[param]], master.detach(), f"{what}: master {numbers[param]}")
+
+
+def _steps(rank, world, stage, cut, name, dtype):
+    expected, model, optimizer = start(world, stage, cut, name, dtype)
+    before = [param.detach().clone() for param in expected.params]
+    for number in range(5):
+        expected.step(number)
+        step(rank, number, model, optimizer)
+        assert_by_hand(model, optimizer, expected, f"step {number}")
+    moved = [not torch.equal(param, old) for param, old in zip(expected.params, before, strict=True)]
+    assert all(moved)
+    pairs = zip(expected.params, expected.masters, strict=True)
+    assert any(not torch.equal(master, param.float()) for param, master in pairs), "nothing was rounded"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("stage", "cut"), AT)
+def test_parameters_are_the_rounded_masters(stage, cut, name):
+    ranks.run(_steps, 2, args=(stage, cut, name, torch.bfloat16))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_three_ranks_average_in_float32(cut):
+    ranks.run(_steps, 3, args=(2, cut, "sgd", torch.bfloat16))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_float16_parameters_have_masters_too(stage):
+    ranks.run(_steps, 2, args=(stage, "even", "adam", torch.float16))
+
+
+def _small_updates(rank, world, master_dtype):
+    """Steps of a hundredth of what bfloat16 can tell from 1."""
+    model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    nn.init.ones_(model.weight)
+    optimizer = zero.OSS(model.parameters(), SGD, lr=2.0**-15, master_dtype=master_dtype)
+    for _ in range(256):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+def test_small_updates_add_up():
+    moved = ranks.run(_small_updates, 2, args=(torch.float32,))
+    assert all(torch.equal(weight, torch.full_like(weight, 1 - 2.0**-7)) for weight in moved)
+    lost = ranks.run(_small_updates, 2, args=(None,))
+    assert all(torch.equal(weight, torch.ones_like(weight)) for weight in lost)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def _bytes(rank, world, stage, cut):
+    model = built(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))).to(torch.bfloat16))
+    wrapped, optimizer = at_stage(stage, model, Adam, partition=cut, master_dtype=torch.float32)
+    wrapped(torch.randn(3, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def size(tensors):
+        return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})
+
+    params = list(model.parameters())
+    state = [value for each in optimizer.optim.state.values() for value in each.values() if value.dim()]
+    owned = size([*(optimizer.part(param) for param in params), *state])
+    return sum(param.numel() for param in params), size(params), owned
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("stage", "cut"), AT)
+def test_takes_two_bytes_a_parameter_whole_and_twelve_in_parts(world, stage, cut):
+    told = ranks.run(_bytes, world, args=(stage, cut))
+    for count, whole, owned in told:
+        assert whole == pytest.approx(2 * count, rel=0.01)
+        assert owned == pytest.approx(12 * count / world, rel=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights that are written into the parameters
+
+
+def in_place(model, values):
+    model.load_state_dict(values)
+
+
+def by_data(model, values):
+    for name, param in model.named_parameters():
+        param.data.copy_(values[name])
+
+
+def by_foreach(model, values):
+    with torch.no_grad():
+        torch._foreach_copy_(list(model.parameters()), [values[name] for name, _ in model.named_parameters()])
+
+
+WAYS = {"load_state_dict": in_place, "data.copy_": by_data, "foreach_copy_": by_foreach}
+
+
+def _loaded(rank, world, stage, cut, way):
+    expected, model, optimizer = start(world, stage, cut, "sgd")
+    for number in range(2):
+        expected.step(number)
+        step(rank, number, model, optimizer)
+    loaded = {name: value + 0.75 for name, value in built(Half).state_dict().items()}
+    assert not any((param == loaded[name]).any() for name, param in expected.model.named_parameters())
+    expected.load(loaded)
+    WAYS[way](model.module, loaded)
+    for number in range(2, 5):
+        expected.step(number)
+        step(rank, number, model, optimizer)
+        assert_by_hand(model, optimizer, expected, f"step {number}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("stage", "cut"), AT)
+def test_weights_loaded_between_steps_are_taken_over(stage, cut, way):
+    ranks.run(_loaded, 2, args=(stage, cut, way))
+
+
+def _partly(rank, world):
+    """Only some elements are written: the masters of the others keep their precision."""
+    expected, model, optimizer = start(world, 2, "even", "sgd")
+    for number in range(2):
+        expected.step(number)
+        step(rank, number, model, optimizer)
+    [master] = [m for p, m in zip(expected.params, expected.masters, strict=True) if p is expected.model.first.weight]
+    with torch.no_grad():
+        for weight in (model.module.first.weight, expected.model.first.weight, master):
+            weight[3] = 0.75
+    expected.step(2)
+    step(rank, 2, model, optimizer)
+    assert_by_hand(model, optimizer, expected, "after one row was written")
+
+
+def test_masters_of_what_was_not_written_keep_their_precision():
+    ranks.run(_partly, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saved and loaded
+
+
+def _save(rank, world, stage, cut, name):
+    expected, model, optimizer = start(world, stage, cut, name)
+    for number in range(3):
+        expected.step(number)
+        step(rank, number, model, optimizer)
+    optimizer.consolidate_state_dict(to=None)
+    buffer = io.BytesIO()
+    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    return buffer.getvalue()
+
+
+def _restore(rank, world, saved, cut, name, weights_first):
+    saved = torch.load(io.BytesIO(saved), weights_only=True)
+    kept = copy.deepcopy(saved)
+    model = built(Half)
+    optimizer = zero.OSS(model.parameters(), OPTIMIZERS[name], partition=cut, master_dtype=torch.float32)
+    if weights_first:
+        model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    if not weights_first:
+        model.load_state_dict(saved["model"])
+    same(saved, kept, "what was loaded")
+    optimizer.consolidate_state_dict(to=None)
+    same(optimizer.state_dict()["state"], saved["optimizer"]["state"], "the restored state")
+    for param in model.parameters():  # a step with the same gradients at every world size
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    optimizer.step()
+    return whole_masters(optimizer), [param.detach() for param in model.parameters()]
+
+
+def _by_hand_after_restore(saved, name):
+    model = built(Half)
+    model.load_state_dict(saved["model"])
+    masters = {}
+    for number, param in enumerate(model.parameters()):
+        master = saved["optimizer"]["state"].get(number, {}).get("master", param.detach())
+        masters[number] = nn.Parameter(master.clone(), requires_grad=param.requires_grad)
+    optimizer = OPTIMIZERS[name](list(masters.values()))
+    state = copy.deepcopy(saved["optimizer"])
+    for each in state["state"].values():
+        each.pop("master", None)
+    optimizer.load_state_dict(state)
+    for master in masters.values():
+        master.grad = torch.ones_like(master) if master.requires_grad else None
+    optimizer.step()
+    return {number: master.detach() for number, master in masters.items()}
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_masters_are_restored_bit_for_bit_at_other_world_sizes(cut, name, weights_first):
+    saved = ranks.run(_save, 2, args=(2, cut, name))[0]
+    loaded = torch.load(io.BytesIO(saved), weights_only=True)
+    expected = _by_hand_after_restore(loaded, name)
+    other = CUTS[1 - CUTS.index(cut)]
+    for world, onto in [(2, cut), (2, other), (3, cut)]:
+        for masters, params in ranks.run(_restore, world, args=(saved, onto, name, weights_first)):
+            for number, master in masters.items():
+                same(master, expected[number], f"master {number} on {world} ranks")
+                same(params[number], expected[number].to(params[number].dtype), f"parameter {number}")
+    assert sum("master" in state for state in loaded["optimizer"]["state"].values()) >= 5
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_masters_are_restored_without_a_process_group(weights_first):
+    saved = ranks.run(_save, 3, args=(2, "even", "sgd"))[0]
+    expected = _by_hand_after_restore(torch.load(io.BytesIO(saved), weights_only=True), "sgd")
+    [(masters, _)] = ranks.run(_restore, bare=True, args=(saved, "even", "sgd", weights_first))
+    for number, master in masters.items():
+        same(master, expected[number], f"master {number}")
+
+
+def _own_part(rank, world):
+    """What state_dict() returns before consolidation holds this rank's masters."""
+    expected, model, optimizer = start(world, 2, "even", "adam")
+    for number in range(2):
+        step(rank, number, model, optimizer)
+        expected.step(number)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.module.state_dict())
+    _, again, restored = start(world, 2, "even", "adam")
+    again.module.load_state_dict(weights)
+    restored.load_state_dict(saved)
+    for number in range(2, 4):
+        expected.step(number)
+        step(rank, number, again, restored)
+    assert_by_hand(again, restored, expected, "after loading this rank's part")
+
+
+def test_a_ranks_own_part_restores_its_masters():
+    ranks.run(_own_part, 2)
+
+
+def _new_buckets(rank, world, name):
+    expected, model, optimizer = start(world, 1, "even", name)
+    for number in range(4):
+        if number == 2:
+            optimizer.set_bucket_bytes(1000)
+        expected.step(number)
+        step(rank, number, model, optimizer)
+        assert_by_hand(model, optimizer, expected, f"step {number}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_come_along_into_other_buckets(name):
+    ranks.run(_new_buckets, 2, args=(name,))

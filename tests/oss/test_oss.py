@@ -1,0 +1,553 @@
+"""Stage 1 beside DistributedDataParallel with the plain optimizer: the same losses and parameters, bit for bit."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import Lamb, MyAdam, Net, batch, built, distributed, filled, loss_of, matrices, same, same_weights, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+import ranks
+from zero import OSS
+
+MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def adam_by_factory(params, **options):
+    return Adam(params, **options)
+
+
+# What is stepped, its options, and the cut that "auto" should choose for it.
+OPTIMIZERS = {
+    "SGD": (SGD, {"lr": 0.1}, "even"),
+    "SGD momentum": (SGD, MOMENTUM, "even"),
+    "SGD nesterov": (SGD, {**MOMENTUM, "nesterov": True}, "even"),
+    "SGD foreach": (SGD, {**MOMENTUM, "foreach": True}, "even"),
+    "SGD fused": (SGD, {**MOMENTUM, "fused": True}, "even"),
+    "Adam": (Adam, {"lr": 0.01}, "even"),
+    "Adam foreach": (Adam, {"lr": 0.01, "weight_decay": 0.1, "foreach": True}, "even"),
+    "Adam fused": (Adam, {"lr": 0.01, "amsgrad": True, "fused": True}, "even"),
+    "AdamW amsgrad": (AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}, "even"),
+    "AdamW fused": (AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}, "even"),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}, "even"),
+    "Adagrad fused": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}, "even"),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}, "even"),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.1, "t0": 2}, "even"),
+    "Adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}, "even"),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}, "even"),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1}, "even"),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}, "even"),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}, "even"),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.1, "weight_decay": 0.1}, "whole"),
+    "LAMB by hand": (Lamb, {"lr": 0.1}, "whole"),
+    "a subclass of Adam": (MyAdam, {"lr": 0.01}, "whole"),
+    "partial": (functools.partial(Adam, lr=0.01, amsgrad=True), {}, "even"),
+    "partial of partial": (functools.partial(functools.partial(Lamb, lr=0.5), lr=0.1), {}, "whole"),
+    "a function": (adam_by_factory, {"lr": 0.01}, "whole"),
+}
+OPTIMIZERS["Muon"] = (torch.optim.Muon, {"lr": 0.1, "weight_decay": 0.1}, "whole")
+MODELS = {"Adafactor": filled, "Muon": matrices}  # what these cannot take is left out
+
+
+def is_cut(optimizer):
+    """Whether any parameter has parts on several ranks."""
+    for flat in optimizer.flat_groups:
+        if any(0 < span.numel < flat.layout.numels[span.index] for span in flat.spans.values()):
+            return True
+    return False
+
+
+def pair(rank, optim, partition="auto", make=Net, group=None, **options):
+    """The plain optimizer with its model, and OSS with its own."""
+    model, sharded_model = (distributed(built(make), group) for _ in range(2))
+    plain = optim(model.parameters(), **options)
+    return (model, plain), (
+        sharded_model,
+        OSS(sharded_model.parameters(), optim, group, partition=partition, **options),
+    )
+
+
+def assert_equal_training(rank, plain, sharded, **options):
+    expected = train(*plain, rank, **options)
+    same(train(*sharded, rank, **options), expected, "the losses")
+    same_weights(sharded[0], plain[0])
+    assert expected[0] != expected[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whatever the optimizer
+
+
+def _optimizers(rank, world, name, partition):
+    optim, options, auto = OPTIMIZERS[name]
+    plain, sharded = pair(rank, optim, partition, MODELS.get(name, Net), **options)
+    cut = auto if partition == "auto" else partition
+    assert is_cut(sharded[1]) == (cut == "even")
+    assert_equal_training(rank, plain, sharded)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trains_as_the_plain_optimizer_does_bit_for_bit(name):
+    ranks.run(_optimizers, 2, args=(name, "auto"))
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW amsgrad", "a subclass of Adam", "a function"])
+def test_trains_the_same_under_the_partition_that_was_asked_for(name, partition):
+    ranks.run(_optimizers, 2, args=(name, partition))
+
+
+def _larger(rank, world, partition, dtype):
+    """Enough for several flat groups, the first parameter larger than one of them."""
+
+    def make():
+        return nn.Sequential(nn.Linear(24, 20_000), nn.Linear(20_000, 3), nn.Linear(3, 5)).to(dtype)
+
+    (model, plain), (sharded_model, sharded) = pair(rank, AdamW, partition, make, lr=0.01)
+    assert len(sharded.flat_groups) > 1
+    for step in range(3):
+        for each, optimizer in ((model, plain), (sharded_model, sharded)):
+            optimizer.zero_grad()
+            each(batch(rank, step).to(dtype)).square().mean().backward()
+            optimizer.step()
+    same_weights(sharded_model, model)
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_trains_the_same_in_several_flat_groups_and_other_precisions(partition, dtype):
+    ranks.run(_larger, 2, args=(partition, dtype))
+
+
+def _mixed(rank, world):
+    class Mixed(Net):
+        def __init__(self):
+            super().__init__()
+            self.first.double()
+            self.tied.bias.data = self.tied.bias.data.bfloat16()
+
+        def forward(self, inputs):
+            hidden = self.norm(torch.tanh(self.first(inputs.double()).float()) + self.frozen)
+            hidden = nn.functional.linear(self.middle(hidden), self.tied.weight, self.tied.bias.float()) * self.scale
+            return hidden @ self.transposed.t() + self.nothing.sum() + self.conv(hidden.unsqueeze(1)).mean()
+
+    plain, sharded = pair(rank, SGD, make=Mixed, **MOMENTUM)
+    assert len({flat.full.dtype for flat in sharded[1].flat_groups}) == 3
+    assert_equal_training(rank, plain, sharded)
+
+
+def test_trains_the_same_with_several_dtypes_in_one_model():
+    ranks.run(_mixed, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whatever the group
+
+
+def close(got, expected):
+    for (name, one), (_, other) in zip(got.named_parameters(), expected.named_parameters(), strict=True):
+        assert (one - other).abs().max() <= 2e-6 * max(other.abs().max(), 1) if one.numel() else True, name
+
+
+def tiny():
+    """Fewer parameters than ranks, and fewer elements than ranks in each."""
+    return nn.Sequential(nn.Linear(24, 1, bias=False), nn.LayerNorm(1))
+
+
+def _worlds(rank, world, make, partition):
+    plain, sharded = pair(rank, SGD, partition, make, **MOMENTUM)
+    losses = train(*plain, rank)
+    assert train(*sharded, rank) == pytest.approx(losses, rel=2e-6)
+    close(sharded[0], plain[0])
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("make", [Net, tiny])
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_trains_the_same_within_rounding_on_other_numbers_of_ranks(world, make, partition):
+    ranks.run(_worlds, world, args=(make, partition))
+
+
+def _alone(rank, world):
+    plain, sharded = pair(rank, Adam, lr=0.01)
+    assert_equal_training(rank, plain, sharded)
+    same(sharded[1].state_dict(), plain[1].state_dict(), "the state")
+
+
+def test_trains_the_same_without_a_process_group():
+    ranks.run(_alone, bare=True)
+
+
+def _subgroup(rank, world, partition):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    plain, sharded = pair(rank, SGD, partition, group=group, **MOMENTUM)
+    assert_equal_training(rank, plain, sharded)
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_trains_the_same_in_a_group_of_ranks_0_and_2(partition):
+    ranks.run(_subgroup, 3, args=(partition,))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whatever the user does with it
+
+
+def _groups_of(model):
+    return [
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 0.05},
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "momentum": 0.5},
+    ]
+
+
+def _several_groups(rank, world, partition):
+    model, sharded_model = distributed(built()), distributed(built())
+    plain = SGD(_groups_of(model), **MOMENTUM)
+    sharded = OSS(_groups_of(sharded_model), SGD, partition=partition, **MOMENTUM)
+    assert_equal_training(rank, (model, plain), (sharded_model, sharded))
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_parameter_groups_keep_their_own_options(partition):
+    ranks.run(_several_groups, 2, args=(partition,))
+
+
+def _schedules(rank, world, name):
+    make = {
+        "StepLR": lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5),
+        "OneCycleLR of momentum": lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=6),
+        "OneCycleLR of betas": lambda optimizer: OneCycleLR(optimizer, max_lr=0.02, total_steps=6),
+    }[name]
+    optim, options = (AdamW, {"lr": 0.01}) if "betas" in name else (SGD, MOMENTUM)
+    for_plain, for_sharded = pair(rank, optim, **options)
+    seen = []
+    for model, optimizer in (for_plain, for_sharded):
+        schedule = make(optimizer)
+        rates = []
+
+        def after(optimizer, step, schedule=schedule, rates=rates):
+            schedule.step()
+            (group,) = optimizer.param_groups
+            rates.append((group["lr"], group.get("momentum"), group.get("betas")))
+
+        losses = train(model, optimizer, rank, after=after)
+        seen.append((losses, rates, schedule.get_last_lr()))
+    same(seen[1], seen[0], "losses, options and schedule")
+    assert len(set(seen[0][1])) > 2, "the schedule changed nothing"
+    same_weights(for_sharded[0], for_plain[0])
+
+
+@pytest.mark.parametrize("name", ["StepLR", "OneCycleLR of momentum", "OneCycleLR of betas"])
+def test_schedulers_reach_the_optimizer(name):
+    ranks.run(_schedules, 2, args=(name,))
+
+
+def _by_hand(rank, world):
+    plain, sharded = pair(rank, SGD, **MOMENTUM)
+
+    def after(optimizer, step):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+            group["momentum"] = 0.1 * step
+
+    assert_equal_training(rank, plain, sharded, after=after)
+    same(sharded[1].defaults, plain[1].defaults, "the defaults")
+
+
+def test_options_changed_by_hand_reach_the_optimizer():
+    ranks.run(_by_hand, 2)
+
+
+class Cooling(SGD):
+    """Changes its own options, as optimizers do that choose their learning rate."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return loss
+
+
+def _changed_by_the_optimizer(rank, world):
+    rates = []
+    for model, optimizer in pair(rank, Cooling, **MOMENTUM):
+        rates.append([])
+        train(model, optimizer, rank, after=lambda of, _: rates[-1].append(of.param_groups[0]["lr"]))
+    assert rates[0] == rates[1] == [0.1 * 0.5 ** (step + 1) for step in range(5)]
+
+
+def test_options_that_the_optimizer_itself_changes_are_seen():
+    ranks.run(_changed_by_the_optimizer, 2)
+
+
+def _zeroed(rank, world, set_to_none):
+    plain, sharded = pair(rank, SGD, **MOMENTUM)
+    assert_equal_training(rank, plain, sharded, set_to_none=set_to_none)
+    sharded[1].zero_grad(set_to_none)
+    gradients = [param.grad for param in sharded[0].parameters() if param.requires_grad]
+    assert all(gradient is None for gradient in gradients) if set_to_none else not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_both_forms_of_zero_grad(set_to_none):
+    ranks.run(_zeroed, 2, args=(set_to_none,))
+
+
+def _missing_gradients(rank, world):
+    plain, sharded = pair(rank, SGD, **MOMENTUM)
+    for model, optimizer in (plain, sharded):
+        for step in range(4):
+            model.zero_grad()  # not the optimizer's: it must see by itself that gradients have gone
+            loss_of(model, rank, step).backward()
+            if step % 2:
+                model.module.first.weight.grad = None
+                model.module.scale.grad = None
+            optimizer.step()
+        model.zero_grad()
+        model.module.scale.grad = torch.ones(())
+        optimizer.step()  # momentum must not move the others
+    same_weights(sharded[0], plain[0])
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    ranks.run(_missing_gradients, 2)
+
+
+def _accumulate(rank, world):
+    plain, sharded = pair(rank, SGD, **MOMENTUM)
+    for model, optimizer in (plain, sharded):
+        for step in range(0, 9, 3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss_of(model, rank, step).backward()
+                loss_of(model, rank, step + 1).backward()
+            loss_of(model, rank, step + 2).backward()
+            optimizer.step()
+    same_weights(sharded[0], plain[0])
+
+
+def test_accumulated_gradients_are_stepped_with():
+    ranks.run(_accumulate, 2)
+
+
+def _closure(rank, world):
+    plain, sharded = pair(rank, SGD, **MOMENTUM)
+    losses = []
+    for model, optimizer in (plain, sharded):
+        for step in range(4):
+
+            def closure(model=model, optimizer=optimizer, step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure)
+            assert loss.requires_grad, "the closure ran without autograd"
+            losses.append(loss.item())
+        assert optimizer.step() is None
+    assert losses[:4] == losses[4:]
+    same_weights(sharded[0], plain[0])
+
+
+def test_a_closure_is_called_and_its_loss_returned():
+    ranks.run(_closure, 2)
+
+
+def _add_param_group(rank, world, partition):
+    model, sharded_model = distributed(built()), distributed(built())
+    optimizers = [
+        SGD(model.module.first.parameters(), **MOMENTUM),
+        OSS(sharded_model.module.first.parameters(), SGD, partition=partition, **MOMENTUM),
+    ]
+    assert_equal_training(rank, (model, optimizers[0]), (sharded_model, optimizers[1]), steps=range(2))
+    for optimizer, each in zip(optimizers, (model, sharded_model), strict=True):
+        inner = each.module
+        optimizer.add_param_group({"params": [inner.middle.weight, inner.scale], "lr": 0.01})
+        optimizer.add_param_group({"params": inner.norm.parameters(), "nesterov": True})
+        optimizer.add_param_group({"params": inner.transposed})
+    keys = [[(set(group), len(group["params"])) for group in optimizer.param_groups] for optimizer in optimizers]
+    assert keys[0] == keys[1]
+    assert_equal_training(rank, (model, optimizers[0]), (sharded_model, optimizers[1]), steps=range(2, 5))
+    optimizers[1].consolidate_state_dict(to=None)
+    same(optimizers[1].state_dict(), optimizers[0].state_dict(), "the state")
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_parameters_may_be_added_after_some_steps(partition):
+    ranks.run(_add_param_group, 2, args=(partition,))
+
+
+def _named(rank, world):
+    model, sharded_model = distributed(built()), distributed(built())
+    plain = SGD(model.module.named_parameters(), **MOMENTUM)
+    sharded = OSS(sharded_model.module.named_parameters(), SGD, **MOMENTUM)
+    assert sharded.param_groups[0]["param_names"] == plain.param_groups[0]["param_names"]
+    assert_equal_training(rank, (model, plain), (sharded_model, sharded))
+    sharded.consolidate_state_dict(to=None)
+    same(sharded.state_dict(), plain.state_dict(), "the state")
+
+
+def test_named_parameters_are_taken_as_torch_takes_them():
+    ranks.run(_named, 2)
+
+
+def _orders(rank, world):
+    weights = []
+    for oss_first in (True, False):
+        model = built()
+        if oss_first:
+            optimizer = OSS(model.parameters(), Adam, lr=0.01)
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        else:
+            wrapped = DistributedDataParallel(model)
+            optimizer = OSS(wrapped.parameters(), Adam, lr=0.01)
+        losses = train(wrapped, optimizer, rank)
+        weights.append((losses, [param.detach().clone() for param in model.parameters()]))
+    plain_model = distributed(built())
+    losses = train(plain_model, Adam(plain_model.parameters(), lr=0.01), rank)
+    expected = (losses, [param.detach() for param in plain_model.parameters()])
+    same(weights[0], expected, "OSS before DDP")
+    same(weights[1], expected, "DDP before OSS")
+
+
+def test_may_be_built_before_or_after_ddp():
+    ranks.run(_orders, 2)
+
+
+def _frozen(rank, world, partition):
+    finals = []
+    for make in (SGD, lambda params, **options: OSS(params, SGD, partition=partition, **options)):
+        model = built()
+        model.middle.requires_grad_(False)
+        model.norm.requires_grad_(False)
+        optimizer = make(model.parameters(), **MOMENTUM)
+        frozen = model.middle.weight.detach().clone()
+        losses = train(distributed(model), optimizer, rank, range(2))
+        same(model.middle.weight.detach(), frozen, "the frozen weight")
+        model.middle.requires_grad_(True)
+        model.norm.weight.requires_grad_(True)
+        model.first.requires_grad_(False)
+        model.zero_grad()
+        losses += train(
+            distributed(model), optimizer, rank, range(2, 5)
+        )  # DDP knows what was trained when it was built
+        assert not torch.equal(model.middle.weight, frozen)
+        told = [torch.empty_like(model.middle.weight) for _ in range(world)]
+        dist.all_gather(told, model.middle.weight.detach())
+        same(told[0], told[1], "the unfrozen weight on the other rank")
+        finals.append((losses, [param.detach() for param in model.parameters()]))
+    same(finals[1], finals[0], "losses and weights")
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_frozen_parameters_stay_and_train_once_unfrozen(partition):
+    ranks.run(_frozen, 2, args=(partition,))
+
+
+def _frozen_after_backward(rank, world):
+    finals = []
+    for make in (SGD, lambda params, **options: OSS(params, SGD, **options)):
+        model = distributed(built(lambda: nn.Linear(24, 40)))
+        optimizer = make(model.parameters(), **MOMENTUM)
+        loss_of(model, rank, 0).backward()
+        model.requires_grad_(False)
+        optimizer.step()  # the plain optimizer takes whatever gradient there is
+        finals.append([param.detach() for param in model.parameters()])
+    same(finals[1], finals[0], "the weights")
+
+
+def test_freezing_between_backward_and_step_leaves_ranks_alike():
+    ranks.run(_frozen_after_backward, 2)
+
+
+def _tied(rank, world):
+    model = built()
+    optimizer = OSS(model.parameters(), SGD, **MOMENTUM)
+    assert model.tied.weight is model.middle.weight
+    assert sum(param is model.tied.weight for group in optimizer.param_groups for param in group["params"]) == 1
+    train(distributed(model), optimizer, rank, range(2))
+    assert model.tied.weight is model.middle.weight
+
+
+def test_tied_weights_stay_one_parameter():
+    ranks.run(_tied, 2)
+
+
+def _real_optimizer(rank, world):
+    model = distributed(built())
+    optimizer = OSS(model.parameters(), Adam, lr=0.01)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    for param, given in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True):
+        assert param is given
+    train(model, optimizer, rank, range(2))
+    assert calls == ["before", "after"] * 2
+
+
+def test_is_an_optimizer_of_the_users_own_parameters():
+    ranks.run(_real_optimizer, 2)
+
+
+def _parts(rank, world):
+    """The part of a parameter is what the inner optimizer steps: it lies in the parameter itself."""
+    model = distributed(built())
+    optimizer = OSS(model.parameters(), SGD, lr=1.0)
+    loss_of(model, rank, 0).backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.step()
+    owned = 0
+    for param in model.parameters():
+        part = optimizer.part(param)
+        owned += part.numel()
+        assert part.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
+    for param, old in zip(model.parameters(), before, strict=True):
+        gradient = param.grad if param.grad is not None else torch.zeros_like(param)
+        same(param.detach(), old - gradient, "a parameter")
+    return owned, sum(param.numel() for param in model.parameters())
+
+
+def test_ranks_own_all_elements_once():
+    told = ranks.run(_parts, 3)
+    assert sum(owned for owned, _ in told) == told[0][1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it is for
+
+
+def _state_bytes(rank, world, partition):
+    def size(optimizer):
+        tensors = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+        return sum(value.untyped_storage().nbytes() for value in tensors)
+
+    def make():
+        return nn.Sequential(*(nn.Linear(24, 24) for _ in range(8)), nn.Linear(24, 700))
+
+    plain, sharded = pair(rank, Adam, partition, make, lr=0.01)
+    train(*plain, rank, range(1))
+    train(*sharded, rank, range(1))
+    assert not sharded[1].state, "state is kept twice"
+    return size(sharded[1].optim), size(plain[1])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_rank_keeps_its_share_of_the_state(world):
+    told = ranks.run(_state_bytes, world, args=("even",))
+    whole = told[0][1]
+    assert sum(own for own, _ in told) == whole
+    assert max(own for own, _ in told) <= 1.02 * whole / world
+
+
+def test_whole_parameters_are_shared_out_as_evenly_as_they_can():
+    told = ranks.run(_state_bytes, 2, args=("whole",))
+    assert sum(own for own, _ in told) == told[0][1]
+    assert max(own for own, _ in told) == 2 * 4 * 24 * 700  # one matrix is more than all else

@@ -1,0 +1,376 @@
+"""What cannot work raises on every rank, says what was found and what to do, and leaves no rank waiting."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import Lamb, Net, built, distributed, loss_of, refusal, train
+from torch import nn
+from torch.optim import SGD, Adam
+
+import ranks
+from zero import OSS
+
+
+def good():
+    return [nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(5))]
+
+
+def exhausted():
+    generator = iter(good())
+    list(generator)
+    return generator
+
+
+def twice():
+    first, second = good()
+    return [first, second, first]
+
+
+def in_two_groups():
+    first, second = good()
+    return [{"params": [first, second]}, {"params": [second]}]
+
+
+def computed():
+    return [nn.Parameter(torch.zeros(2)), torch.zeros(3, requires_grad=True) * 2]
+
+
+def sparse():
+    return [torch.eye(2).to_sparse().requires_grad_()]
+
+
+def on_meta():
+    return [*good(), *nn.Linear(2, 3, device="meta").parameters()]
+
+
+def named(make):
+    return lambda: [(f"layer.{index}", param) for index, param in enumerate(make())]
+
+
+BAD = {
+    "no parameters": (list, "OSS was given no parameters. Pass model.parameters()"),
+    "a generator that is used up": (exhausted, "(a generator is used up after one pass)"),
+    "empty groups": (lambda: [{"params": []}, {"params": []}], "OSS was given no parameters"),
+    "one twice": (
+        twice,
+        "parameter 2 of group 0 was given before as parameter 0 of group 0: each parameter must be in",
+    ),
+    "one in two groups": (in_two_groups, "parameter 0 of group 1 was given before as parameter 1 of group 0"),
+    "a named one twice": (named(twice), "'layer.2' was given before as 'layer.0'"),
+    "a non-leaf": (computed, "parameter 1 of group 0 is not a leaf tensor: it was computed from others. Pass the"),
+    "a named non-leaf": (named(computed), "'layer.1' is not a leaf tensor"),
+    "a number": (lambda: [*good(), 3], "parameter 2 of group 0 is a int, not a torch.Tensor. Pass model.parameters()"),
+    "names alone": (lambda: ["weight", "bias"], "parameter 0 of group 0 is a str, not a torch.Tensor"),
+    "a single tensor": (lambda: good()[0], "OSS was given a single tensor. Pass an iterable of parameters"),
+    "a sparse one": (sparse, "parameter 0 of group 0 has layout torch.sparse_coo"),
+    "one on the meta device": (
+        on_meta,
+        "parameter 2 of group 0 is on the meta device and has no values. Call model.to",
+    ),
+    "nothing": (lambda: None, "None"),
+    "a set, which has no order": (lambda: set(good()), "order"),
+    "groups and parameters mixed": (lambda: [{"params": good()[:1]}, good()[1]], "parameter"),
+}
+BAD_OPTIONS = {
+    "an unknown partition": ({"partition": "odd"}, "partition='odd' is unknown. Choose 'auto', 'even' or 'whole'."),
+    "even with Muon": (
+        {"optim": torch.optim.Muon, "partition": "even"},
+        "Muon needs each parameter whole. Choose partition='whole', or leave it at 'auto'.",
+    ),
+    "even with Adafactor": (
+        {"optim": torch.optim.Adafactor, "partition": "even"},
+        "Adafactor needs each parameter whole",
+    ),
+    "even with a partial of Muon": (
+        {"optim": functools.partial(torch.optim.Muon, lr=0.1), "partition": "even"},
+        "Muon needs each parameter whole",
+    ),
+    "LBFGS": ({"optim": torch.optim.LBFGS}, "LBFGS computes with all parameters at once and cannot be sharded. Use it"),
+    "a rate that the optimizer refuses": ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+}
+
+
+def _bad_parameters(rank, world, name, where):
+    make, _ = BAD[name]
+    return refusal(lambda: OSS((make if where in (None, rank) else good)(), SGD, lr=0.1))
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("where", [None, 0, 1], ids=["everywhere", "on rank 0", "on rank 1"])
+def test_bad_parameters_are_refused_on_every_rank_with_the_remedy(name, where):
+    _, words = BAD[name]
+    for told in ranks.run(_bad_parameters, 2, args=(name, where), timeout=8):
+        assert told.startswith(("ValueError: ", "TypeError: ")), told or "nothing was raised"
+        assert words in told
+        assert where is None or f"(on rank {where})" in told, told
+
+
+def _bad_options(rank, world, name, where):
+    options, _ = BAD_OPTIONS[name]
+    return refusal(lambda: OSS(good(), **({"lr": 0.1} | options if where in (None, rank) else {"lr": 0.1})))
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+@pytest.mark.parametrize("where", [None, 1], ids=["everywhere", "on rank 1"])
+def test_bad_options_are_refused_on_every_rank_with_the_remedy(name, where):
+    _, words = BAD_OPTIONS[name]
+    for told in ranks.run(_bad_options, 2, args=(name, where), timeout=8):
+        assert told.startswith("ValueError: "), told or "nothing was raised"
+        assert words in told or (where is not None and "differ between ranks" in told)
+
+
+def _bad_without_group(rank, world):
+    told = [refusal(lambda make=make: OSS(make(), SGD)) for make, _ in BAD.values()]
+    return told + [refusal(lambda options=options: OSS(good(), **options)) for options, _ in BAD_OPTIONS.values()]
+
+
+def test_one_process_refuses_the_same():
+    (told,) = ranks.run(_bad_without_group, bare=True)
+    for text, (name, (_, words)) in zip(told, {**BAD, **BAD_OPTIONS}.items(), strict=True):
+        assert text.startswith(("ValueError: ", "TypeError: ")), f"{name}: {text}"
+        assert words in text, name
+        assert "on rank" not in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What differs between ranks
+
+
+def like(*shapes, **options):
+    return [(f"p{index}", nn.Parameter(torch.zeros(shape, **options))) for index, shape in enumerate(shapes)]
+
+
+def frozen():
+    params = like((3, 4), (5,))
+    params[1][1].requires_grad_(False)
+    return params
+
+
+DIFFERENCES = {
+    "shape": (lambda: like((4, 3), (5,)), "p0: float32 [3, 4], trained", "p0: float32 [4, 3], trained"),
+    "dtype": (
+        lambda: like((3, 4), (5,), dtype=torch.bfloat16),
+        "p0: float32 [3, 4], trained",
+        "p0: bfloat16 [3, 4], trained",
+    ),
+    "order": (lambda: like((3, 4), (5,))[::-1], "p0: float32 [3, 4], trained", "p1: float32 [5], trained"),
+    "fewer": (lambda: like((3, 4)), "p1: float32 [5], trained", "nothing"),
+    "more": (lambda: like((3, 4), (5,), ()), "nothing", "p2: float32 [], trained"),
+    "training": (frozen, "p1: float32 [5], trained", "p1: float32 [5], frozen"),
+    "name": (
+        lambda: [("a", nn.Parameter(torch.zeros(3, 4))), ("p1", nn.Parameter(torch.zeros(5)))],
+        "p0: float32 [3, 4], trained",
+        "a: float32 [3, 4], trained",
+    ),
+}
+
+
+def _different(rank, world, name):
+    last = rank == world - 1
+    told = refusal(lambda: OSS(DIFFERENCES[name][0]() if last else like((3, 4), (5,)), SGD))
+    optimizer = OSS(like((7,)), SGD)  # the group is as good as before
+    added = refusal(
+        lambda: optimizer.add_param_group({"params": DIFFERENCES[name][0]() if last else like((3, 4), (5,))})
+    )
+    return told, added
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_parameters_that_differ_between_ranks_are_named_on_every_rank(name):
+    _, here, there = DIFFERENCES[name]
+    for built_, added in ranks.run(_different, 3, args=(name,), timeout=8):
+        assert built_.startswith("ValueError: the parameters given to OSS differ between ranks: at position "), built_
+        assert added.startswith("ValueError: the parameters added to OSS differ between ranks: at position "), added
+        for told in (built_, added):
+            assert f"rank 0 has {here}, rank 2 has {there}. Build the same on every rank, in the same order." in told
+
+
+def _different_options(rank, world, name):
+    one = {
+        "optimizer": lambda: OSS(good(), Adam if rank else SGD),
+        "partition": lambda: OSS(good(), SGD, partition="whole" if rank else "even"),
+        "groups": lambda: OSS(good() if rank else [{"params": param} for param in good()], SGD),
+        "options": lambda: OSS(good(), SGD, lr=0.2 if rank else 0.1),
+        "options of a group": lambda: OSS([{"params": good(), "lr": 0.2 if rank else 0.1}], SGD),
+    }[name]
+    return refusal(one)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "partition", "groups", "options", "options of a group"])
+def test_options_that_differ_between_ranks_are_told_on_every_rank(name):
+    for told in ranks.run(_different_options, 2, args=(name,), timeout=8):
+        assert told.startswith("ValueError: "), told or "nothing was raised"
+        assert "differ between ranks" in told
+
+
+class Factory:
+    """Has no name, and prints as where it lies in memory."""
+
+    def __call__(self, params, **options):
+        return SGD(params, **options)
+
+
+def make_sgd(params, recorder=None, **options):
+    return SGD(params, **options)
+
+
+def _same_but_elsewhere(rank, world):
+    others = [Factory() for _ in range(1000 * rank)]  # so that addresses differ between ranks
+    OSS(good(), Factory(), lr=0.1)
+    OSS(good(), functools.partial(make_sgd, recorder=Factory()), lr=0.1)
+    return len(others)
+
+
+def test_the_same_factory_at_different_addresses_is_no_difference():
+    ranks.run(_same_but_elsewhere, 2, timeout=8)
+
+
+def _outside(rank, world):
+    group = dist.new_group([0, 1])
+    return refusal(lambda: OSS(good(), SGD, group))
+
+
+def test_a_group_that_this_rank_is_not_in_is_refused_there():
+    first, second, third = ranks.run(_outside, 3)
+    assert first == second == ""
+    assert third.startswith("ValueError: rank 2 of the job is not in the process group that it was given.")
+    assert "only on the ranks of the group" in third
+
+
+def _added(rank, world):
+    first, second = good()
+    optimizer = OSS([first], SGD, lr=0.1)
+    before = [dict(group) for group in optimizer.param_groups]
+    told = {
+        "known": refusal(lambda: optimizer.add_param_group({"params": [second, first]})),
+        "twice": refusal(lambda: optimizer.add_param_group({"params": [second, second]})),
+        "none": refusal(lambda: optimizer.add_param_group({"params": []})),
+        "one rank": refusal(lambda: optimizer.add_param_group({"params": [second * 2 if rank else second]})),
+    }
+    assert [dict(group) for group in optimizer.param_groups] == before
+    optimizer.add_param_group({"params": second})
+    return told
+
+
+def test_bad_parameters_are_refused_when_they_are_added_too():
+    for told in ranks.run(_added, 2, timeout=8):
+        assert told["known"].startswith(
+            "ValueError: parameter 1 of group 0 was given before: each parameter must be in"
+        )
+        assert told["twice"].startswith("ValueError: parameter 1 of group 0 was given before as parameter 0 of group 0")
+        assert told["none"].startswith("ValueError: OSS was given no parameters")
+        assert told["one rank"].startswith("ValueError: parameter 0 of group 0 is not a leaf tensor")
+        assert told["one rank"].endswith("(on rank 1)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Once it trains
+
+
+def _replace(model):
+    model.first.weight.data = model.first.weight.data.clone()
+
+
+CHANGES = {
+    "cast": lambda model: model.double(),
+    "cast there and back": lambda model: model.half().float(),
+    "given other data": _replace,
+}
+
+
+def _changed(rank, world, name):
+    model = built()
+    optimizer = OSS(model.named_parameters(), SGD, lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    CHANGES[name](model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return refusal(optimizer.step)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_changed_after_construction_is_noticed_at_the_next_step(name):
+    for told in ranks.run(_changed, 2, args=(name,), timeout=8):
+        assert told.startswith("RuntimeError: "), told or "it trains on"
+        assert "was moved, cast or given other data after OSS was built" in told
+        assert "Move and cast the model first, then build OSS" in told
+
+
+def _no_gradients(rank, world):
+    model = built()
+    optimizer = OSS(model.parameters(), SGD, lr=0.1)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    train(distributed(model), SGD(model.parameters(), lr=0.0), rank, range(1))
+    return refusal(optimizer.step)
+
+
+def test_a_model_whose_parameters_were_replaced_is_not_trained_in_silence():
+    for told in ranks.run(_no_gradients, 2, timeout=8):
+        assert told.startswith("RuntimeError: none of the parameters has a gradient."), told or "it stepped"
+        assert "assign=False" in told
+
+
+def _sparse_gradient(rank, world, where):
+    embedding = nn.Embedding(5, 3, sparse=True)
+    other = nn.Linear(300, 30)  # so that one rank owns all of the embedding
+    params = [*embedding.parameters(), *other.parameters()]
+    optimizer = OSS(params if where == "first" else params[::-1], SGD, lr=0.1)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    return refusal(optimizer.step)
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_sparse_gradients_are_refused_on_every_rank(where):
+    for told in ranks.run(_sparse_gradient, 2, args=(where,), timeout=8):
+        assert told.startswith("RuntimeError: parameter "), told
+        assert "has a sparse gradient" in told
+        assert "sparse=False" in told
+
+
+def _out_of_step(rank, world, others):
+    """Rank 0 takes a step; rank 1 does something else that it should not."""
+    model = built()
+    optimizer = OSS(model.parameters(), SGD, lr=0.1, momentum=0.9)
+    second = OSS(good(), SGD, lr=0.1)
+    loss_of(model, 0, 0).backward()  # alike on both ranks
+    for group in second.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    second.step()
+    other = {
+        "step another optimizer": second.step,
+        "consolidate": lambda: optimizer.consolidate_state_dict(to=None),
+        "add parameters": lambda: optimizer.add_param_group({"params": good()}),
+        "build another": lambda: OSS(good(), SGD, lr=0.1),
+        "clip": lambda: optimizer.clip_grad_norm(1.0),
+    }[others]
+    return refusal(other if rank else optimizer.step)
+
+
+@pytest.mark.parametrize("others", ["step another optimizer", "consolidate", "add parameters", "build another", "clip"])
+def test_ranks_that_do_different_things_are_told_and_none_waits(others):
+    first, second = ranks.run(_out_of_step, 2, args=(others,), timeout=8)
+    assert first.startswith("RuntimeError: ranks are out of step: rank 0 is in the step of OSS"), first
+    assert second.startswith("RuntimeError: ranks are out of step: rank 1 is in "), second
+
+
+def _failing_factory(rank, world):
+    """An optimizer that refuses what it gets on one rank only."""
+
+    def factory(params, **options):
+        if rank == 1:
+            raise ValueError("no room here")
+        return Lamb(params, **options)
+
+    return refusal(lambda: OSS(Net().parameters(), factory, lr=0.1))
+
+
+def test_an_optimizer_that_cannot_be_built_on_one_rank_raises_on_all():
+    first, second = ranks.run(_failing_factory, 2, timeout=8)
+    assert "no room here" in second
+    assert "no room here" in first, first or "nothing was raised"

@@ -1,0 +1,505 @@
+"""Optimizer state: whole it is the plain optimizer's own, and goes anywhere; in parts it goes back where it was."""
+
+import copy
+import io
+
+import pytest
+import torch
+from reference import (
+    Lamb,
+    Net,
+    batch,
+    built,
+    distributed,
+    filled,
+    loss_of,
+    matrices,
+    refusal,
+    same,
+    same_weights,
+    train,
+)
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+import ranks
+from zero import OSS, traffic
+
+CASES = {
+    "SGD": (SGD, {"lr": 0.1}, Net),
+    "SGD momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, Net),
+    "AdamW": (AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}, Net),
+    "Adam fused": (Adam, {"lr": 0.01, "fused": True}, Net),
+    "Adam with a rate in a tensor": (Adam, {"lr": torch.tensor(0.01), "foreach": False}, Net),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}, Net),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}, Net),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.1}, Net),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}, Net),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}, filled),
+    "Muon": (torch.optim.Muon, {"lr": 0.1}, matrices),
+    "LAMB by hand": (Lamb, {"lr": 0.1}, Net),
+}
+
+
+def groups_of(model):
+    """Two groups with options of their own; the first rank may own nothing of one of them."""
+    params = [*model.parameters()]
+    return [{"params": params[:1], "lr": torch.tensor(0.02)}, {"params": params[1:]}]
+
+
+def plain_and_sharded(name, partition="auto"):
+    optim, options, make = CASES[name]
+    model, sharded_model = distributed(built(make)), distributed(built(make))
+    plain = optim(model.parameters(), **copy.deepcopy(options))
+    sharded = OSS(sharded_model.parameters(), optim, partition=partition, **copy.deepcopy(options))
+    return (model, plain), (sharded_model, sharded)
+
+
+def is_part(state):
+    return "zero_part" in state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole
+
+
+def _consolidate(rank, world, name, partition):
+    (model, plain), (sharded_model, sharded) = plain_and_sharded(name, partition)
+    for step in range(2):
+        train(model, plain, rank, [step])
+        train(sharded_model, sharded, rank, [step])
+        for to in (0, world - 1, None):
+            sharded.consolidate_state_dict(to=to)
+            state = sharded.state_dict()
+            if to in (None, rank):
+                same(state, plain.state_dict(), f"what came to {to}")
+            else:
+                assert is_part(state)
+    same_weights(sharded_model, model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_consolidated_it_equals_the_plain_optimizers(name):
+    ranks.run(_consolidate, 2, args=(name, "auto"))
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_consolidated_it_equals_the_plain_optimizers_on_any_number_of_ranks(world, partition):
+    ranks.run(_consolidate, world, args=("AdamW", partition))
+
+
+def _fresh(rank, world):
+    (_, plain), (_, sharded) = plain_and_sharded("AdamW")
+    sharded.consolidate_state_dict(to=None)
+    same(sharded.state_dict(), plain.state_dict(), "the state before the first step")
+
+
+def test_consolidated_before_the_first_step_it_equals_the_plain_optimizers():
+    ranks.run(_fresh, 2)
+
+
+def _groups(rank, world):
+    model, sharded_model = distributed(built()), distributed(built())
+    plain = AdamW(groups_of(model), lr=torch.tensor(0.01), foreach=False)
+    sharded = OSS(groups_of(sharded_model), AdamW, lr=torch.tensor(0.01), foreach=False)
+    train(model, plain, rank, range(2))
+    train(sharded_model, sharded, rank, range(2))
+    sharded.consolidate_state_dict(to=None)
+    same(sharded.state_dict(), plain.state_dict(), "the state")
+
+
+def test_consolidated_state_of_several_groups():
+    ranks.run(_groups, 2)
+
+
+def _some_without_state(rank, world):
+    (model, plain), (sharded_model, sharded) = plain_and_sharded("AdamW")
+    for each, optimizer in ((model, plain), (sharded_model, sharded)):
+        loss_of(each, rank, 0).backward()
+        each.module.first.weight.grad = None
+        each.module.scale.grad = None
+        optimizer.step()
+    sharded.consolidate_state_dict(to=None)
+    same(sharded.state_dict(), plain.state_dict(), "the state")
+    assert len(plain.state_dict()["state"]) == len([p for p in model.parameters() if p.requires_grad]) - 2
+
+
+def test_parameters_that_were_not_stepped_have_no_state():
+    ranks.run(_some_without_state, 2)
+
+
+def _strided(rank, world, partition):
+    """Memory order is not row order: what is consolidated must be."""
+
+    def make():
+        conv = nn.Conv2d(3, 8, 5).to(memory_format=torch.channels_last)
+        conv.linear = nn.Parameter(torch.randn(40, 60).t())
+        return conv
+
+    model, sharded_model = built(make), built(make)
+    plain, sharded = Adam(model.parameters()), OSS(sharded_model.parameters(), Adam, partition=partition)
+    for step in range(2):
+        for each, optimizer in ((model, plain), (sharded_model, sharded)):
+            for index, param in enumerate(each.parameters()):
+                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + index))
+            optimizer.step()
+    sharded.consolidate_state_dict(to=None)
+    whole = sharded.state_dict()
+    same(whole, plain.state_dict(), "the state")
+    again = OSS(built(make).parameters(), Adam, partition=partition)
+    again.load_state_dict(whole)
+    again.consolidate_state_dict(to=None)
+    same(again.state_dict(), whole, "the state loaded and consolidated again")
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_state_of_parameters_that_are_not_contiguous(partition):
+    ranks.run(_strided, 2, args=(partition,))
+
+
+def _no_rank(rank, world):
+    _, (_, sharded) = plain_and_sharded("SGD")
+    return [refusal(lambda to=to: sharded.consolidate_state_dict(to=to)) for to in (2, -1, 0)]
+
+
+def test_consolidating_to_no_rank_of_the_group_is_refused_everywhere():
+    for above, below, fine in ranks.run(_no_rank, 2):
+        assert above == "ValueError: to=2 is no rank of the group of 2: choose 0 to 1, or None for all."
+        assert below.startswith("ValueError: to=-1 is no rank")
+        assert fine == ""
+
+
+def _stale(rank, world):
+    _, (sharded_model, sharded) = plain_and_sharded("SGD momentum")
+    train(sharded_model, sharded, rank, range(1))
+    sharded.consolidate_state_dict(to=None)
+    assert not is_part(sharded.state_dict())
+    kept = sharded.state_dict()
+    before = copy.deepcopy(kept)
+    train(sharded_model, sharded, rank, range(1, 2))
+    assert is_part(sharded.state_dict()), "a state from before the last step is given out"
+    same(kept, before, "a state that was given out earlier")
+    sharded.consolidate_state_dict(to=None)
+    sharded.load_state_dict(before)
+    assert is_part(sharded.state_dict()), "a state from before the last load is given out"
+
+
+def test_what_was_consolidated_holds_until_the_next_step_or_load():
+    ranks.run(_stale, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# To and from the plain optimizer and other numbers of ranks
+
+
+def _saved(rank, world, name, partition):
+    _, (model, sharded) = plain_and_sharded(name, partition)
+    train(model, sharded, rank, range(3))
+    sharded.consolidate_state_dict(to=0)
+    return sharded.state_dict(), getattr(model, "module", model).state_dict()
+
+
+def _continued(rank, world, name, partition, state, weights):
+    """The plain optimizer goes on from the same state, beside OSS."""
+    untouched = copy.deepcopy(state)
+    (model, plain), (sharded_model, sharded) = plain_and_sharded(name, partition)
+    for each in (model, sharded_model):
+        getattr(each, "module", each).load_state_dict(weights)
+    sharded.load_state_dict(state)
+    same(state, untouched, "the caller's state")
+    plain.load_state_dict(copy.deepcopy(state))
+    sharded.consolidate_state_dict(to=None)
+    same(sharded.state_dict(), plain.state_dict(), "the state as loaded")
+    losses = train(model, plain, rank, range(3, 6))
+    same(train(sharded_model, sharded, rank, range(3, 6)), losses, "the losses")
+    same_weights(sharded_model, model)
+    same(state, untouched, "the caller's state after training on")
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "Adam with a rate in a tensor", "Adafactor", "Muon"])
+def test_saved_on_two_ranks_it_trains_on_anywhere_as_the_plain_optimizer_does(name, partition):
+    if partition == "even" and name in ("Adafactor", "Muon"):
+        partition = "auto"
+    state, weights = ranks.run(_saved, 2, args=(name, partition))[0]
+    for world in (2, 3):
+        ranks.run(_continued, world, args=(name, partition, state, weights))
+    ranks.run(_continued, args=(name, partition, state, weights), bare=True)
+
+
+def test_saved_under_one_partition_it_loads_under_the_other():
+    for one, other in [("even", "whole"), ("whole", "even")]:
+        state, weights = ranks.run(_saved, 3, args=("AdamW", one))[0]
+        ranks.run(_continued, 2, args=("AdamW", other, state, weights))
+
+
+def test_saved_on_one_rank_it_loads_on_two():
+    state, weights = ranks.run(_saved, args=("AdamW", "even"), bare=True)[0]
+    ranks.run(_continued, 2, args=("AdamW", "even", state, weights))
+
+
+def _from_plain(rank, world):
+    (model, plain), (sharded_model, sharded) = plain_and_sharded("AdamW")
+    for group in plain.param_groups:
+        group["lr"] = 0.03
+    train(model, plain, rank, range(3))
+    sharded_model.load_state_dict(model.state_dict())
+    sharded.load_state_dict(plain.state_dict())
+    assert sharded.param_groups[0]["lr"] == 0.03
+    train(model, plain, rank, range(3, 6))
+    train(sharded_model, sharded, rank, range(3, 6))
+    same_weights(sharded_model, model)
+
+
+def test_the_plain_optimizers_state_loads_with_its_options():
+    ranks.run(_from_plain, 2)
+
+
+def _options_alias(rank, world):
+    (_, plain), (_, sharded) = plain_and_sharded("Adam with a rate in a tensor")
+    state = plain.state_dict()
+    sharded.load_state_dict(state)
+    sharded.param_groups[0]["lr"].fill_(0.5)
+    return state["param_groups"][0]["lr"].item()
+
+
+def test_options_are_taken_as_copies():
+    assert ranks.run(_options_alias, 2) == pytest.approx([0.01, 0.01])
+
+
+def _file(rank, world):
+    _, (model, sharded) = plain_and_sharded("AdamW")
+    train(model, sharded, rank, range(1))
+    sharded.consolidate_state_dict(to=None)
+    whole = sharded.state_dict()
+    train(model, sharded, rank, range(1, 2))
+    part = sharded.state_dict()
+    assert is_part(part)
+    for state in (whole, part):
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        read = torch.load(file, weights_only=True)
+        same(read, state, "the state from a file")
+        sharded.load_state_dict(read)
+
+
+def test_whole_or_part_it_loads_from_a_file_without_unpickling_objects():
+    ranks.run(_file, 2)
+
+
+def _half(rank, world):
+    """The plain optimizer keeps its state in the parameters' own precision."""
+
+    def make():
+        return nn.Linear(24, 40).bfloat16()
+
+    model, sharded_model = built(make), built(make)
+    plain, sharded = AdamW(model.parameters()), OSS(sharded_model.parameters(), AdamW)
+    for each, optimizer in ((model, plain), (sharded_model, sharded)):
+        each(batch(0, 0).bfloat16()).square().mean().backward()
+        optimizer.step()
+    sharded.consolidate_state_dict(to=None)
+    same(sharded.state_dict(), plain.state_dict(), "the state")
+    again = OSS(built(make).parameters(), AdamW)
+    again.load_state_dict(sharded.state_dict())
+    again.consolidate_state_dict(to=None)
+    same(again.state_dict(), plain.state_dict(), "the state loaded")
+
+
+def test_state_in_half_precision_keeps_its_dtypes():
+    ranks.run(_half, 2)
+
+
+class Odd(torch.optim.Optimizer):
+    """State of many kinds: numbers, nothing, words, small tensors of other dtypes and shapes."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].update(
+                        count=3, share=0.1, nothing=None, word="ä", flag=True, infinite=float("inf"),
+                        sum=param.grad.sum(), one=torch.ones(1), mask=param > 0, numbers=torch.arange(3),
+                        double=param.double(), empty=torch.zeros(0),
+                    )  # fmt: skip
+
+
+def _odd_state(rank, world):
+    model, sharded_model = distributed(built()), distributed(built())
+    plain, sharded = Odd(model.parameters()), OSS(sharded_model.parameters(), Odd)
+    train(model, plain, rank, range(1))
+    train(sharded_model, sharded, rank, range(1))
+    sharded.consolidate_state_dict(to=1)
+    if rank == 1:
+        same(sharded.state_dict(), plain.state_dict(), "the state")
+
+
+def test_state_of_any_kind_that_a_file_can_hold_is_consolidated():
+    ranks.run(_odd_state, 2)
+
+
+class Historic(torch.optim.Optimizer):
+    """State that holds tensors in lists, as Shampoo's does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].setdefault("history", []).append(param.grad.clone())
+                    self.state[param]["pair"] = (1, 2)
+
+
+def _nested_state(rank, world):
+    model, sharded_model = distributed(built()), distributed(built())
+    plain, sharded = Historic(model.parameters()), OSS(sharded_model.parameters(), Historic)
+    train(model, plain, rank, range(2))
+    train(sharded_model, sharded, rank, range(2))
+    sharded.consolidate_state_dict(to=None)
+    same(sharded.state_dict(), plain.state_dict(), "the state")
+
+
+@pytest.mark.xfail(reason="what a state holds is told to the others as JSON")
+def test_state_in_lists_and_tuples_is_consolidated():
+    ranks.run(_nested_state, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In part
+
+
+def _alone_on_one_rank(rank, world):
+    """A rank that asks for its state while the others do not must not wait for them."""
+    _, (model, sharded) = plain_and_sharded("AdamW")
+    before = traffic()
+    if rank == 0:
+        state = sharded.state_dict()
+        assert is_part(state)
+        assert not state["state"]
+    assert traffic() == before
+    train(model, sharded, rank, range(1))
+    before = traffic()
+    if rank == 0:
+        assert sharded.state_dict()["state"]
+    assert traffic() == before
+    train(model, sharded, rank, range(1, 2))
+
+
+def test_asking_for_the_state_never_communicates():
+    ranks.run(_alone_on_one_rank, 2, timeout=20)
+
+
+def _part(rank, world, name, partition):
+    (model, plain), (sharded_model, sharded) = plain_and_sharded(name, partition)
+    train(model, plain, rank, range(2))
+    train(sharded_model, sharded, rank, range(2))
+    state = copy.deepcopy(sharded.state_dict())
+    weights = copy.deepcopy(sharded_model.module.state_dict())
+    held = sum(
+        value.numel() for entries in state["state"].values() for value in entries.values() if torch.is_tensor(value)
+    )
+    whole = sum(
+        value.numel() for entries in plain.state.values() for value in entries.values() if torch.is_tensor(value)
+    )
+    assert 0 < held < whole
+
+    untouched = copy.deepcopy(state)
+    _, (again_model, again) = plain_and_sharded(name, partition)
+    again_model.module.load_state_dict(weights)
+    again.load_state_dict(state)
+    train(model, plain, rank, range(2, 4))
+    train(again_model, again, rank, range(2, 4))
+    same_weights(again_model, model)
+    same(state, untouched, "the caller's state")
+    return state
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_a_part_loads_back_where_it_came_from(partition):
+    ranks.run(_part, 2, args=("AdamW", partition))
+
+
+def _part_elsewhere(rank, world, partition, part):
+    _, (_, sharded) = plain_and_sharded("AdamW", partition)
+    before = copy.deepcopy(sharded.state_dict())
+    refused = refusal(lambda: sharded.load_state_dict(part))
+    if refused:
+        same(sharded.state_dict(), before, "the state after the refusal")
+    return refused
+
+
+def test_a_part_is_refused_elsewhere_with_the_remedy():
+    parts = ranks.run(_part, 2, args=("AdamW", "even"))
+    told = ranks.run(_part_elsewhere, 3, args=("even", parts[0]))
+    told += ranks.run(_part_elsewhere, 2, args=("whole", parts[1]))
+    told += ranks.run(_part_elsewhere, args=("even", parts[0]), bare=True)
+    others, own = ranks.run(_part_elsewhere, 2, args=("even", parts[1]))
+    assert own == ""
+    told.append(others)
+    for text in told:
+        assert text.startswith("ValueError: the state is one rank's part (rank "), text
+        assert text.endswith("Call consolidate_state_dict() before state_dict() to save what loads anywhere.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What does not fit
+
+
+def _misfits(rank, world, change):
+    _, (model, sharded) = plain_and_sharded("AdamW")
+    train(model, sharded, rank, range(1))
+    sharded.consolidate_state_dict(to=None)
+    whole = sharded.state_dict()
+    misfit = copy.deepcopy(whole)
+    change(misfit)
+    told = refusal(lambda: sharded.load_state_dict(misfit))
+    sharded.consolidate_state_dict(to=None)
+    same(sharded.state_dict(), whole, f"the state after {told or 'no error'}")
+    return told
+
+
+def drop_a_parameter(state):
+    state["param_groups"][0]["params"].pop()
+
+
+def add_a_group(state):
+    state["param_groups"].append({"lr": 0.1, "params": []})
+
+
+def reshape_cut(state):
+    reshape(state, (37, 37))
+
+
+def reshape_uncut(state):
+    reshape(state, (37, 24))
+
+
+def reshape(state, shape):
+    (entry,) = (entry for entry in state["state"].values() if entry["exp_avg"].shape == shape)
+    entry["exp_avg"] = torch.zeros(1, 2)
+
+
+@pytest.mark.parametrize("change", [drop_a_parameter, add_a_group])
+def test_a_state_of_other_groups_is_refused_and_nothing_changes(change):
+    count = len([*Net().parameters()])
+    found = f"[{count - 1}]" if change is drop_a_parameter else f"[{count}, 0]"
+    for told in ranks.run(_misfits, 2, args=(change,)):
+        assert told.startswith(f"ValueError: the state has parameter groups of {found} parameters, the optimizer has")
+        assert "Build OSS from the same parameters, in the same groups" in told
+
+
+@pytest.mark.parametrize("change", [reshape_cut, reshape_uncut])
+def test_a_state_of_other_shapes_is_refused_on_every_rank_and_nothing_changes(change):
+    shape = [37, 37] if change is reshape_cut else [37, 24]
+    for told in ranks.run(_misfits, 2, args=(change,)):
+        assert told.startswith("ValueError: the state of parameter")
+        assert f"'exp_avg' of shape [1, 2], but the parameter has {shape}" in told

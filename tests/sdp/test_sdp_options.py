@@ -1,0 +1,467 @@
+"""ShardedDDP's options, and unusual backwards, beside DistributedDataParallel or one process on the whole batch."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+
+import ranks
+import zero
+from sidebyside import SideBySide, average_over_ranks, data
+
+WIDTH = 64
+OPTIMIZERS = {
+    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "adam": partial(Adam, lr=1e-2),
+}
+by_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def built(make, seed=7):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def layers():
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(7)), nn.LayerNorm(WIDTH))
+
+
+def squares(model, rank, step):
+    return model(data(5, WIDTH, rank=rank, step=step)).square().mean()
+
+
+def sharded(model, optim, **options):
+    optimizer = zero.OSS(model.parameters(), optim)
+    return zero.ShardedDDP(model, optimizer, **options), optimizer
+
+
+def pair(make, optim, ddp=None, **options):
+    """DistributedDataParallel with the plain optimizer, and ShardedDDP with OSS."""
+    plain = DistributedDataParallel(built(make), **(ddp or {}))
+    return (plain, optim(plain.parameters())), sharded(built(make), optim, **options)
+
+
+def assert_same(got, expected, what=""):
+    for name, value in expected.module.state_dict().items():
+        found = got.module.state_dict()[name]
+        assert torch.equal(found, value), f"{what} {name} differs by at most {(found - value).abs().max()}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is reduced at a time
+
+
+def _sizes(rank, world, size, name):
+    """What is in each bucket, and the bytes of gradients at rest. On two ranks weights are compared bit for bit."""
+    model = built(layers)
+    side = SideBySide(model, partial(sharded, reduce_buffer_size=size), OPTIMIZERS[name])
+    if world == 2:
+        for step in range(4):
+            side.step(lambda each, step=step: squares(each, rank, step))
+    side.zero_grad()
+    squares(side.model, rank, 4).backward()
+    assert all(param.grad is None for param in model.parameters())
+    parts = [side.optimizer.part(param) for param in model.parameters()]
+    storages = {part.grad.untyped_storage() for part in parts if part.grad is not None}
+    buckets = [[param.numel() for param in flat.params] for flat in side.optimizer.flat_groups]
+    return buckets, sum(storage.nbytes() for storage in storages)
+
+
+@pytest.mark.parametrize("size", [None, 0, 1000, 5000, 10**9])
+@pytest.mark.parametrize("world", [2, 4])
+def test_whatever_the_size_numbers_are_the_same_and_gradients_take_their_share(size, world):
+    whole = 4 * sum(param.numel() for param in layers().parameters())
+    for buckets, owned in ranks.run(_sizes, world, args=(size, "sgd")):
+        assert owned == pytest.approx(whole / world, rel=0.03)
+        if size is not None:
+            assert all(sum(numels) <= size or len(numels) == 1 for numels in buckets)
+        assert (max(map(len, buckets)) == 1) == (size == 0)
+        assert (len(buckets) == 1) == (size in (None, 10**9))
+
+
+def test_sizes_do_not_matter_for_adam():
+    ranks.run(_sizes, 2, args=(1000, "adam"))
+
+
+def _dtypes(rank, world):
+    """The size is a number of elements, of whatever dtype."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.half = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).bfloat16() for _ in range(4))
+            self.double = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(4))
+
+        def forward(self, inputs):
+            for layer in [*self.half, *self.double]:
+                inputs = torch.tanh(layer(inputs.to(layer.weight.dtype)))
+            return inputs
+
+    model = built(Mixed)
+    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"], reduce_buffer_size=2 * WIDTH * WIDTH)
+    assert [len(flat.params) for flat in optimizer.flat_groups] == [2] * 4
+    squares(wrapped, rank, 0).backward()
+    optimizer.step()
+
+
+def test_sizes_count_elements_of_whatever_dtype():
+    ranks.run(_dtypes, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reduce
+
+
+def _reduce(rank, world, name):
+    """Two backwards under no_sync and reduce() are what DDP makes of one under no_sync and one without."""
+    plain, ours = pair(layers, OPTIMIZERS[name])
+    for step in range(3):
+        for model, optimizer in (plain, ours):
+            optimizer.zero_grad()
+            with model.no_sync():
+                squares(model, rank, 10 * step).backward()
+                if model is ours[0]:
+                    squares(model, rank, 10 * step + 1).backward()
+            if model is plain[0]:
+                squares(model, rank, 10 * step + 1).backward()
+            else:
+                assert all(param.grad is not None for param in model.parameters())
+                model.reduce()
+                assert all(param.grad is None for param in model.parameters())
+            optimizer.step()
+        assert_same(ours[0], plain[0], f"step {step}:")
+
+
+@by_optimizer
+def test_reduce_sends_what_no_sync_left(name):
+    ranks.run(_reduce, 2, args=(name,))
+
+
+def _reduce_on_one(rank, world):
+    """Only one rank has something to send: the average is with zeros. What nobody has gets no gradient."""
+    model = built(layers)
+    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
+    with wrapped.no_sync():
+        if rank == 1:
+            wrapped.module[0](data(5, WIDTH, rank=rank)).square().mean().backward()
+    expected = built(layers)
+    if rank == 1:
+        expected[0](data(5, WIDTH, rank=rank)).square().mean().backward()
+    for param in expected.parameters():
+        param.grad = average_over_ranks(param, param.grad)
+    OPTIMIZERS["sgd"](expected.parameters()).step()
+    wrapped.reduce()
+    optimizer.step()
+    for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param, other), name
+        assert (optimizer.part(param).grad is None) == (not name.startswith("0.") or not len(optimizer.part(param)))
+
+
+def test_reduce_averages_with_zeros_where_a_rank_has_nothing():
+    ranks.run(_reduce_on_one, 2)
+
+
+def _reduce_nothing(rank, world):
+    model = built(layers)
+    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
+    squares(wrapped, rank, 0).backward()
+    before = [None if (grad := optimizer.part(param).grad) is None else grad.clone() for param in model.parameters()]
+    wrapped.reduce()
+    after = [optimizer.part(param).grad for param in model.parameters()]
+    assert all(one is two if one is None else torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def test_reduce_without_anything_left_changes_nothing():
+    ranks.run(_reduce_nothing, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Buffers, and the start
+
+
+def normed():
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def _buffers(rank, world, broadcast):
+    plain, ours = pair(normed, OPTIMIZERS["sgd"], {"forward_sync_buffers": broadcast}, broadcast_buffers=broadcast)
+    for step in range(3):
+        for model, optimizer in (plain, ours):
+            optimizer.zero_grad()
+            squares(model, rank, step).backward()
+            optimizer.step()
+        assert_same(ours[0], plain[0], f"step {step}:")
+    mean = ours[0].module[1].running_mean
+    before = mean.clone()
+    sent = zero.traffic()
+    ours[0].sync_buffers()
+    assert rank != 0 or (zero.traffic() - sent).total > 0
+    return before, mean
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers_are_those_of_ddp_with_the_same_option_and_in_step_when_asked(broadcast):
+    (first, first_synced), (second, second_synced) = ranks.run(_buffers, 2, args=(broadcast,))
+    assert not torch.equal(first, second), "each rank has seen other data since the last forward"
+    assert torch.equal(first, first_synced)
+    assert torch.equal(first, second_synced)
+
+
+def _start(rank, world, sync, alike):
+    model = built(normed, seed=0 if alike else rank)
+    model[1].running_mean += 0 if alike else rank
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    sent = zero.traffic()
+    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"], sync_models_at_startup=sync)
+    sent = (zero.traffic() - sent).total
+    started = {name: value.clone() for name, value in model.state_dict().items()}
+    squares(wrapped, rank, 0).backward()
+    optimizer.step()
+    return own, started, {name: value.clone() for name, value in model.named_parameters()}, sent
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_models_start_as_the_first_ranks_or_as_they_are(sync):
+    told = ranks.run(_start, 2, args=(sync, False))
+    for own, started, _, _ in told:
+        expected = told[0][0] if sync else own
+        assert all(torch.equal(started[name], value) for name, value in expected.items())
+    if sync:  # and training goes on from there, on all ranks alike
+        (_, _, first, _), (_, _, second, _) = told
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        alike = ranks.run(_start, 2, args=(False, True))
+        assert all(torch.equal(first[name], alike[0][2][name]) for name in first)
+        assert told[0][3] > alike[0][3] + 4 * sum(value.numel() for value in first.values()) - 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several optimizers, autocast, modules used again
+
+
+def _two(rank, world, size, every_other):
+    """every_other: the second one steps every other time only, on gradients that have added up."""
+    kinds = partial(SGD, lr=0.05, momentum=0.9), partial(SGD if every_other else Adam, lr=0.01)
+    models = built(layers), built(layers)
+    shares = [(model[:3].parameters(), model[3:].parameters()) for model in models]
+    both = [kind(params) for kind, params in zip(kinds, shares[0], strict=True)]
+    ours = [zero.OSS(params, kind) for kind, params in zip(kinds, shares[1], strict=True)]
+    plain, wrapped = DistributedDataParallel(models[0]), zero.ShardedDDP(models[1], ours, reduce_buffer_size=size)
+    for step in range(6):
+        for model, optimizers in ((plain, both), (wrapped, ours)):
+            squares(model, rank, step).backward()
+            for optimizer in optimizers[: 2 if step % 2 or not every_other else 1]:
+                optimizer.step()
+                optimizer.zero_grad()
+        if every_other:  # DDP rounds a sum that was averaged before
+            for (name, param), other in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+                assert torch.allclose(param, other, rtol=1e-5, atol=1e-7), f"step {step}: {name}"
+        else:
+            assert_same(wrapped, plain, f"step {step}:")
+
+
+@pytest.mark.parametrize("every_other", [False, True])
+@pytest.mark.parametrize("size", [None, 0])
+def test_two_optimizers_step_each_their_own(size, every_other):
+    ranks.run(_two, 2, args=(size, every_other))
+
+
+def _autocast(rank, world, name):
+    plain, ours = pair(layers, OPTIMIZERS[name])
+    for step in range(4):
+        for model, optimizer in (plain, ours):
+            optimizer.zero_grad()
+            with torch.amp.autocast("cpu", torch.bfloat16):
+                output = model(data(5, WIDTH, rank=rank, step=step))
+                hidden = model.module[0](data(5, WIDTH, rank=rank, step=step))
+                loss = output.float().square().mean()
+            assert hidden.dtype == torch.bfloat16
+            loss.backward()
+            optimizer.step()
+        assert_same(ours[0], plain[0], f"step {step}:")
+
+
+@by_optimizer
+def test_autocast_gives_the_bits_of_ddp(name):
+    ranks.run(_autocast, 2, args=(name,))
+
+
+class Recurrent(nn.Module):
+    """Runs the same cell once more at every step, and one weight both in a module and by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.times = 1
+
+    def forward(self, inputs):
+        hidden = torch.zeros_like(inputs)
+        for _ in range(self.times):
+            hidden = self.cell(inputs, hidden)
+        return F.linear(self.out(hidden), self.out.weight.t())
+
+
+def _reused(rank, world, size):
+    side = SideBySide(built(Recurrent), partial(sharded, reduce_buffer_size=size), OPTIMIZERS["sgd"])
+    for step in range(4):
+        for each in side.each():
+            each.times = 1 + step
+        side.step(lambda each, step=step: squares(each, rank, step))
+
+
+@pytest.mark.parametrize("size", [None, 0])
+def test_modules_may_be_used_several_times_in_one_forward(size):
+    ranks.run(_reused, 2, args=(size,))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backward of a backward
+
+
+def critic():
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 16), nn.Softplus(), nn.Linear(16, 1))
+
+
+def penalised(model, inputs):
+    """I. Gulrajani et al., Improved Training of Wasserstein GANs, 2017, equation 3."""
+    inputs = inputs.clone().requires_grad_()
+    scores = model(inputs)
+    [slope] = torch.autograd.grad(scores.sum(), inputs, create_graph=True)
+    return scores.mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+
+def _penalty(rank, world, name, size):
+    model = built(critic)
+    wrapped, optimizer = sharded(model, OPTIMIZERS[name], reduce_buffer_size=size)
+    alone = built(critic)
+    plain = OPTIMIZERS[name](alone.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        penalised(wrapped, data(4, WIDTH, rank=rank, step=step)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        penalised(alone, torch.cat([data(4, WIDTH, rank=peer, step=step) for peer in range(world)])).backward()
+        plain.step()
+        for (what, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(param, other, rtol=1e-4, atol=1e-6), f"step {step}: {what}"
+
+
+@pytest.mark.parametrize("size", [None, 0])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_gradient_penalty_is_that_of_the_whole_batch(world, size):
+    ranks.run(_penalty, world, args=("sgd", size))
+
+
+def _by_parameters(rank, world):
+    """The inner derivative is by the parameters, as in meta-learning."""
+
+    def loss_of(model, inputs):
+        params = list(model.parameters())
+        gradients = torch.autograd.grad(model(inputs).square().mean(), params, create_graph=True)
+        return model(inputs).mean() + sum(gradient.square().sum() for gradient in gradients)
+
+    model, alone = built(critic), built(critic)
+    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
+    plain = OPTIMIZERS["sgd"](alone.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(wrapped, data(4, WIDTH, rank=rank, step=step)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(alone, data(4, WIDTH, rank=rank, step=step)).backward()
+        for param in alone.parameters():
+            param.grad = average_over_ranks(param, param.grad)
+        plain.step()
+        for (what, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert torch.equal(param, other), f"step {step}: {what}"
+
+
+def test_inner_derivatives_by_the_parameters_are_those_of_plain_torch():
+    ranks.run(_by_parameters, 2)
+
+
+def _graph_of_gradients(rank, world):
+    wrapped, _ = sharded(built(critic), OPTIMIZERS["sgd"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of the cycle between parameter and gradient
+        wrapped(data(4, WIDTH, rank=rank)).square().sum().backward(create_graph=True)
+
+
+def test_a_graph_of_reduced_gradients_is_refused_with_the_remedy():
+    ranks.expect_error(_graph_of_gradients, 2, RuntimeError, "create_graph", "autograd.grad", r"gradient of '?4\.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sparse, complex, SyncBatchNorm
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 8, sparse=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, numbers):
+        return self.out(self.table(numbers))
+
+
+def _sparse(rank, world, partition):
+    model = built(Words)
+    wrapped = zero.ShardedDDP(model, zero.OSS(model.parameters(), SGD, partition=partition, lr=0.1))
+    wrapped(torch.tensor([rank, 7])).sum().backward()
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_sparse_gradients_are_refused_on_every_rank_with_the_remedy(partition):
+    ranks.expect_error(_sparse, 2, RuntimeError, "table.weight", "sparse=False", args=(partition,))
+
+
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
+        self.real = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs):
+        mixed = torch.fft.irfft(torch.fft.rfft(inputs) * self.filter, n=WIDTH)
+        return self.real((mixed.to(torch.complex64) @ self.mix).abs())
+
+
+def _complex(rank, world, name):
+    try:
+        side = SideBySide(built(Waves), sharded, OPTIMIZERS[name])
+    except ValueError as error:
+        return str(error)
+    for step in range(3):
+        side.step(lambda each, step=step: squares(each, rank, step))
+    return None
+
+
+@by_optimizer
+def test_complex_parameters_are_trained_or_refused_with_the_remedy(name):
+    for told in ranks.run(_complex, 2, args=(name,)):
+        assert told is None or ("complex" in told and "view_as_real" in told)
+
+
+def _sync_batch_norm(rank, world):
+    messages = []
+    for wrap in (nn.Sequential, lambda model: sharded(model, OPTIMIZERS["sgd"])[0]):
+        try:
+            squares(wrap(nn.SyncBatchNorm.convert_sync_batchnorm(built(normed))), rank, 0)
+        except (ValueError, RuntimeError) as error:
+            messages.append((type(error), str(error)))
+    assert len(messages) == 2
+    assert messages[0] == messages[1]
+    return messages[1][1]
+
+
+def test_sync_batch_norm_on_the_cpu_gets_torchs_own_message():
+    for message in ranks.run(_sync_batch_norm, 2):
+        assert "SyncBatchNorm expected input tensor to be on" in message

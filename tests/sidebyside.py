@@ -1,0 +1,157 @@
+"""A model trained by `zero` beside a copy that a few lines of torch train the same way: the reference of most tests.
+
+The copy is whole on every rank. After its backward each gradient is averaged over the ranks by an all-reduce; one that
+no rank has stays None. On two ranks the numbers of both are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import zero
+
+Loss = Callable[[nn.Module], Tensor]
+Params = Iterable[nn.Parameter]
+
+sgd = partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def stage_1(model: nn.Module, optim: Any, **options: Any) -> tuple[nn.Module, Optimizer]:
+    return model, zero.OSS(model.parameters(), optim, **options)
+
+
+def stage_2(model: nn.Module, optim: Any, bucket: int | None = None, **options: Any) -> tuple[nn.Module, Optimizer]:
+    """bucket: the most bytes of a bucket, instead of what OSS would choose."""
+    with limited_buckets(bucket):
+        optimizer = zero.OSS(model.parameters(), optim, **options)
+    return zero.ShardedDDP(model, optimizer), optimizer
+
+
+def stage_3(model: nn.Module, optim: Any, **options: Any) -> tuple[nn.Module, Optimizer]:
+    wrapped = zero.FSDP(model, **options)
+    return wrapped, optim(wrapped.parameters())
+
+
+def limited_buckets(limit: int | None) -> AbstractContextManager[Any]:
+    if limit is None:
+        return nullcontext()
+    return patch.multiple("zero.oss.optimizer", _SMALLEST_BUCKET=limit, _LARGEST_BUCKET=limit)
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+STAGES: dict[str, Callable[..., tuple[nn.Module, Optimizer]]] = {
+    "2": stage_2,
+    "2 in small buckets": partial(stage_2, bucket=200),
+    "3": stage_3,
+    "3 whole": partial(stage_3, partition="whole"),
+    "3 kept": partial(stage_3, reshard_after_forward=False),
+}
+
+
+class SideBySide:
+    """Trains `model` at a stage, and a copy of it as the reference.
+
+    stage: a key of STAGES, or a function of model and optimizer class that returns what `zero` made of them.
+    tolerance: how far weights may be off, relative to each tensor's largest; where rounding differs for a reason.
+    """
+
+    def __init__(
+        self, model: nn.Module, stage: str | Callable[..., Any] = "3", optim: Any = sgd, *, tolerance: float = 0.0
+    ) -> None:
+        self.tolerance = tolerance
+        self.plain = copy.deepcopy(model)
+        self.plain_optimizer: Optimizer = optim(self.plain.parameters())
+        build = STAGES[stage] if isinstance(stage, str) else stage
+        self.model, self.optimizer = build(model, optim)
+        self._local: dict[nn.Parameter, Tensor] = {}  # the reference's gradients of backwards under no_sync
+        self._averages: dict[nn.Parameter, Tensor] = {}
+
+    def each(self) -> tuple[nn.Module, nn.Module]:
+        """The user's module at the stage, and the reference, to be changed alike."""
+        return self.model.module, self.plain
+
+    def step(self, loss: Loss) -> None:
+        """One step on one backward, with all weights compared after it."""
+        self.zero_grad()
+        self.backward(loss)
+        self.update()
+
+    def zero_grad(self, zero: Callable[[], None] | None = None, *, set_to_none: bool = True) -> None:
+        """By the optimizer, or by whatever else is given."""
+        (zero or self.optimizer.zero_grad)(set_to_none=set_to_none)
+        self._local.clear()
+        self._averages = {} if set_to_none else {param: old * 0 for param, old in self._averages.items()}
+
+    def backward(self, loss: Loss, *, sync: bool = True, retain_graph: bool = False) -> None:
+        with nullcontext() if sync else self.model.no_sync():
+            found = loss(self.model)
+            found.backward(retain_graph=retain_graph)
+        self.plain_optimizer.zero_grad()
+        expected = loss(self.plain)
+        expected.backward(retain_graph=retain_graph)
+        assert math.isfinite(expected.item())
+        assert abs(found.item() - expected.item()) <= self.tolerance * abs(expected.item()), "losses"
+        for param in self.plain.parameters():
+            add(self._local, param, param.grad)
+            if sync:
+                add(self._averages, param, average_over_ranks(param, self._local.pop(param, None)))
+
+    def update(self) -> None:
+        """The optimizers' steps, with all weights compared after them."""
+        assert not self._local, "the last backward was under no_sync"
+        for param in self.plain.parameters():
+            param.grad = self._averages.get(param)
+        self.optimizer.step()
+        self.plain_optimizer.step()
+        self.compare()
+
+    def compare(self) -> None:
+        found, expected = zero.full_state_dict(self.model), self.plain.state_dict()
+        assert list(found) == list(expected)
+        different = [name for name in expected if not close(found[name], expected[name], self.tolerance)]
+        assert not different, "other weights than the reference"
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """The same bits, or within `tolerance` of the largest value."""
+    if torch.equal(found, expected):
+        return True
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def add(sums: dict[nn.Parameter, Tensor], param: nn.Parameter, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        sums[param] = sums[param] + gradient if param in sums else gradient
+
+
+def average_over_ranks(param: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+    """Ranks without a gradient count as zero; None if no rank has one."""
+    if not dist.is_initialized():
+        return gradient
+    used = torch.tensor(float(gradient is not None))
+    dist.all_reduce(used)
+    if not used:
+        return None
+    total = torch.zeros_like(param) if gradient is None else gradient.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def data(*shape: int, rank: int, step: int = 0, seed: int = 0) -> Tensor:
+    """Normal numbers, others on each rank and at each step."""
+    generator = torch.Generator().manual_seed(10_000 * seed + 100 * rank + step)
+    return torch.randn(*shape, generator=generator)

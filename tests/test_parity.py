@@ -1,0 +1,189 @@
+"""The numbers are the same at every stage: those of DistributedDataParallel with the plain optimizer.
+
+On two ranks every loss, parameter and buffer is the same bit for bit. On more, sums of three and more terms are taken in another
+order than DistributedDataParallel takes them, and agree within rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import ranks
+import zero
+from models import CASES, OPTIMIZERS, Block, Case, Layer, Record, reference, train
+
+Pair = tuple[nn.Module, Optimizer]
+Build = Callable[[nn.Module, Case, Callable[..., Optimizer], dist.ProcessGroup | None], Pair]
+
+
+def stage_1(model: nn.Module, case: Case, optim: Any, group: Any, **options: Any) -> Pair:
+    optimizer = zero.OSS(model.parameters(), optim, group, **options)
+    return DistributedDataParallel(model, process_group=group, **case.ddp), optimizer
+
+
+def stage_2_in_small_buckets(model: nn.Module, case: Case, optim: Any, group: Any) -> Pair:
+    with (
+        patch("zero.oss.optimizer._SMALLEST_BUCKET", 600),
+        patch("zero.oss.optimizer._LARGEST_BUCKET", 600),
+    ):
+        pair = zero.setup(model, optim, stage=2, process_group=group)
+    assert len(pair[1].flat_groups) > 3
+    return pair
+
+
+def stage_3(model: nn.Module, case: Case, optim: Any, group: Any, *, units: int, **options: Any) -> Pair:
+    wrapped = zero.FSDP(model, process_group=group, **options)
+    assert len(wrapped._units) >= units, "the policy should choose units here"
+    return wrapped, optim(wrapped.parameters())
+
+
+def by_setup(model: nn.Module, case: Case, optim: Any, group: Any, *, stage: int, **options: Any) -> Pair:
+    return zero.setup(model, optim, stage=stage, process_group=group, **options)
+
+
+STAGES: dict[str, Build] = {
+    "1": stage_1,
+    "1 whole": partial(stage_1, partition="whole"),
+    "2": partial(by_setup, stage=2),
+    "2 whole": partial(by_setup, stage=2, partition="whole"),
+    "2 small buckets": stage_2_in_small_buckets,
+    "3": partial(by_setup, stage=3),
+    "3 whole": partial(by_setup, stage=3, partition="whole"),
+    "3 by class": partial(
+        stage_3, auto_wrap_policy=ModuleWrapPolicy({Block, nn.LayerNorm, Layer, nn.BatchNorm2d}), units=4
+    ),
+    "3 by size": partial(
+        stage_3, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=150), units=4
+    ),
+    "3 not resharded": partial(stage_3, reshard_after_forward=False, units=4),
+}
+
+
+def train_at(
+    rank: int, world: int, case: str, optim: str, stage: str, how: dict[str, Any], members: list[int] | None
+) -> Record | None:
+    """Trains at a stage, in the group of `members` or of all ranks."""
+    group = None
+    if members:
+        group = dist.new_group(members)
+        if rank not in members:
+            return None
+        rank = members.index(rank)
+    model, optimizer = STAGES[stage](CASES[case].model(), CASES[case], OPTIMIZERS[optim], group)
+    losses = train(model, optimizer, CASES[case], rank, **how)
+    return Record(losses, zero.full_state_dict(model))
+
+
+def train_by_ddp(rank: int, world: int, case: str, optim: str, how: dict[str, Any]) -> Record:
+    return reference(rank, CASES[case], OPTIMIZERS[optim], **how)
+
+
+@cache
+def ddp(world: int, case: str, optim: str, **how: Any) -> list[Record]:
+    return ranks.run(train_by_ddp, world, args=(case, optim, how))
+
+
+def zeros(
+    world: int, case: str, optim: str, stage: str, members: list[int] | None = None, **how: Any
+) -> list[Record | None]:
+    return ranks.run(train_at, world, args=(case, optim, stage, how, members), timeout=20)
+
+
+def assert_same_bits(found: list[Record], expected: list[Record]) -> None:
+    for rank, (here, there) in enumerate(zip(found, expected, strict=True)):
+        assert all(map(math.isfinite, there.losses))
+        assert here.losses == there.losses, f"losses on rank {rank}"
+        assert list(here.weights) == list(there.weights)
+        different = [name for name, value in here.weights.items() if not torch.equal(value, there.weights[name])]
+        assert not different, f"on rank {rank}"
+
+
+def assert_close(found: list[Record], expected: list[Record], tolerance: float) -> None:
+    """Within `tolerance` of each tensor's largest value."""
+    for rank, (here, there) in enumerate(zip(found, expected, strict=True)):
+        assert all(map(math.isfinite, there.losses))
+        assert here.losses == pytest.approx(there.losses, rel=tolerance, abs=0), f"losses on rank {rank}"
+        assert list(here.weights) == list(there.weights)
+        for name, value in there.weights.items():
+            if value.numel():
+                off = (here.weights[name] - value).abs().max().item()
+                assert off <= tolerance * value.abs().max().item(), f"{name} on rank {rank}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_get_the_bits_of_ddp(case, optim, stage):
+    assert_same_bits(zeros(2, case, optim, stage), ddp(2, case, optim))
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("stage", ["1", "1 whole", "2", "2 small buckets", "3", "3 whole"])
+@pytest.mark.parametrize("case", CASES)
+def test_more_ranks_agree_with_ddp_within_rounding(case, stage, world):
+    assert_close(zeros(world, case, "sgd", stage), ddp(world, case, "sgd"), 2e-6)
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "2 small buckets", "3", "3 not resharded"])
+@pytest.mark.parametrize("case", CASES)
+def test_accumulation_under_no_sync_gets_the_bits_of_ddp(case, stage):
+    how = {"micro": 3, "sync": False, "steps": 3}
+    assert_same_bits(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how))
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "2 small buckets", "3", "3 not resharded"])
+@pytest.mark.parametrize("case", CASES)
+def test_accumulation_with_sync_agrees_with_ddp_within_rounding(case, stage):
+    how = {"micro": 3, "sync": True, "steps": 3}
+    assert_close(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how), 1e-5)
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_subgroup_computes_what_a_world_of_its_size_does(case, stage):
+    first, outsider, second = zeros(3, case, "sgd", stage, members=[0, 2])
+    assert outsider is None
+    assert_same_bits([first, second], ddp(2, case, "sgd"))
+
+
+def train_alone(rank: int, world: int, case: str, optim: str, stage: int | None) -> Record:
+    if stage is None:
+        return reference(rank, CASES[case], OPTIMIZERS[optim])
+    model, optimizer = zero.setup(CASES[case].model(), OPTIMIZERS[optim], stage=stage)
+    losses = train(model, optimizer, CASES[case], rank, micro=1)
+    return Record(losses, zero.full_state_dict(model))
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_without_a_group_computes_what_a_plain_loop_does(case, optim):
+    def alone(stage):
+        return ranks.run(train_alone, args=(case, optim, stage), bare=True)
+
+    expected = alone(None)
+    for stage in range(4):
+        assert_same_bits(alone(stage), expected)
+
+
+def test_training_moves_every_trained_parameter_that_is_used():
+    """What the comparisons above rest on."""
+    for case in CASES:
+        trained = {name for name, param in CASES[case].model().named_parameters() if param.requires_grad}
+        start = {name: value.clone() for name, value in CASES[case].model().state_dict().items()}
+        for record in ddp(2, case, "sgd"):
+            moved = {name for name, value in record.weights.items() if not torch.equal(value, start[name])}
+            still = {name for name in trained - moved if not name.startswith("never.") and name != "empty"}
+            assert not still
+            assert not any(name.startswith("never.") for name in moved)

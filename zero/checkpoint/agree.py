@@ -1,0 +1,63 @@
+"""All ranks of a model, and what they tell one another: values, and problems that all must hear of."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zero.checkpoint.format import CheckpointError
+from zero.oss.comm import Comm
+
+
+class Ranks:
+    """The ranks that a model is sharded within and, where there is a second group, replicated across.
+
+    rank, world: within what the model is sharded over. `first`: of all ranks, the first. `writes`: whether what this
+    rank holds is for it to write, not for its like in the first replica.
+    """
+
+    def __init__(self, comms: Sequence[Comm]) -> None:
+        self.comms = list(comms)
+        self.rank, self.world = comms[0].rank, comms[0].world
+        self.writes = all(comm.rank == 0 for comm in comms[1:])
+        self.first = self.rank == 0 and self.writes
+
+    @property
+    def all(self) -> int:
+        """How many ranks there are."""
+        return math.prod(comm.world for comm in self.comms)
+
+    @property
+    def number(self) -> int:
+        """This rank's place among all, as `exchange` orders them."""
+        number = 0
+        for comm in reversed(self.comms):
+            number = number * comm.world + comm.rank
+        return number
+
+    def exchange(self, value: Any = None, problem: str | None = None) -> list[Any]:
+        """Collective. The JSON values of all ranks, the first rank's first.
+
+        Raises CheckpointError on every rank where any has a problem.
+        """
+        told: list[dict[str, Any]] = [{"value": value, "problem": problem}]
+        for comm in self.comms:
+            told = [one for text in comm.all_gather_text(json.dumps(told)) for one in json.loads(text)]
+        problems = [(rank, one["problem"]) for rank, one in enumerate(told) if one["problem"] is not None]
+        if problems:
+            where = f" (on rank {', '.join(str(rank) for rank, _ in problems)})" if len(told) > 1 else ""
+            raise CheckpointError(f"{problems[0][1]}{where}")
+        return [one["value"] for one in told]
+
+    def compare(self, what: str, lines: Sequence[str], problem: str | None = None) -> None:
+        """Collective. Raises CheckpointError on every rank where any has a problem or other lines than the first."""
+        told = self.exchange(list(lines), problem)
+        for rank, found in enumerate(told):
+            for expected, line in zip(told[0], found, strict=False):
+                if line != expected:
+                    raise CheckpointError(
+                        f"{what} differ between ranks: the first has {expected}, rank {rank} has {line}. "
+                        "Save and load the same on every rank."
+                    )

@@ -1,0 +1,354 @@
+"""What one rank has of a model and its optimizers, at every stage.
+
+    stage               parameters                     optimizer state      written by
+    0  plain, DDP       whole, the same on all ranks   whole, the same      rank 0; under DDP each rank an equal share
+    1  OSS              whole, the same                this rank's parts    the owner of each part
+    2  OSS, ShardedDDP  whole, the same                this rank's parts    the owner of each part
+    3  FSDP             this rank's parts              this rank's parts    the owner of each part
+
+Buffers, and parameters that no flat group holds, are whole on every rank; of buffers those of rank 0 count, as in
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zero.checkpoint.agree import Ranks
+from zero.checkpoint.format import Geometry, encode, geometry_of, memory_order, tensor_problem
+from zero.fsdp import FSDP
+from zero.oss import OSS, layout
+from zero.oss.comm import Comm
+from zero.oss.flat import FlatGroup, alignment
+from zero.sdp import ShardedDDP
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements [start, stop) of a stored tensor, as this rank has them: in `tensor`, from `offset` on.
+
+    tensor: of the whole's shape, or a part's, whose elements are in order.
+    """
+
+    path: str
+    whole: Geometry
+    start: int
+    stop: int
+    tensor: Tensor
+    offset: int = 0
+
+    def flat(self) -> Tensor:
+        ordered = _in_order(self.whole, self.tensor)
+        return ordered[self.offset : self.offset + self.stop - self.start].detach()
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Elements [start, stop) of a parameter, which this rank's optimizer steps as `tensor`: itself or a part of it.
+
+    shared: all ranks step the same.
+    """
+
+    name: str
+    whole: Geometry
+    start: int
+    stop: int
+    tensor: Tensor
+    shared: bool
+
+    @property
+    def cut(self) -> bool:
+        return self.stop - self.start < self.whole.numel
+
+
+class Training:
+    """A model and its optimizers, seen from this rank. What cannot be used is in `problem`, in words for the user.
+
+    module: the innermost, whose names are used.
+    tensors: its parameters and buffers, each once, by the name that they are stored under.
+    tied: further names of them, and the name that each is stored under.
+    values: of its state_dict what is no tensor, by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        process_group: torch.distributed.ProcessGroup | None,
+    ) -> None:
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        sharding = [one for one in self.optimizers if isinstance(one, OSS)]
+        self.module, wrappers = _unwrapped(model)
+        self.stage = _stage(wrappers, sharding)
+        self._copied = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
+        self.ranks = Ranks(_comms(wrappers, sharding, process_group))
+        self.tensors: dict[str, Tensor] = {}
+        self.tied: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
+        self.problem: str | None = None
+        self._name_tensors()
+        self._names = {tensor: name for name, tensor in self.tensors.items()}
+        groups = [group for one in sharding for group in one.flat_groups]
+        for one in wrappers:
+            if isinstance(one, FSDP):
+                one.reshard()
+                groups += one.flat_groups
+        self._groups = groups
+        self._homes: dict[Tensor, tuple[FlatGroup, int]] = {}
+        for group in groups:
+            self._homes.update({param: (group, index) for index, param in enumerate(group.params)})
+        self.problem = self.problem or self._misfit(wrappers)
+
+    def _name_tensors(self) -> None:
+        known = {*self.module.parameters(), *self.module.buffers()}
+        stored: dict[Tensor, str] = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor) and value in known:
+                if value in stored:
+                    self.tied[name] = stored[value]
+                else:
+                    stored[value] = name
+                    self.tensors[name] = value
+                    problem = tensor_problem(value)
+                    if problem:
+                        self.problem = f"{name!r} {problem}."
+            elif name.rpartition(".")[2] == "_extra_state":
+                self.values[name] = value
+            else:
+                self.problem = (
+                    f"{name!r} of the module's state_dict is none of its parameters and buffers, but was made by a "
+                    "hook. zero.checkpoint stores parameters, buffers, and what get_extra_state() returns."
+                )
+
+    def _misfit(self, wrappers: Sequence[nn.Module]) -> str | None:
+        """What is wrong between model and optimizers."""
+        for number, optimizer in enumerate(self.optimizers):
+            if not isinstance(optimizer, Optimizer):
+                return f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
+            if isinstance(optimizer, OSS) and any(isinstance(one, FSDP) for one in wrappers):
+                return "the model is an FSDP, which takes a plain torch optimizer, but the optimizer is an OSS."
+            if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:
+                return "the model and its OSS were given different process groups. Pass the same one to both."
+            for position, group in enumerate(optimizer.param_groups):
+                for index, param in enumerate(group["params"]):
+                    if param not in self._names:
+                        return (
+                            f"parameter {index} of group {position} of the {type(optimizer).__name__}, of shape "
+                            f"{list(param.shape)}, is not in the state_dict of the model. Pass the model that the "
+                            "optimizer trains."
+                        )
+        for flat in self._groups:
+            if flat.gathering or flat.summoned:
+                return f"{flat.names[0]} is being gathered, or summoned whole. Save and load between steps."
+            stray = flat.stray()
+            if stray is not None:
+                return f"{stray} was moved, cast or given other data after it was sharded. Do that before wrapping."
+        return None
+
+    # ------------------------------------------------------------------------------------------- parameters
+
+    def whole(self, name: str) -> Geometry:
+        """A parameter or buffer when whole, its dimensions in the order in which its elements are counted."""
+        tensor = self.tensors[name]
+        if tensor not in self._homes:
+            return geometry_of(tensor)
+        flat, index = self._homes[tensor]
+        shape, stride = flat.whole_shape(index)
+        return Geometry(tuple(shape), flat.part.dtype, memory_order(shape, stride))
+
+    def in_parts(self, name: str) -> bool:
+        """Whether ranks keep only their parts of it (stage 3)."""
+        return self.stage == 3 and self.tensors[name] in self._homes
+
+    def owned(self, name: str) -> Held | None:
+        """What this rank owns of a parameter in a flat group; None where it owns nothing."""
+        flat, index = self._homes[self.tensors[name]]
+        span = flat.spans.get(index)
+        if span is None:
+            return None
+        part = flat.part[span.offset : span.offset + span.numel]
+        return Held(f"model/{name}", self.whole(name), span.start, span.stop, part)
+
+    def resident(self, name: str) -> Held | None:
+        """All that this rank keeps of a parameter or buffer: its part at stage 3, otherwise the whole."""
+        if self.in_parts(name):
+            return self.owned(name)
+        tensor, whole = self.tensors[name], self.whole(name)
+        if tensor in self._homes:
+            # Not through the parameter: OSS would take it for a change that its masters are to follow.
+            flat, index = self._homes[tensor]
+            tensor = flat.whole_views[index]
+        return Held(f"model/{name}", whole, 0, whole.numel, tensor)
+
+    def masters(self) -> Iterator[Held]:
+        """This rank's parts of masters."""
+        sharding = [one for one in self.optimizers if isinstance(one, OSS)]
+        for flat, master in ((flat, one.master(flat)) for one in sharding for flat in one.flat_groups):
+            if master is not None:
+                for index, span in flat.spans.items():
+                    name = self._names[flat.params[index]]
+                    whole = replace(self.whole(name), dtype=master.dtype)
+                    part = master[span.offset : span.offset + span.numel]
+                    yield Held(f"master/{name}", whole, span.start, span.stop, part)
+
+    # -------------------------------------------------------------------------------------- optimizer state
+
+    def stepped(self, optimizer: Optimizer) -> Iterator[Stepped]:
+        """What this rank's optimizer steps, parameter by parameter."""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = self._names[param]
+                if param not in self._homes:
+                    whole = self.whole(name)
+                    yield Stepped(name, whole, 0, whole.numel, param, shared=True)
+                    continue
+                flat, index = self._homes[param]
+                span = flat.spans.get(index)
+                if span is not None:
+                    tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
+                    yield Stepped(name, self.whole(name), span.start, span.stop, tensor, shared=False)
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
+
+    # ------------------------------------------------------------------------------------------ what to write
+
+    def share(self) -> tuple[list[Held], list[dict[str, dict[str, Any]]]]:
+        """What this rank writes: tensors, and for each optimizer other state by parameter and key, as JSON.
+
+        Raises ValueError, in words for the user, for state whose place in the whole is not known.
+        """
+        held: list[Held] = []
+        common: list[Held] = []
+        for name, tensor in self.tensors.items():
+            if tensor in self._homes:
+                held += filter(None, [self.owned(name)])
+            elif isinstance(tensor, nn.Parameter):
+                common += filter(None, [self.resident(name)])
+            elif self.ranks.rank == 0:
+                held += filter(None, [self.resident(name)])
+        held += self.masters()
+        values = []
+        for number, optimizer in enumerate(self.optimizers):
+            values.append(self._state(optimizer, f"optimizer/{number}", held, common))
+        return held + self._divided(common), values
+
+    def _state(
+        self, optimizer: Optimizer, prefix: str, held: list[Held], common: list[Held]
+    ) -> dict[str, dict[str, Any]]:
+        """Adds this rank's tensors to what it alone holds or to what all have in common; returns what is no tensor."""
+        state = inner(optimizer).state
+        strangers = [key for key in state if not isinstance(key, Tensor)]
+        if strangers:
+            raise ValueError(
+                f"the {kind(optimizer)} keeps state under {strangers[0]!r}, which is no parameter and has no owner."
+            )
+        values: dict[str, dict[str, Any]] = {}
+        for one in self.stepped(optimizer):
+            for key, value in state.get(one.tensor, {}).items():
+                path = f"{prefix}/{one.name}/{key}"
+                if not isinstance(key, str) or "/" in key:
+                    raise ValueError(f"{path}: names of state must be strings without a slash.")
+                if isinstance(value, Tensor) and value.dim():
+                    (common if one.shared else held).append(_placed(path, one, value))
+                elif one.start == 0 and (self.ranks.rank == 0 or not one.shared):
+                    values.setdefault(one.name, {})[key] = encode(value, path)
+        return values
+
+    def _divided(self, common: list[Held]) -> list[Held]:
+        """This rank's share of what is the same on all ranks. A plain module's ranks are not known to be the same."""
+        if self.ranks.world == 1 or (self.stage == 0 and not self._copied):
+            return common if self.ranks.first else []
+        kinds: dict[torch.dtype, list[Held]] = {}
+        for one in common:
+            kinds.setdefault(one.whole.dtype, []).append(one)
+        mine = []
+        for dtype, same in kinds.items():
+            cut = layout.even([one.whole.numel for one in same], self.ranks.world, align=alignment(dtype))
+            for span in cut.spans(self.ranks.rank):
+                one = same[span.index]
+                mine.append(replace(one, start=span.start, stop=span.stop, offset=span.start))
+        return mine
+
+
+def inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose state is by this rank's parts."""
+    return optimizer.optim if isinstance(optimizer, OSS) else optimizer
+
+
+def kind(optimizer: Optimizer) -> str:
+    """The class that decides what the state means."""
+    return type(inner(optimizer)).__name__
+
+
+def elementwise(one: Stepped, shape: Sequence[int]) -> bool:
+    """Whether state of this shape has an element for each of the part's."""
+    return tuple(shape) == tuple(one.tensor.shape)
+
+
+def _placed(path: str, one: Stepped, value: Tensor) -> Held:
+    problem = tensor_problem(value)
+    if problem:
+        raise ValueError(f"{path} {problem}.")
+    if elementwise(one, value.shape):
+        return Held(path, replace(one.whole, dtype=value.dtype), one.start, one.stop, value)
+    if one.cut:
+        raise ValueError(
+            f"{path} has shape {list(value.shape)}, but this rank's part of the parameter has "
+            f"{list(one.tensor.shape)}: its place in the whole is not known. Build it with partition='whole'."
+        )
+    whole = geometry_of(value)
+    return Held(path, whole, 0, whole.numel, value)
+
+
+def _in_order(whole: Geometry, tensor: Tensor) -> Tensor:
+    return whole.flat(tensor) if tuple(tensor.shape) == whole.shape else tensor.reshape(-1)
+
+
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """The user's own module, and what wraps it, from the outside in."""
+    wrappers: list[nn.Module] = []
+    while True:
+        if isinstance(model, torch._dynamo.OptimizedModule):
+            model = model._orig_mod
+        elif isinstance(model, DistributedDataParallel | ShardedDDP | FSDP):
+            wrappers.append(model)
+            model = model.module
+        else:
+            return model, wrappers
+
+
+def _stage(wrappers: Sequence[nn.Module], sharding: Sequence[OSS]) -> int:
+    if any(isinstance(one, FSDP) for one in wrappers):
+        return 3
+    if any(isinstance(one, ShardedDDP) for one in wrappers):
+        return 2
+    return 1 if sharding else 0
+
+
+def _comms(
+    wrappers: Sequence[nn.Module], sharding: Sequence[OSS], process_group: torch.distributed.ProcessGroup | None
+) -> list[Comm]:
+    for one in [*wrappers, *sharding]:
+        if isinstance(one, FSDP):
+            return one.comms
+        if isinstance(one, ShardedDDP | OSS):
+            return [one.comm]
+        if isinstance(one, DistributedDataParallel):
+            return [Comm(one.process_group)]
+    return [Comm(process_group)]
+
+
+def flat_of(held: Held) -> Tensor | None:
+    """The memory that holds what is held, flat, to be written into; None where it has gaps or another order."""
+    flat = _in_order(held.whole, held.tensor.detach())
+    if flat.numel() and flat.data_ptr() != held.tensor.data_ptr():
+        return None
+    return flat[held.offset : held.offset + held.stop - held.start]

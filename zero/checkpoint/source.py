@@ -1,0 +1,139 @@
+"""A checkpoint that is open for reading: any range of any tensor, checked before it is used.
+
+A range is read straight into the memory that it is for, or BUFFER bytes at a time where that is on another device or
+of another dtype. A tensor that is stored with its dimensions in another order than it is wanted in is read whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.files import BUFFER, FileProblem, SafeFile
+from zero.checkpoint.format import INDEX, Entry, Geometry, Index
+from zero.checkpoint.progress import Progress
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of a stored tensor, counted in the order of `wanted`."""
+
+    entry: Entry
+    wanted: Geometry
+    start: int
+    stop: int
+
+    @property
+    def in_order(self) -> bool:
+        return self.wanted.order == self.entry.geometry.order
+
+
+class Source:
+    """Raises FileProblem for all that is wrong with the checkpoint's files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            text = (directory / INDEX).read_bytes()
+            self.digest = hashlib.sha256(text).hexdigest()
+            self.index = Index.loads(text.decode())
+        except OSError as error:
+            raise FileProblem(f"{directory / INDEX} cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise FileProblem(f"{directory / INDEX} {error}") from None
+        self._stack = ExitStack()
+        self._files: dict[str, SafeFile] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+        self._files.clear()
+        self._buffer = self._buffer.new_empty(0)
+
+    def check(self, ranges: Iterable[Range], *, shown: bool = False) -> None:
+        """Reads what the ranges need and compares it with its checksums. shown: show progress."""
+        needed: dict[str, list[tuple[int, int]]] = {}
+        for one in ranges:
+            for name, low, high, _ in self._places(one if one.in_order else _all_of(one)):
+                needed.setdefault(name, []).append((low, high))
+        nbytes = sum(high - low for places in needed.values() for low, high in places)
+        with Progress("checking", nbytes, shown) as progress:
+            for name, places in sorted(needed.items()):
+                self._files[name].check(places, self._room(), progress.advance)
+
+    def fill(self, target: Tensor, one: Range) -> None:
+        """Reads a range into a flat tensor of as many elements, converting to its dtype."""
+        stored = one.entry.geometry
+        if not one.in_order:
+            flat = torch.empty(stored.numel, dtype=stored.dtype)
+            self.fill(flat, _all_of(one))
+            target.copy_(one.wanted.flat(stored.shaped(flat))[one.start : one.stop])
+            return
+        for name, low, high, at in self._places(one):
+            count = (high - low) // stored.dtype.itemsize
+            self._fill(target[at : at + count], stored.dtype, self._files[name], low)
+
+    def stream(self, entry: Entry) -> Iterator[Tensor]:
+        """A whole tensor, row-major and flat, a buffer at a time; each is valid until the next."""
+        stored = entry.geometry
+        whole = Range(entry, replace(stored, order=None), 0, stored.numel)
+        if not whole.in_order:
+            flat = torch.empty(stored.numel, dtype=stored.dtype)
+            self.fill(flat, whole)
+            yield flat
+            return
+        for name, low, high, _ in self._places(whole):
+            for at in range(low, high, BUFFER):
+                data = self._room()[: min(BUFFER, high - at)]
+                self._files[name].read(data, at)
+                yield data.view(stored.dtype)
+
+    def _fill(self, target: Tensor, dtype: torch.dtype, file: SafeFile, low: int) -> None:
+        if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+            file.read(target, low)
+            return
+        step = BUFFER // dtype.itemsize
+        for first in range(0, target.numel(), step):
+            part = target[first : first + step]
+            data = self._room()[: part.numel() * dtype.itemsize]
+            file.read(data, low + first * dtype.itemsize)
+            part.copy_(data.view(dtype))
+
+    def _places(self, one: Range) -> Iterator[tuple[str, int, int, int]]:
+        """Where a range lies: file, from and to which byte, and at which element of the range this begins."""
+        for piece in one.entry.pieces:
+            start, stop = max(piece.start, one.start), min(piece.stop, one.stop)
+            if start < stop:
+                file = self._open(piece.file)
+                dtype, shape, _ = file.pieces.get(piece.key, (None, (), 0))
+                if dtype != one.entry.geometry.dtype or torch.Size(shape).numel() != piece.stop - piece.start:
+                    raise FileProblem(f"{file.path} has no {piece.key} of the dtype and size that {INDEX} tells")
+                low, high = file.range(piece.key, start - piece.start, stop - piece.start)
+                yield piece.file, low, high, start - one.start
+
+    def _open(self, name: str) -> SafeFile:
+        if name not in self._files:
+            expected = self.index.files.get(name)
+            if expected is None or Path(name).name != name:
+                raise FileProblem(f"{self.directory / INDEX} tells of {name!r}, which is none of its files")
+            self._files[name] = self._stack.enter_context(SafeFile(self.directory / name, expected))
+        return self._files[name]
+
+    def _room(self) -> Tensor:
+        if not len(self._buffer):
+            self._buffer = torch.empty(BUFFER, dtype=torch.uint8)
+        return self._buffer
+
+
+def _all_of(one: Range) -> Range:
+    return Range(one.entry, one.entry.geometry, 0, one.entry.geometry.numel)
