@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from torch.optim import SGD, Optimizer
 import zero
 
 Loss = Callable[[nn.Module], Tensor]
-Params = Iterable[nn.Parameter]
 
 sgd = partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
 
@@ -32,10 +30,9 @@ def stage_1(model: nn.Module, optim: Any, **options: Any) -> tuple[nn.Module, Op
 
 
 def stage_2(model: nn.Module, optim: Any, bucket: int | None = None, **options: Any) -> tuple[nn.Module, Optimizer]:
-    """bucket: the most bytes of a bucket, instead of what OSS would choose."""
-    with limited_buckets(bucket):
-        optimizer = zero.OSS(model.parameters(), optim, **options)
-    return zero.ShardedDDP(model, optimizer), optimizer
+    """bucket: elements of a bucket at most, instead of what ShardedDDP would choose; 0 reduces each parameter alone."""
+    optimizer = zero.OSS(model.parameters(), optim, **options)
+    return zero.ShardedDDP(model, optimizer, reduce_buffer_size=bucket), optimizer
 
 
 def stage_3(model: nn.Module, optim: Any, **options: Any) -> tuple[nn.Module, Optimizer]:
@@ -43,19 +40,9 @@ def stage_3(model: nn.Module, optim: Any, **options: Any) -> tuple[nn.Module, Op
     return wrapped, optim(wrapped.parameters())
 
 
-def limited_buckets(limit: int | None) -> AbstractContextManager[Any]:
-    if limit is None:
-        return nullcontext()
-    return patch.multiple("zero.oss.optimizer", _SMALLEST_BUCKET=limit, _LARGEST_BUCKET=limit)
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
-
-
 STAGES: dict[str, Callable[..., tuple[nn.Module, Optimizer]]] = {
     "2": stage_2,
-    "2 in small buckets": partial(stage_2, bucket=200),
+    "2 in small buckets": partial(stage_2, bucket=50),
     "3": stage_3,
     "3 whole": partial(stage_3, partition="whole"),
     "3 kept": partial(stage_3, reshard_after_forward=False),

@@ -49,10 +49,15 @@ def setup(
     if stage == 2:
         sharding = OSS(model.named_parameters(), optim, process_group, partition=partition, **defaults)
         return ShardedDDP(model, sharding, process_group), sharding
-    wrapped = model if comm.group is None else DistributedDataParallel(model, process_group=process_group)
+    optimizer: Optimizer
     if stage == 1:
-        return wrapped, OSS(model.named_parameters(), optim, process_group, partition=partition, **defaults)
-    return wrapped, optim(model.parameters(), **defaults)
+        optimizer = OSS(model.named_parameters(), optim, process_group, partition=partition, **defaults)
+    else:
+        optimizer = optim(model.parameters(), **defaults)
+    if comm.group is None:
+        return model, optimizer
+    # Without views DDP keeps every gradient twice, which would cost more than stage 1 saves.
+    return DistributedDataParallel(model, process_group=process_group, gradient_as_bucket_view=stage == 1), optimizer
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from models import CASES, GPT
-from sidebyside import SideBySide, data, is_linear, sgd
+from sidebyside import SideBySide, data, sgd
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.optim import AdamW

@@ -3,10 +3,13 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from zero.oss import layout
+from zero.oss.partition import arrange, bucket_limit
 
 exhaustively = settings(deadline=None, max_examples=200)
 
@@ -201,15 +204,13 @@ def llama3_8b():
     return [128256 * 4096, *block * 32, 4096, 128256 * 4096]
 
 
-@pytest.mark.parametrize(("sizes", "itemsize"), [(gpt2(), 4), (llama3_8b(), 2)], ids=["GPT-2", "Llama-3-8B"])
-def test_even_cut_in_buckets_is_balanced_within_two_percent(sizes, itemsize):
-    limit = min(max(sum(sizes) * itemsize // 16, 1 << 20), 1 << 25)  # bytes, as OSS chooses them
-    order = sizes[::-1]
-    runs = layout.runs([size * itemsize for size in order], limit)
+@pytest.mark.parametrize(("sizes", "dtype"), [(gpt2(), torch.float32), (llama3_8b(), torch.bfloat16)])
+def test_even_cut_in_the_buckets_of_oss_is_balanced_within_two_percent(sizes, dtype):
+    params = [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size in sizes[::-1]]
     for world in range(2, 65):
         loads = [0] * world
-        for run in runs:
-            cut = layout.even([order[i] for i in run], world, align=64 // itemsize)
-            loads = [load + sum(span.numel for span in cut.spans(rank)) for rank, load in enumerate(loads)]
+        for arranged in arrange(params, world, cut="even", loads=[0] * world, limit=bucket_limit(params)):
+            for rank in range(world):
+                loads[rank] += sum(span.numel for span in arranged.layout.spans(rank))
         assert sum(loads) == sum(sizes)
         assert max(loads) <= 1.02 * sum(sizes) / world, f"{world} ranks"

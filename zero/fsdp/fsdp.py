@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -264,13 +263,9 @@ def _lay_out_unit(
     label: str,
 ) -> list[FlatGroup]:
     """A unit's parameters in flat groups of their own parts, those apart that are computed with in another dtype."""
-    by_dtype: dict[torch.dtype | None, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in owned:
-        holder = root.get_submodule(name.rpartition(".")[0])
-        by_dtype.setdefault(precision.dtype_of(holder), []).append((name, param))
     return [
         group
-        for dtype, named in by_dtype.items()
+        for dtype, named in precision.apart(root, owned).items()
         for group in lay_out(
             [param for _, param in named],
             [name for name, _ in named],

@@ -41,6 +41,16 @@ class MixedPrecision:
         """What the module's own parameters are computed with, if not as they are stored."""
         return None if isinstance(module, self.keep_fp32) else self.param_dtype
 
+    def apart(
+        self, root: nn.Module, named: list[tuple[str, nn.Parameter]]
+    ) -> dict[torch.dtype | None, list[tuple[str, nn.Parameter]]]:
+        """Parameters of `root` with their names, by what they are computed with, as `dtype_of` says."""
+        by_dtype: dict[torch.dtype | None, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in named:
+            holder = root.get_submodule(name.rpartition(".")[0])
+            by_dtype.setdefault(self.dtype_of(holder), []).append((name, param))
+        return by_dtype
+
     def cast_inputs(self, inputs: Any) -> Any:
         return cast(inputs, self.param_dtype) if self.cast_forward_inputs else inputs
 

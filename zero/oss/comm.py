@@ -34,6 +34,11 @@ _NUMBER = 8
 """Bytes of the number of an operation."""
 
 
+def agreement_bytes(world: int) -> tuple[int, int]:
+    """What comparing an operation between ranks takes a rank: bytes held as long as it lasts, and bytes sent."""
+    return (_NUMBER + _LEAD) * (1 + world) if world > 1 else 0, _NUMBER * (world - 1)
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of payload that this rank sent. A segment that goes to W - 1 other ranks counts W - 1 times."""
@@ -329,6 +334,10 @@ class Comm:
         return Handle(finish)
 
     # -------------------------------------------------------------------------------------------- backends
+
+    def runs_beside(self, tensor: Tensor) -> bool:
+        """Whether such tensors are sent without taking the processor from what computes."""
+        return self.world > 1 and self._backend(tensor.device) != "gloo"
 
     def _backend(self, device: torch.device) -> str:
         assert self.group is not None

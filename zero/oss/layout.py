@@ -114,10 +114,9 @@ def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: in
     assert all(a <= b for a, b in pairwise(owners)), "parameters must come in the order of owners"
     offsets, end = _place(numels, align)
     bounds = [0]
-    for rank in range(1, world):
-        first = next((i for i, owner in enumerate(owners) if owner >= rank), None)
-        bounds.append(end if first is None else offsets[first])
-    return Layout(tuple(numels), offsets, (*bounds, end))
+    for offset, owner in zip(offsets, owners, strict=True):
+        bounds += [offset] * (owner + 1 - len(bounds))
+    return Layout(tuple(numels), offsets, (*bounds, *[end] * (world + 1 - len(bounds))))
 
 
 def assign(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:

@@ -22,9 +22,7 @@ from zero.oss import norm, state
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import as_groups, describe, names, options
-from zero.oss.partition import Partition, cut_for, lay_out, partition_problem
-
-_SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
+from zero.oss.partition import Partition, bucket_limit, cut_for, lay_out, partition_problem
 
 
 class OSS(Optimizer):
@@ -135,7 +133,7 @@ class OSS(Optimizer):
         params = [param for group in param_groups for param in group["params"]][::-1]
         called = [name for group in param_groups for name in names(group)][::-1]
         if limit is None:
-            limit = min(max(sum(param.nbytes for param in params) // 16, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+            limit = bucket_limit(params)
         added = lay_out(
             params, called, self._comm, cut=self._cut, granularity=self._granularity, loads=self._loads, limit=limit
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -12,8 +13,11 @@ from torch import nn
 from zero.oss import layout
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, alignment, alike
+from zero.oss.layout import Layout
 
 Partition = Literal["auto", "even", "whole"]
+
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
@@ -62,6 +66,59 @@ def cut_for(
     return partition
 
 
+def bucket_limit(params: Sequence[nn.Parameter]) -> int:
+    """Bytes of a bucket where the user does not say: an eighth of the model, between 1 and 32 MiB."""
+    return min(max(sum(param.nbytes for param in params) // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Parameters that share a flat group: their indices in the list that was given, in the order of the layout."""
+
+    members: tuple[int, ...]
+    layout: Layout
+
+
+def arrange(
+    params: Sequence[nn.Parameter],
+    world: int,
+    *,
+    cut: Literal["even", "whole"],
+    loads: list[int],
+    granularity: int | None = None,
+    limit: int | None = None,
+) -> list[Arrangement]:
+    """The flat groups that parameters are laid in, in their order: of at most `limit` bytes, one parameter at least.
+
+    Arithmetic alone: parameters may be on the meta device, and the world need not exist.
+
+    loads: bytes of trained parameters that each rank owns already, of a whole cut; what is arranged here is added to
+        it. A whole cut balances over all groups that share `loads`, and orders parameters within a group by owner.
+    """
+    sizes = [param.nbytes for param in params]
+    owners = [0] * len(params)
+    if cut == "whole":
+        trained = [size if param.requires_grad else 0 for size, param in zip(sizes, params, strict=True)]
+        owners = layout.assign(trained, loads)
+    arranged = []
+    for kind in alike(params):
+        runs = layout.runs([sizes[i] for i in kind], limit) if limit is not None else [range(len(kind))]
+        for run in runs:
+            members = sorted((kind[i] for i in run), key=lambda i: owners[i])
+            first = params[members[0]]
+            numels = [params[i].numel() for i in members]
+            align = alignment(first.dtype)
+            if cut == "even":
+                geometry = layout.even(numels, world, align=align, granularity=granularity)
+            else:
+                geometry = layout.whole(numels, [owners[i] for i in members], world, align=align)
+                for rank in {owners[i] for i in members} if first.requires_grad else ():
+                    segment = geometry.segment(rank)
+                    loads[rank] += (segment.stop - segment.start) * first.element_size()
+            arranged.append(Arrangement(tuple(members), geometry))
+    return arranged
+
+
 def lay_out(
     params: Sequence[nn.Parameter],
     names: Sequence[str],
@@ -76,44 +133,20 @@ def lay_out(
     part_in_whole: bool = False,
     label: str | None = None,
 ) -> list[FlatGroup]:
-    """The parameters, bound into flat groups of at most `limit` bytes (but one parameter at least), in their order.
-
-    loads: bytes of trained parameters that each rank owns already; what is added here is added to it. A whole cut
-    balances over all groups that share `loads`, and orders parameters within a group by owner.
-    """
-    sizes = [param.nbytes for param in params]
-    owners = [0] * len(params)
-    if cut == "whole":
-        trained = [size if param.requires_grad else 0 for size, param in zip(sizes, params, strict=True)]
-        owners = layout.assign(trained, loads)
-    groups = []
-    for kind in alike(params):
-        runs = layout.runs([sizes[i] for i in kind], limit) if limit is not None else [range(len(kind))]
-        for run in runs:
-            members = sorted((kind[i] for i in run), key=lambda i: owners[i])
-            numels = [params[i].numel() for i in members]
-            align = alignment(params[members[0]].dtype)
-            geometry = (
-                layout.even(numels, comm.world, align=align, granularity=granularity)
-                if cut == "even"
-                else layout.whole(numels, [owners[i] for i in members], comm.world, align=align)
-            )
-            if params[members[0]].requires_grad:
-                for rank in range(comm.world):
-                    segment = geometry.segment(rank)
-                    loads[rank] += (segment.stop - segment.start) * params[members[0]].element_size()
-            group = FlatGroup(
-                [params[i] for i in members],
-                [names[i] for i in members],
-                geometry,
-                comm,
-                own_part=own_part,
-                part_in_whole=part_in_whole,
-                label=label,
-                compute_dtype=compute_dtype if params[members[0]].is_floating_point() else None,
-            )
-            groups.append(group)
-    return groups
+    """The parameters, bound into flat groups; see `arrange` for which, and FlatGroup for the other options."""
+    return [
+        FlatGroup(
+            [params[i] for i in arranged.members],
+            [names[i] for i in arranged.members],
+            arranged.layout,
+            comm,
+            own_part=own_part,
+            part_in_whole=part_in_whole,
+            label=label,
+            compute_dtype=compute_dtype if params[arranged.members[0]].is_floating_point() else None,
+        )
+        for arranged in arrange(params, comm.world, cut=cut, loads=loads, granularity=granularity, limit=limit)
+    ]
 
 
 def _class_of(optim: Callable[..., object] | None) -> type | None:

@@ -25,6 +25,11 @@ _LARGE = 1 << 18
 """Bytes from which a gradient travels by itself. A message costs about as much CPU time as copying this."""
 
 
+def travels_alone(nbytes: int) -> bool:
+    """Whether a gradient of so many bytes is sent from where autograd wrote it, not with others."""
+    return nbytes >= _LARGE
+
+
 class Phase(enum.Enum):
     """Of one backward."""
 
@@ -61,7 +66,7 @@ class GradBucket:
         assert not self._taken and self.phase is Phase.FILLING
         self.trained = trained
         numels, itemsize = self.flat.layout.numels, self.flat.full.element_size()
-        self._large = [index for index in trained if numels[index] * itemsize >= _LARGE]
+        self._large = [index for index in trained if travels_alone(numels[index] * itemsize)]
 
     def _small_spans(self, rank: int) -> list[Span]:
         chosen = set(self.trained).difference(self._large)

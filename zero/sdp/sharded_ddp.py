@@ -38,7 +38,7 @@ class ShardedDDP(nn.Module):
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
     sync_models_at_startup: parameters and buffers start as those of rank 0.
     reduce_buffer_size: elements that are reduced at a time, one parameter at least; 0 reduces each by itself. By
-        default a sixteenth of the model, between 1 and 32 MiB.
+        default an eighth of the model, between 1 and 32 MiB.
     reduce_fp16: gradients travel as float16 (True) or as the dtype given, such as torch.bfloat16, and are added up in
         float32.
 
@@ -207,6 +207,8 @@ class Reducer:
                 if flat not in known:
                     self._buckets.append(GradBucket(flat, sent_as=self._sent_as))
                     self._deliver.append(_delivery(self._buckets[-1], optimizer))
+        self._largest_bucket = max(bucket.flat.full.nbytes for bucket in self._buckets)
+        self._largest_param = max(param.nbytes for bucket in self._buckets for param in bucket.flat.params)
 
     def before_forward(self) -> None:
         if self._in_backward and not in_a_backward():
@@ -237,8 +239,7 @@ class Reducer:
                 self._begin()
                 bucket = self._buckets[number]
                 bucket.take_from(bucket.flat.params[index], index)
-                if bucket.taken_bytes * self._comm.world > 2 * bucket.flat.full.nbytes:
-                    self._finish_in_flight()  # so that no more than two buckets' bytes are taken at a time
+                self._make_room(bucket)
                 if bucket.complete:
                     self._launch_complete()
 
@@ -263,6 +264,19 @@ class Reducer:
             bucket.launch()
             self._in_flight = self._launched
         self._launched += 1
+        if self._launched < len(self._buckets):
+            self._make_room(self._buckets[self._launched])
+
+    def _make_room(self, filling: GradBucket) -> None:
+        """Waits for the bucket in flight while what fills the next is little: two buckets' bytes are all there may be.
+
+        A bucket in flight takes its gradients and as much to receive them in; in their place 1/W of it stays, and as
+        much of the next is not there yet. Where transfers run beside the computing, waiting would cost their overlap.
+        """
+        if not self._comm.runs_beside(filling.flat.full):
+            upcoming = filling.taken_bytes + self._largest_param
+            if upcoming * self._comm.world > self._largest_bucket:
+                self._finish_in_flight()
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:

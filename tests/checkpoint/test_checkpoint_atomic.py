@@ -1,0 +1,129 @@
+"""A save is seen whole or not at all, whatever moment it ends at; older ones go when newer ones are there."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import ranks
+import torch
+from saved import adam, differences, read_plainly, tiny
+from torch import nn
+
+import zero
+
+MOMENTS = 50 if os.environ.get("ZERO_MATRIX") else 6
+WIDTH = 40_000  # a save takes about 20 ms
+
+
+def build(stage):
+    model = tiny(WIDTH)
+    return zero.setup(model, torch.optim.SGD, stage=stage, lr=0.0)
+
+
+def fill(model, number):
+    """The model's parameters all have the value of the step, so that a mixture of two saves would show."""
+    with torch.no_grad(), model.summon_full_params():
+        for param in model.parameters():
+            param.fill_(number)
+
+
+def save_until_killed(rank, world, path, victim, delay, wait):
+    model, optimizer = build(3)
+    extra = zero.checkpoint.load(path, model, optimizer)
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for number in range(extra["step"] + 1, extra["step"] + 1000):
+        fill(model, number)
+        zero.checkpoint.save(path, model, optimizer, extra={"step": number}, keep=2, wait=wait)
+
+
+def first_save(rank, world, path):
+    model, optimizer = build(3)
+    fill(model, 0)
+    zero.checkpoint.save(path, model, optimizer, extra={"step": 0})
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_killed_at_any_moment_leaves_the_latest_whole(tmp_path):
+    ranks.run(first_save, 2, (str(tmp_path),))
+    moments, last = random.Random(0), 0
+    for number in range(MOMENTS):
+        args = (str(tmp_path), number % 2, moments.uniform(0.02, 0.25), number % 3 != 2)
+        with pytest.raises(ranks.RankError, match="died with exit code -9"):
+            ranks.run(save_until_killed, 2, args)
+        model = tiny(WIDTH)
+        step = zero.checkpoint.load(tmp_path, model)["step"]
+        assert step >= last
+        last = step
+        for name, param in model.named_parameters():
+            assert (param == step).all(), f"{name} is not of the save that {tmp_path / 'latest'} names"
+    assert last > MOMENTS, "saves were killed before they were under way: give them more time"
+    zero.checkpoint.save(tmp_path, model, keep=1)
+    assert len(list(tmp_path.iterdir())) == 2, "what the killed left was not removed"
+
+
+def test_keeps_the_last(tmp_path):
+    model = tiny()
+    for step in range(5):
+        saving = zero.checkpoint.save(tmp_path, model, extra={"step": step}, keep=2 if step > 2 else None)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["00000004", "00000005", "latest"]
+    assert saving.path == tmp_path / "00000005"
+    assert zero.checkpoint.load(tmp_path, model) == {"step": 4}
+    assert zero.checkpoint.load(tmp_path / "00000004", model) == {"step": 3}
+
+
+# ------------------------------------------------------------------------------------------------- behind training
+
+
+def save_behind(rank, world, path, stage):
+    model, optimizer = zero.setup(tiny(500), adam(), stage=stage)
+
+    def step():
+        torch.manual_seed(rank)
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+
+    step()
+    zero.checkpoint.save(f"{path}/waiting", model, optimizer)
+    handle = zero.checkpoint.save(f"{path}/behind", model, optimizer, extra={"step": 1}, wait=False)
+    step()
+    second = zero.checkpoint.save(f"{path}/behind", model, optimizer, extra={"step": 2}, wait=False)
+    handle.wait()  # the second save has done it, and it may be done again
+    step()
+    second.wait()
+    return [handle.path.name, second.path.name]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_written_behind_training_is_what_was_there_when_it_began(stage, tmp_path):
+    assert ranks.run(save_behind, 2, (str(tmp_path), stage)) == [["00000001", "00000002"]] * 2
+    waiting, behind = (read_plainly(tmp_path / name / "00000001") for name in ("waiting", "behind"))
+    assert not differences(waiting, behind)
+    assert differences(waiting, read_plainly(tmp_path / "behind" / "00000002"))
+
+
+def never_waited_for(rank, world, path):
+    model = zero.FSDP(tiny(WIDTH))
+    zero.checkpoint.save(path, model, wait=False)
+    if rank == 0:
+        for _ in range(200):
+            if os.path.exists(f"{path}/latest"):
+                return True
+            time.sleep(0.02)
+    return rank != 0
+
+
+def test_a_save_behind_training_that_is_never_waited_for_is_there_all_the_same(tmp_path):
+    assert all(ranks.run(never_waited_for, 2, (str(tmp_path),), fresh=True))
+    zero.checkpoint.load(tmp_path, tiny(WIDTH))
+
+
+def test_without_a_process_group_and_inside_a_module_list(tmp_path):
+    model = nn.ModuleList([tiny(), tiny()])
+    zero.checkpoint.save(tmp_path, model, extra={"a": (1, 2), "b": {1: torch.arange(3)}})
+    extra = zero.checkpoint.load(tmp_path, model)
+    assert extra["a"] == (1, 2) and torch.equal(extra["b"][1], torch.arange(3))

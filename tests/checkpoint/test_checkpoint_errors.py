@@ -1,0 +1,300 @@
+"""Bad input: an error on every rank that names the file or parameter; model and optimizer as they were before."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from saved import Config, adam, differences, save_and_go_on, steps, tiny, whole
+from torch import nn
+
+import zero
+
+CONFIG = Config()
+CANARY = "ZERO_TEST_CANARY"
+
+
+class Bomb:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("good") / "run"
+    ranks.run(save_and_go_on, 2, (str(path), 3, CONFIG))
+    return path
+
+
+def only(path):
+    return path / "00000001"
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def in_index(path, change, *, resign=False):
+    file = only(path) / "index.json"
+    told = json.loads(file.read_text())
+    change(told)
+    if resign:
+        from zero.checkpoint.format import _digest
+
+        told.pop("sha256")
+        told["sha256"] = _digest(told)
+    file.write_text(json.dumps(told))
+
+
+def other_piece(told):
+    entry = told["tensors"]["model/frozen.weight"]
+    entry["pieces"] = [{**piece, "key": "model/nothing"} for piece in entry["pieces"]]
+
+
+def gap(told):
+    told["tensors"]["model/frozen.weight"]["pieces"].pop()
+
+
+def escape(told):
+    for entry in told["tensors"].values():
+        entry["pieces"] = [{**piece, "file": "../../else.safetensors"} for piece in entry["pieces"]]
+
+
+def crafted(path):
+    return pickle.dumps(Bomb(path / CANARY))
+
+
+DAMAGE = {
+    "missing file": (lambda p: (only(p) / "rank-00001.safetensors").unlink(), "rank-00001.safetensors cannot be read"),
+    "truncated": (lambda p: os.truncate(only(p) / "rank-00000.safetensors", 5000), "rank-00000.safetensors has 5000 bytes"),
+    "longer": (lambda p: os.truncate(only(p) / "rank-00000.safetensors", 1 << 20), "rank-00000.safetensors has 1048576 bytes"),
+    "altered value": (lambda p: flip(only(p) / "rank-00000.safetensors", -3), "rank-00000.safetensors was altered"),
+    "altered header": (lambda p: flip(only(p) / "rank-00001.safetensors", 40), "rank-00001.safetensors has another header"),
+    "header length": (lambda p: flip(only(p) / "rank-00001.safetensors", 6), "rank-00001.safetensors is no safetensors file"),
+    "altered index": (lambda p: in_index(p, lambda told: told["extra"].update(step=3)), "index.json .*altered"),
+    "half an index": (lambda p: os.truncate(only(p) / "index.json", 999), "index.json is not whole"),
+    "index of others": (lambda p: (only(p) / "index.json").write_text("{}"), "index.json is not the index"),
+    "index of a later version": (lambda p: in_index(p, lambda told: told.update(version=9)), "index.json is of another version"),
+    "index without a piece": (lambda p: in_index(p, gap, resign=True), "model/frozen.weight lacks elements"),
+    "index with a wrong key": (lambda p: in_index(p, other_piece, resign=True), "has no model/nothing"),
+    "index that leads elsewhere": (lambda p: in_index(p, escape, resign=True), "none of its files"),
+    "no index": (lambda p: (only(p) / "index.json").unlink(), "names '00000001', which is no checkpoint"),
+    "no latest": (lambda p: (p / "latest").unlink(), "has the checkpoints 00000001"),
+    "binary latest": (lambda p: (p / "latest").write_bytes(b"\xff\xfe"), "has the checkpoints 00000001"),
+    "latest elsewhere": (lambda p: (p / "latest").write_text("../../etc"), "which is no checkpoint"),
+    "half a save": (lambda p: (shutil.rmtree(only(p)), (p / "latest").unlink(), (p / ".partial-1").mkdir()), "no checkpoint in it"),
+    "nothing": (shutil.rmtree, "is not there"),
+    "a file": (lambda p: (shutil.rmtree(p), p.write_text("")), "is no directory"),
+    "pickle as data": (lambda p: (only(p) / "rank-00000.safetensors").write_bytes(crafted(p)), "rank-00000.safetensors has"),
+    "pickle as index": (lambda p: (only(p) / "index.json").write_bytes(crafted(p)), "index.json"),
+}  # fmt: skip
+
+
+def refused(rank, world, stage, paths):
+    model, optimizer = CONFIG.build(stage, seed=1)
+    steps(model, optimizer, 7, 1)
+    before, told = whole(model, optimizer), []
+    for path in paths:
+        began = time.monotonic()
+        with pytest.raises(zero.checkpoint.CheckpointError) as caught:
+            zero.checkpoint.load(path, model, optimizer)
+        assert time.monotonic() - began < 5
+        assert not differences(before, whole(model, optimizer)), path
+        told.append(str(caught.value))
+    steps(model, optimizer, 2, 1)
+    return told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_damaged_checkpoint_is_refused_on_every_rank_and_changes_nothing(stage, good, tmp_path):
+    paths = []
+    for name, (damage, _) in DAMAGE.items():
+        path = tmp_path / name.replace(" ", "-")
+        shutil.copytree(good, path)
+        damage(path)
+        paths.append(str(path))
+    messages = ranks.run(refused, 2, (stage, paths))
+    assert messages[0] == messages[1]
+    for (name, (_, expected)), message in zip(DAMAGE.items(), messages[0], strict=True):
+        assert re.search(expected, message), f"{name}: {message}"
+    assert not list(tmp_path.rglob(CANARY)), "a crafted file ran code"
+
+
+# ------------------------------------------------------------------------------------------------------ what differs
+
+
+def load_into(rank, world, path, build):
+    model, optimizer = build(rank)
+    zero.checkpoint.load(path, model, optimizer)
+
+
+def of_tiny(optim, width=8, **options):
+    model = tiny(width)
+    return model, optim(model.parameters(), **options)
+
+
+def renamed(_):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    return model, adam()(model.parameters())
+
+
+def two_groups(_):
+    model = tiny()
+    first, *rest = model.parameters()
+    return model, adam()([{"params": [first]}, {"params": rest}])
+
+
+def fewer(_):
+    model = tiny()
+    return model, adam()(list(model.parameters())[1:])
+
+
+def of_integers(_):
+    model, optimizer = of_tiny(adam())
+    model.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+    return model, optimizer
+
+
+def untied(_):
+    model = tiny()
+    return model, [adam()(model.parameters()), adam()(model.parameters())]
+
+
+@pytest.fixture(scope="module")
+def saved_tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "run"
+    model, optimizer = of_tiny(adam())
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    zero.checkpoint.save(path, model, optimizer)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (renamed, ["it has nothing for: 1.weight, 1.bias|the model has no: ", r"2\.weight"]),
+        (lambda _: of_tiny(adam(), width=9), [r"0\.weight \(saved float32 \[8, 4\], here float32 \[9, 4\]\)"]),
+        (of_integers, ["it has nothing for: count"]),
+        (lambda _: of_tiny(torch.optim.SGD, lr=0.1), ["state of Adam, but the optimizer is SGD"]),
+        (two_groups, ["has 1 parameter groups, the optimizer here has 2"]),
+        (fewer, [r"state of 0\.weight, which the Adam here does not have"]),
+        (untied, ["saved with 1 optimizers, but 2"]),
+    ],
+)
+def test_another_model_or_optimizer(build, expected, saved_tiny):
+    with pytest.raises(zero.checkpoint.CheckpointError) as caught:
+        load_into(0, 1, saved_tiny, build)
+    for pattern in expected:
+        assert re.search(pattern, str(caught.value)), str(caught.value)
+
+
+def test_an_optimizer_that_was_not_saved(tmp_path):
+    model, optimizer = of_tiny(adam())
+    zero.checkpoint.save(tmp_path, model)
+    with pytest.raises(zero.checkpoint.CheckpointError, match="saved with no optimizer"):
+        zero.checkpoint.load(tmp_path, model, optimizer)
+
+
+def differing_paths(rank, world, path):
+    model, optimizer = CONFIG.build(3)
+    zero.checkpoint.save(f"{path}/{rank}", model, optimizer)
+
+
+def differing_load(rank, world, path):
+    model, optimizer = CONFIG.build(3)
+    zero.checkpoint.load(f"{path}{rank}", model, optimizer)
+
+
+def test_paths_that_differ(tmp_path):
+    ranks.expect_error(differing_paths, 2, "CheckpointError", "differ between ranks", str(tmp_path), args=(str(tmp_path),))
+    ranks.expect_error(differing_load, 2, "CheckpointError", "differ between ranks", str(tmp_path), args=(str(tmp_path),))
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------ saving
+
+
+def save_somewhere(rank, world, path, extra=None):
+    model, optimizer = CONFIG.build(3)
+    zero.checkpoint.save(path, model, optimizer, extra=extra)
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in [tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")]:
+        ranks.expect_error(save_somewhere, 2, "CheckpointError", "could not be written", args=(str(path),))
+
+
+def test_extra_that_json_cannot_hold(tmp_path):
+    ranks.expect_error(
+        save_somewhere, 2, "CheckpointError", r"extra\['a'\]\[1\] is a pathlib", args=(str(tmp_path), {"a": [1, Path()]})
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def stray_optimizer(rank, world, path):
+    model, _ = CONFIG.build(3)
+    zero.checkpoint.save(path, model, adam()(nn.Linear(2, 2).parameters()))
+
+
+def test_an_optimizer_of_another_model(tmp_path):
+    ranks.expect_error(stray_optimizer, 2, "CheckpointError", "is not in the state_dict", args=(str(tmp_path),))
+
+
+def full_disk(rank, world, path):
+    model, optimizer = of_tiny(adam(), width=60_000)
+    zero.checkpoint.save(path, model, optimizer, extra={"step": 1})
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    told = []
+    for wait in [True, False]:
+        with pytest.raises(zero.checkpoint.CheckpointError) as caught:
+            zero.checkpoint.save(path, model, optimizer, wait=wait).wait()
+        told.append(str(caught.value))
+    assert zero.checkpoint.load(path, model) == {"step": 1}
+    return told
+
+
+def test_a_full_disk(tmp_path):
+    """Room for the first save, without optimizer state, and not for the second."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        for messages in ranks.run(full_disk, 2, (str(disk),)):
+            assert all("No space left" in message and "rank-0000" in message for message in messages)
+        assert sorted(one.name for one in disk.iterdir()) == ["00000001", "latest"]
+        readonly = subprocess.run(["mount", "-o", "remount,ro", disk], capture_output=True, text=True)
+        assert not readonly.returncode, readonly.stderr
+        ranks.expect_error(save_somewhere, 2, "CheckpointError", "Read-only file system", args=(str(disk),))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_header_that_is_too_long(tmp_path, saved_tiny):
+    path = tmp_path / "run"
+    shutil.copytree(saved_tiny, path)
+    file = only(path) / "rank-00000.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(struct.pack("<Q", 1 << 40) + data[8:])
+    model, optimizer = of_tiny(adam())
+    with pytest.raises(zero.checkpoint.CheckpointError, match="no safetensors file"):
+        zero.checkpoint.load(path, model, optimizer)

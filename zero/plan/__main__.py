@@ -1,0 +1,5 @@
+"""`python -m zero.plan`."""
+
+from zero.plan.command import main
+
+main()

@@ -1,0 +1,53 @@
+"""Counts the bytes of the tensors that are alive while something runs.
+
+A storage is the memory behind a tensor. It is counted once, however many tensors view it, with the bytes that it has at
+that moment: one that was shrunk to nothing by `resize_` counts as nothing. Tensors on the meta device and fake ones
+count as much as real ones would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Meter(TorchDispatchMode):
+    """Adds up all live storages after every operator, while both its arguments and its results are alive.
+
+    The operators of a backward pass and of collectives are seen as well. What an operator allocates and frees within
+    its kernel is not.
+
+    apart: tensors that are not counted.
+    """
+
+    def __init__(self, apart: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._apart = WeakSet(tensor.untyped_storage() for tensor in apart)
+        self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for value in tree_iter((args, kwargs, result)):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                if storage not in self._apart:
+                    self._storages.add(storage)
+        self._peak = max(self._peak, self.live())
+        return result
+
+    def live(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages)
+
+    def peak(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self.live()
