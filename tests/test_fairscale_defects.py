@@ -160,9 +160,9 @@ def test_clip_grad_norm_is_over_the_parameters_that_there_are_now(stage):
     ranks.run(_stale_clip, 2, args=(stage,))
 
 
-def _imbalance(rank, world, partition):
+def _imbalance(rank, world, partition, sizes):
     """FairScale gave parameters to the least loaded rank as they came: 1020 to one rank and 20 to the other."""
-    params = [nn.Parameter(torch.zeros(4)) for _ in range(10)] + [nn.Parameter(torch.zeros(1000))]
+    params = [nn.Parameter(torch.zeros(size)) for size in sizes]
     optimizer = zero.OSS(params, Adam, partition=partition, lr=0.1)
     for param in params:
         param.grad = torch.ones_like(param)
@@ -170,9 +170,10 @@ def _imbalance(rank, world, partition):
     return sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
 
 
-def test_a_large_parameter_after_many_small_ones_does_not_unbalance_the_ranks():
-    assert sorted(ranks.run(_imbalance, 2, args=("whole",))) == [40, 1000]  # as good as whole parameters allow
-    owned = ranks.run(_imbalance, 2, args=("even",))
+@pytest.mark.parametrize("sizes", [[*10 * [4], 1000], [1000, *10 * [4]]], ids=["last", "first"])
+def test_a_large_parameter_after_many_small_ones_does_not_unbalance_the_ranks(sizes):
+    assert sorted(ranks.run(_imbalance, 2, args=("whole", sizes))) == [40, 1000]  # as good as whole parameters allow
+    owned = ranks.run(_imbalance, 2, args=("even", sizes))
     assert sum(owned) == 1040
     assert max(owned) <= 600  # each of the small ones takes 64 bytes, the length that cuts are multiples of
 

@@ -87,12 +87,15 @@ def hold(rank: int, world: int, stage: str) -> Held:
             wrapped(batch()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        memory.reset_peak()
-        wrapped(batch()).square().mean().backward()
-        resident = account.measure_resident(wrapped, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        return Held(resident.parameters, resident.gradients, resident.optimizer, memory.peak(), largest)
+        peaks = []
+        for _ in range(3):  # the least counts: now and then a thread of Gloo drops its buffer a moment late
+            memory.reset_peak()
+            wrapped(batch()).square().mean().backward()
+            resident = account.measure_resident(wrapped, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(memory.peak())
+        return Held(resident.parameters, resident.gradients, resident.optimizer, min(peaks), largest)
 
 
 @cache

@@ -3,6 +3,7 @@
 from zero import checkpoint
 from zero.fsdp import FSDP, MixedPrecision, ShardingStrategy
 from zero.oss import OSS, GradScaler, Traffic, traffic
+from zero.plan import plan
 from zero.sdp import ShardedDDP
 from zero.setup import full_state_dict, setup
 
@@ -16,6 +17,7 @@ __all__ = [
     "checkpoint",
     "Traffic",
     "full_state_dict",
+    "plan",
     "setup",
     "traffic",
 ]

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import CASES, OPTIMIZERS, Batch, train_step
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zero
+from models import CASES, OPTIMIZERS, Batch, train_step
 
 CASE = CASES["mlp"]  # frozen, tied, unused, empty, 0-dim and non-contiguous parameters
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a run trains, at whatever stage. masters: with 16-bit parameters and float32 masters, however a stage has it."""
+    """How a run trains, at whatever stage. masters: 16-bit parameters and float32 masters, however a stage has them."""
 
     optim: str = "adamw"
     cut: str = "even"
@@ -62,7 +62,7 @@ def steps(model: nn.Module, optimizer: Optimizer, first: int, count: int) -> lis
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Collective. Everything that a checkpoint must bring back, as whole tensors by name, masters in place of parameters."""
+    """Collective. All that a checkpoint must bring back, as whole tensors by name, masters in place of parameters."""
     inner = model.module if hasattr(model, "module") else model
     names = {param: name for name, param in inner.named_parameters()}
     found: dict[str, Any] = {f"model/{name}": value for name, value in zero.full_state_dict(model).items()}

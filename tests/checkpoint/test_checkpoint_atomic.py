@@ -7,11 +7,11 @@ import threading
 import time
 
 import pytest
-import ranks
 import torch
 from saved import adam, differences, read_plainly, tiny
 from torch import nn
 
+import ranks
 import zero
 
 MOMENTS = 50 if os.environ.get("ZERO_MATRIX") else 6

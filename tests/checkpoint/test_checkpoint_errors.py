@@ -1,5 +1,6 @@
 """Bad input: an error on every rank that names the file or parameter; model and optimizer as they were before."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -11,15 +12,16 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 from saved import Config, adam, differences, save_and_go_on, steps, tiny, whole
 from torch import nn
 
+import ranks
 import zero
 
 CONFIG = Config()
 CANARY = "ZERO_TEST_CANARY"
+FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
 
 
 class Bomb:
@@ -54,10 +56,8 @@ def in_index(path, change, *, resign=False):
     told = json.loads(file.read_text())
     change(told)
     if resign:
-        from zero.checkpoint.format import _digest
-
         told.pop("sha256")
-        told["sha256"] = _digest(told)
+        told["sha256"] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
     file.write_text(json.dumps(told))
 
 
@@ -79,29 +79,51 @@ def crafted(path):
     return pickle.dumps(Bomb(path / CANARY))
 
 
+def first(path):
+    return only(path) / FIRST
+
+
+def second(path):
+    return only(path) / SECOND
+
+
+def index(path):
+    return only(path) / "index.json"
+
+
+def only_partial(path):
+    only(path).rename(path / ".partial-1")
+    (path / "latest").unlink()
+
+
+def a_file(path):
+    shutil.rmtree(path)
+    path.write_text("")
+
+
 DAMAGE = {
-    "missing file": (lambda p: (only(p) / "rank-00001.safetensors").unlink(), "rank-00001.safetensors cannot be read"),
-    "truncated": (lambda p: os.truncate(only(p) / "rank-00000.safetensors", 5000), "rank-00000.safetensors has 5000 bytes"),
-    "longer": (lambda p: os.truncate(only(p) / "rank-00000.safetensors", 1 << 20), "rank-00000.safetensors has 1048576 bytes"),
-    "altered value": (lambda p: flip(only(p) / "rank-00000.safetensors", -3), "rank-00000.safetensors was altered"),
-    "altered header": (lambda p: flip(only(p) / "rank-00001.safetensors", 40), "rank-00001.safetensors has another header"),
-    "header length": (lambda p: flip(only(p) / "rank-00001.safetensors", 6), "rank-00001.safetensors is no safetensors file"),
+    "missing file": (lambda p: second(p).unlink(), SECOND + " cannot be read"),
+    "truncated": (lambda p: os.truncate(first(p), 5000), FIRST + " has 5000 bytes"),
+    "longer": (lambda p: os.truncate(first(p), 1 << 20), FIRST + " has 1048576 bytes"),
+    "altered value": (lambda p: flip(first(p), -3), FIRST + " was altered"),
+    "altered header": (lambda p: flip(second(p), 40), SECOND + " has another header"),
+    "header length": (lambda p: flip(second(p), 6), SECOND + " is no safetensors file"),
     "altered index": (lambda p: in_index(p, lambda told: told["extra"].update(step=3)), "index.json .*altered"),
-    "half an index": (lambda p: os.truncate(only(p) / "index.json", 999), "index.json is not whole"),
-    "index of others": (lambda p: (only(p) / "index.json").write_text("{}"), "index.json is not the index"),
-    "index of a later version": (lambda p: in_index(p, lambda told: told.update(version=9)), "index.json is of another version"),
+    "half an index": (lambda p: os.truncate(index(p), 999), "index.json is not whole"),
+    "index of others": (lambda p: index(p).write_text("{}"), "index.json is not the index"),
+    "later version": (lambda p: in_index(p, lambda told: told.update(version=9)), "index.json is of another version"),
     "index without a piece": (lambda p: in_index(p, gap, resign=True), "model/frozen.weight lacks elements"),
     "index with a wrong key": (lambda p: in_index(p, other_piece, resign=True), "has no model/nothing"),
-    "index that leads elsewhere": (lambda p: in_index(p, escape, resign=True), "none of its files"),
-    "no index": (lambda p: (only(p) / "index.json").unlink(), "names '00000001', which is no checkpoint"),
+    "index to elsewhere": (lambda p: in_index(p, escape, resign=True), "none of its files"),
+    "no index": (lambda p: index(p).unlink(), "names '00000001', which is no checkpoint"),
     "no latest": (lambda p: (p / "latest").unlink(), "has the checkpoints 00000001"),
     "binary latest": (lambda p: (p / "latest").write_bytes(b"\xff\xfe"), "has the checkpoints 00000001"),
     "latest elsewhere": (lambda p: (p / "latest").write_text("../../etc"), "which is no checkpoint"),
-    "half a save": (lambda p: (shutil.rmtree(only(p)), (p / "latest").unlink(), (p / ".partial-1").mkdir()), "no checkpoint in it"),
+    "half a save": (only_partial, "no checkpoint in it"),
     "nothing": (shutil.rmtree, "is not there"),
-    "a file": (lambda p: (shutil.rmtree(p), p.write_text("")), "is no directory"),
-    "pickle as data": (lambda p: (only(p) / "rank-00000.safetensors").write_bytes(crafted(p)), "rank-00000.safetensors has"),
-    "pickle as index": (lambda p: (only(p) / "index.json").write_bytes(crafted(p)), "index.json"),
+    "a file": (a_file, "is no directory"),
+    "pickle as data": (lambda p: first(p).write_bytes(crafted(p)), FIRST + " has"),
+    "pickle as index": (lambda p: index(p).write_bytes(crafted(p)), "index.json"),
 }  # fmt: skip
 
 
@@ -222,8 +244,12 @@ def differing_load(rank, world, path):
 
 
 def test_paths_that_differ(tmp_path):
-    ranks.expect_error(differing_paths, 2, "CheckpointError", "differ between ranks", str(tmp_path), args=(str(tmp_path),))
-    ranks.expect_error(differing_load, 2, "CheckpointError", "differ between ranks", str(tmp_path), args=(str(tmp_path),))
+    ranks.expect_error(
+        differing_paths, 2, "CheckpointError", "differ between ranks", str(tmp_path), args=(str(tmp_path),)
+    )
+    ranks.expect_error(
+        differing_load, 2, "CheckpointError", "differ between ranks", str(tmp_path), args=(str(tmp_path),)
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -243,7 +269,11 @@ def test_where_nothing_can_be_written(tmp_path):
 
 def test_extra_that_json_cannot_hold(tmp_path):
     ranks.expect_error(
-        save_somewhere, 2, "CheckpointError", r"extra\['a'\]\[1\] is a pathlib", args=(str(tmp_path), {"a": [1, Path()]})
+        save_somewhere,
+        2,
+        "CheckpointError",
+        r"extra\['a'\]\[1\] is a pathlib",
+        args=(str(tmp_path), {"a": [1, Path()]}),
     )
     assert not list(tmp_path.iterdir())
 

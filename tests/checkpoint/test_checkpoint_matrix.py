@@ -8,9 +8,10 @@ import os
 from collections import defaultdict
 
 import pytest
-import ranks
 import torch
 from saved import CONFIGS, differences, load_and_go_on, read_plainly, save_and_go_on
+
+import ranks
 
 WHOLE = bool(os.environ.get("ZERO_MATRIX"))
 PLACES = [(stage, world) for stage in range(4) for world in range(1, 5)]
@@ -63,4 +64,6 @@ def check_end(expected, found, where, *, same, rough):
     tolerance = {"rtol": 0.1, "atol": 0.03} if rough else {"rtol": 1e-4, "atol": 1e-6}
     for name, value in expected.items():
         if name.startswith("model/") and name != NOISE:
-            torch.testing.assert_close(found[name], value, check_dtype=False, msg=lambda m, n=name: f"{where}: {n}: {m}", **tolerance)
+            torch.testing.assert_close(
+                found[name], value, check_dtype=False, msg=lambda m, n=name: f"{where}: {n}: {m}", **tolerance
+            )

@@ -36,6 +36,11 @@ def begin(run: Path) -> Path:
     return partial
 
 
+def discard(partial: Path) -> None:
+    """Removes a directory that came to nothing."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
 def publish(partial: Path, keep: int | None) -> Path:
     """Gives a directory whose files are on disk its name, makes it the latest, and removes all but the last `keep`."""
     run = partial.parent

@@ -166,8 +166,8 @@ class SafeFile:
         self.identity = {"bytes": size, "header_crc32": zlib.crc32(header)}
         if expected is not None and self.identity != expected:
             raise FileProblem(f"{self.path} has another header than was written: it was altered")
-        self._data = 8 + length
-        self._nbytes = size - self._data
+        self.data_offset = 8 + length
+        self._nbytes = size - self.data_offset
         try:
             told = json.loads(header)
             self.metadata: dict[str, str] = told.pop("__metadata__", {})
@@ -214,7 +214,7 @@ class SafeFile:
                 self._read_into(data, at)
                 found = zlib.crc32(data, found)
             if found != self._sums[number]:
-                at = self._data + low
+                at = self.data_offset + low
                 raise FileProblem(
                     f"{self.path} was altered: bytes {at} to {at + high - low} are not those that were written"
                 )
@@ -225,7 +225,7 @@ class SafeFile:
         self._read_into(as_bytes(target), low)
 
     def _read_into(self, data: memoryview, low: int) -> None:
-        at = self._data + low
+        at = self.data_offset + low
         while data:
             try:
                 count = os.preadv(self._descriptor, [data], at)

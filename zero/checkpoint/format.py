@@ -156,7 +156,10 @@ class Entry:
 
 @dataclass
 class OptimizerIndex:
-    """One optimizer. State is by parameter and key: a path of a tensor, or a value."""
+    """One optimizer. State is by parameter and key: a path of a tensor, or a value.
+
+    kind: the class's name; empty where it is not known.
+    """
 
     kind: str
     groups: list[dict[str, Any]]
@@ -175,12 +178,13 @@ class OptimizerIndex:
 class Index:
     """`index.json`.
 
+    stage, world: what it was saved at; of one that was imported the stage is None.
     tied: of names that share a tensor, each further one and the one that it is stored under.
     values: of the module's state_dict, what is no tensor.
     extra, extra_by_rank: what the user gave, and what of it differed between ranks.
     """
 
-    stage: int
+    stage: int | None
     world: int
     tensors: dict[str, Entry] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)

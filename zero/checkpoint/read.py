@@ -81,6 +81,7 @@ class Plan:
 
     def __init__(self, training: Training, index: Index) -> None:
         self._training, self._index = training, index
+        self._stored = _stored_names(training, index)
         self.problem = self._misfit()
         self._taken: list[tuple[Range, Held]] = []
         self._state: list[_State] = []
@@ -108,52 +109,46 @@ class Plan:
         for name in self._training.tensors:
             held = self._training.resident(name)
             if held is not None:
-                entry = self._index.entry(name)
-                master = self._index.tensors.get(f"master/{self._stored_name(name)}")
-                if master is not None and held.whole.dtype.itemsize > entry.geometry.dtype.itemsize:
-                    entry = master
-                self._taken.append((_range(entry, held), held))
+                entry, master = self._entry(name), self._master(name)
+                wider = held.whole.dtype.itemsize > entry.geometry.dtype.itemsize
+                self._taken.append((_range(master if master is not None and wider else entry, held), held))
         for held in self._training.masters():
             name = held.path.removeprefix("master/")
-            entry = self._index.tensors.get(f"master/{self._stored_name(name)}") or self._index.entry(name)
-            self._taken.append((_range(entry, held), held))
+            self._taken.append((_range(self._master(name) or self._entry(name), held), held))
 
-    def _stored_name(self, name: str) -> str:
-        return self._index.tied.get(name, name)
+    def _entry(self, name: str) -> Entry:
+        return self._index.entry(self._stored[name])
+
+    def _master(self, name: str) -> Entry | None:
+        return self._index.tensors.get(f"master/{self._stored[name]}")
 
     def _misfit(self) -> str | None:
         """Whether the checkpoint is of another model."""
         training, index = self._training, self._index
         here = {name: name for name in training.tensors} | training.tied
         there = {name: name for name in index.names()} | index.tied
-        missing = [name for name in here if name not in there]
-        unexpected = [name for name in there if name not in here]
-        others = []
-        for name in training.tensors if not missing else ():
-            stored, whole = index.entry(name).geometry, training.whole(name)
-            if stored.shape != whole.shape or not _convertible(stored.dtype, whole.dtype):
-                others.append(f"{name} (saved {_shown(stored)}, here {_shown(whole)})")
-        problems = [
-            f"{what}: {_listed(names)}"
-            for what, names in [
-                ("it has nothing for", missing),
-                ("the model has no", unexpected),
-                ("these differ", others),
-            ]
-            if names
+        names = [
+            ("it has nothing for", [name for name in training.tensors if name not in self._stored]),
+            ("the model has no", [name for name in there if name not in here]),
+            ("these differ", list(filter(None, map(self._difference, self._stored)))),
         ]
-        for name, home in index.tied.items() if not problems else ():
-            if here[name] != here[home]:
-                other = f"{name} and {home} were one tensor when it was saved, here they are two"
-                problems.append(f"{other}. Tie them as they were")
-                break
-        for name, home in training.tied.items() if not problems else ():
-            if there[name] != there[home]:
-                problems.append(f"{name} and {home} are one tensor here, but were two when it was saved")
-                break
+        problems = [f"{what}: {_listed(some)}" for what, some in names if some]
+        if not problems and index.stage is not None:
+            problems += [
+                f"{name} and {home} were {'one tensor' if saved else 'two'} when it was saved, and are not here"
+                for tied, saved in [(index.tied, True), (training.tied, False)]
+                for name, home in tied.items()
+                if (here[name] == here[home]) != (there.get(name) == there.get(home))
+            ]
         if set(training.values) != set(index.values) and not problems:
-            problems.append("other modules have extra state (get_extra_state) than when it was saved")
+            problems.append("other modules had extra state (get_extra_state) when it was saved")
         return f"it is of another model: {'; '.join(problems)}." if problems else None
+
+    def _difference(self, name: str) -> str | None:
+        stored, whole = self._entry(name).geometry, self._training.whole(name)
+        if stored.shape == whole.shape and _convertible(stored.dtype, whole.dtype):
+            return None
+        return f"{name} (saved {_shown(stored)}, here {_shown(whole)})"
 
     # ------------------------------------------------------------------------------------------------ optimizers
 
@@ -166,7 +161,7 @@ class Plan:
             self.problem = f"it was saved with {saved}, but {len(optimizers)} to be loaded were given."
             return
         for optimizer, index in zip(optimizers, stored, strict=True):
-            state = _State(self._training, self._index, optimizer, index)
+            state = _State(self._training, self._index, optimizer, index, self._stored)
             self.problem = self.problem or state.problem
             self._state.append(state)
 
@@ -174,15 +169,16 @@ class Plan:
 class _State:
     """What this rank takes of one optimizer's state."""
 
-    def __init__(self, training: Training, index: Index, optimizer: Optimizer, stored: OptimizerIndex) -> None:
+    def __init__(
+        self, training: Training, index: Index, optimizer: Optimizer, stored: OptimizerIndex, names: dict[str, str]
+    ) -> None:
         self._index, self._optimizer, self._stored = index, optimizer, stored
-        self._renamed = {name: index.tied.get(name, name) for name in training.tensors}
-        self.problem = _optimizer_misfit(training, optimizer, stored, self._renamed)
+        self.problem = _optimizer_misfit(training, optimizer, stored, names)
         self._tensors: list[tuple[Stepped, str, Range]] = []
         self._values: list[tuple[Stepped, str, Any]] = []
         if self.problem is None:
             for one in training.stepped(optimizer):
-                self._plan(one, self._renamed[one.name])
+                self._plan(one, names[one.name])
 
     def _plan(self, one: Stepped, name: str) -> None:
         for key, path in self._stored.tensors.get(name, {}).items():
@@ -220,10 +216,24 @@ class _State:
             _hand_over(self._optimizer, taken, options)
 
 
+def _stored_names(training: Training, index: Index) -> dict[str, str]:
+    """For the model's tensors, the name that each is stored under: any of its names here, as any of its names there."""
+    aliases = {name: [name] for name in training.tensors}
+    for name, home in training.tied.items():
+        aliases[home].append(name)
+    there = {name: name for name in index.names()} | index.tied
+    stored = {}
+    for name, some in aliases.items():
+        known = [there[alias] for alias in some if alias in there]
+        if known:
+            stored[name] = known[0]
+    return stored
+
+
 def _optimizer_misfit(
     training: Training, optimizer: Optimizer, stored: OptimizerIndex, renamed: dict[str, str]
 ) -> str | None:
-    if stored.kind != kind(optimizer):
+    if stored.kind not in ("", kind(optimizer)):
         return f"it holds the state of {stored.kind}, but the optimizer is {kind(optimizer)}."
     here = [[renamed[name] for name in names] for names in training.group_names(optimizer)]
     if len(here) != len(stored.groups):

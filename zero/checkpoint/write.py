@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -86,7 +85,7 @@ def save(
     return saving
 
 
-class _Share:
+class Share:
     """What this rank writes: tensors, and other state of each optimizer as JSON."""
 
     def __init__(self, held: list[Held], values: list[dict[str, dict[str, Any]]]) -> None:
@@ -127,11 +126,24 @@ def _nbytes(held: Held) -> int:
     return (held.stop - held.start) * held.whole.dtype.itemsize
 
 
+def write_file(partial: Path, rank: int, share: Share, flat: Callable[[Held], Tensor], *, shown: bool) -> None:
+    """Writes a rank's file under its name, once it is on disk. flat: gives what is held."""
+    path = partial / _file(rank)
+    beside = path.with_suffix(".part")
+    try:
+        with Progress("saving", share.nbytes, shown) as progress:
+            write(beside, share.chunks(flat), share.metadata(), progress.advance)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    beside.rename(path)
+
+
 class Saving:
     """A save, under way or done."""
 
     def __init__(
-        self, training: Training, share: _Share, partial: Path, extras: list[dict[str, Any]], keep: int | None
+        self, training: Training, share: Share, partial: Path, extras: list[dict[str, Any]], keep: int | None
     ) -> None:
         self._ranks, self._share, self._partial, self._keep = training.ranks, share, partial, keep
         self._head = _head(training, extras) if self._ranks.first else None
@@ -216,16 +228,11 @@ class Saving:
         """Writes this rank's file; what goes wrong is in `_problem`, and on disk for the first rank to see."""
         if not self._ranks.writes:
             return
-        beside, path = self._partial / f"{_file(self._ranks.rank)}.part", self._partial / _file(self._ranks.rank)
-
-        def work() -> None:
-            with Progress("saving", self._share.nbytes, self._ranks.first) as progress:
-                write(beside, self._share.chunks(flat), self._share.metadata(), progress.advance)
-            beside.rename(path)
-
-        _, self._problem = _attempt(path, work)
+        rank, path = self._ranks.rank, self._partial / _file(self._ranks.rank)
+        _, self._problem = _attempt(
+            path, lambda: write_file(self._partial, rank, self._share, flat, shown=self._ranks.first)
+        )
         if self._problem is not None and not self._ranks.first:
-            _attempt(path, lambda: beside.unlink(missing_ok=True))  # makes room for the note
             _attempt(path, lambda: self._failure(self._ranks.rank).write_text(self._problem or ""))
 
     def _failure(self, rank: int) -> Path:
@@ -251,12 +258,7 @@ class Saving:
     def _publish(self) -> None:
         def work() -> Path:
             assert self._head is not None
-            index = _complete(self._head, self._partial, self._ranks.world)
-            with open(self._partial / INDEX, "w") as file:
-                file.write(index.dumps())
-                file.flush()
-                os.fsync(file.fileno())
-            return directory.publish(self._partial, self._keep)
+            return seal(self._partial, self._head, keep=self._keep)
 
         self._final, self._problem = _attempt(self._partial, work)
         if self._problem is not None:
@@ -264,7 +266,7 @@ class Saving:
 
     def _discard(self) -> None:
         if self._ranks.first:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            directory.discard(self._partial)
 
 
 # ---------------------------------------------------------------------------------------------------------- the index
@@ -299,11 +301,21 @@ def _groups(training: Training, optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _complete(index: Index, partial: Path, world: int) -> Index:
+def seal(partial: Path, head: Index, *, keep: int | None) -> Path:
+    """Writes the index, when all files are there, and publishes the checkpoint. Returns where it is then."""
+    index = _complete(head, partial)
+    with open(partial / INDEX, "w") as file:
+        file.write(index.dumps())
+        file.flush()
+        os.fsync(file.fileno())
+    return directory.publish(partial, keep)
+
+
+def _complete(index: Index, partial: Path) -> Index:
     """Adds what the files of all ranks hold, as their headers tell."""
     wholes: dict[str, Geometry] = {}
     pieces: dict[str, list[Piece]] = {}
-    for rank in range(world):
+    for rank in range(index.world):
         name = _file(rank)
         with SafeFile(partial / name) as file:
             index.files[name] = file.identity
@@ -328,9 +340,9 @@ def _complete(index: Index, partial: Path, world: int) -> Index:
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def _share(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[_Share, str | None]:
+def _share(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[Share, str | None]:
     """What this rank writes, or what is wrong, in words for the user."""
-    nothing = _Share([], [])
+    nothing = Share([], [])
     if training.problem:
         return nothing, training.problem
     if keep is not None and (not isinstance(keep, int) or keep < 1):
@@ -341,7 +353,7 @@ def _share(training: Training, extra: dict[str, Any], keep: int | None) -> tuple
         held, values = training.share()
     except ValueError as error:
         return nothing, str(error)
-    return _Share(held, values) if training.ranks.writes else nothing, None
+    return Share(held, values) if training.ranks.writes else nothing, None
 
 
 def _told(training: Training, run: Path, keep: int | None, wait: bool) -> list[str]:

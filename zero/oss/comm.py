@@ -41,7 +41,10 @@ def agreement_bytes(world: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of payload that this rank sent. A segment that goes to W - 1 other ranks counts W - 1 times."""
+    """Bytes of payload that this rank sent. A segment that goes to W - 1 other ranks counts W - 1 times.
+
+    Not counted: what pads the message by which ranks agree where they are to its fixed length, of 32 KiB.
+    """
 
     gather: int = 0
     reduce: int = 0
@@ -75,24 +78,52 @@ def _count(**sent: int) -> None:
 
 
 class Handle:
-    """A transfer in flight. It owns the buffers until `wait` returned what the transfer brought."""
+    """A transfer in flight. It owns the buffers until `wait` returned what the transfer brought.
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
+    queue: the transfers that launch something when they are waited for. These are completed in the order in which they
+        were launched, so that what they launch has the same order on every rank whatever each waits for first.
+    """
+
+    def __init__(self, finish: Callable[[], Any], queue: list[Handle] | None = None) -> None:
         self._finish: Callable[[], Any] | None = finish
+        self._queue = queue
+        self._brought: Any = None
+        self._waited = False
+        if queue is not None:
+            queue.append(self)
 
     def wait(self) -> Any:
         """Blocks until the transfer is complete; to be called once."""
-        assert self._finish is not None, "this transfer was waited for before"
-        finish, self._finish = self._finish, None
-        return finish()
+        assert not self._waited, "this transfer was waited for before"
+        self._waited = True
+        while self._queue and self in self._queue:
+            self._queue.pop(0)._complete()
+        self._complete()
+        brought, self._brought = self._brought, None
+        return brought
+
+    def _complete(self) -> None:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._brought = finish()
+
+
+_COMPARISON, _SUM, _BROADCAST, _COLLECTION = range(4)
+"""Operations that every process group knows."""
 
 
 class _Wire:
     """What all users of one process group share: the numbers given out, and what each stands for."""
 
     def __init__(self) -> None:
-        self.names = ["nothing"]
+        self.names = [
+            "a comparison of what the ranks were given",
+            "a sum over the ranks",
+            "a broadcast",
+            "a collection",
+        ]
         self.broken: str | None = None
+        self.led: list[Handle] = []
         self.stranded: list[Any] = []
 
     def channel(self, name: str) -> int:
@@ -189,6 +220,7 @@ class Comm:
         """
         texts = [json.dumps({"problem": problem, "lines": list(lines)})]
         if self.world > 1:
+            self.agree(_COMPARISON)
             digest = hashlib.sha256(texts[0].encode()).digest()
             digests = self._all_gather(torch.tensor(list(digest), dtype=torch.uint8))
             if problem is not None or any(not torch.equal(digests[0], other) for other in digests[1:]):
@@ -207,6 +239,7 @@ class Comm:
         """Collective. The text of every rank, by rank."""
         if self.world == 1:
             return [text]
+        self.agree(_COMPARISON)
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
         lengths = [int(n) for n in torch.cat(self._all_gather(torch.tensor([len(data)])))]
         padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
@@ -227,8 +260,9 @@ class Comm:
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Collective. Overwrites the tensors by those of rank `source` of the group, few large messages at a time."""
-        if self.world == 1:
+        if self.world == 1 or not any(tensor.numel() for tensor in tensors):
             return
+        self.agree(_BROADCAST)
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel():
@@ -244,6 +278,7 @@ class Comm:
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         """Collective. Sums (or takes the maximum of) a small tensor over the ranks, in place."""
         if self.world > 1:
+            self.agree(_SUM)
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             dist.all_reduce(tensor, op=op, group=self.group)
             _count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
@@ -254,7 +289,10 @@ class Comm:
         transfers: on every rank the same, in the same order, (owner, tensor): what is sent at the owner, what is filled
         at those who receive, None elsewhere.
         """
-        for owner, tensor in transfers if self.world > 1 else ():
+        if self.world == 1:
+            return
+        self.agree(_COLLECTION)
+        for owner, tensor in transfers:
             if tensor is None or not tensor.numel():
                 continue
             if to is None:
@@ -293,7 +331,7 @@ class Comm:
             rest = [segment[_LEAD:] for segment in as_bytes]
             self._wait(self._launch_segments(None, rest), channel, full)
 
-        return Handle(finish)
+        return Handle(finish, self._wire.led)
 
     def _launch_segments(self, full: Tensor | None, segments: Sequence[Tensor]) -> list[dist.Work]:
         """Every rank's segment to every rank. `full` is what the segments make up, if they make up one tensor."""

@@ -12,10 +12,16 @@ from zero.oss.flat import unusable
 
 def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
     """Parameter groups in torch's form, and what is wrong with them in words for the user."""
-    if isinstance(params, Tensor):
-        return [], "OSS was given a single tensor. Pass an iterable of parameters, such as model.parameters()."
+    if isinstance(params, (Tensor, set, frozenset)) or not isinstance(params, Iterable):
+        return [], (
+            f"OSS was given a {type(params).__name__} for parameters. Pass an iterable that has an order, such as "
+            "model.parameters()."
+        )
     given: list[Any] = list(params)
-    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
+    in_dicts = [isinstance(entry, dict) for entry in given]
+    if any(in_dicts) and not all(in_dicts):
+        return [], "OSS was given parameters and groups (dicts) in one list. Pass either the one or the other."
+    groups: list[dict[str, Any]] = given if any(in_dicts) else [{"params": given}]
     groups = [{**group, "params": _listed(group.get("params"))} for group in groups]
     seen = set(seen or ())
     found: dict[nn.Parameter, str] = {}
@@ -43,8 +49,10 @@ def _listed(params: Any) -> list[Any]:
 
 
 def describe(groups: list[dict[str, Any]]) -> list[str]:
+    """What must be the same on every rank."""
     lines = []
     for position, group in enumerate(groups):
+        lines.append(f"group {position} with {told_options(options(group))}")
         for index, entry in enumerate(group["params"]):
             name, param = entry if isinstance(entry, tuple) else (f"parameter {index} of group {position}", entry)
             if isinstance(param, Tensor):
@@ -61,3 +69,17 @@ def names(group: dict[str, Any]) -> list[str]:
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def told_options(given: dict[str, Any]) -> str:
+    """Options in words that are the same in every process."""
+    told = {
+        key: value.tolist() if isinstance(value, Tensor) else called(value) if callable(value) else value
+        for key, value in given.items()
+    }
+    return ", ".join(f"{key}={value}" for key, value in sorted(told.items())) or "no options of its own"
+
+
+def called(optim: object) -> str:
+    """The name of a class or function; of anything else its class, as its own words may hold an address."""
+    return getattr(optim, "__name__", type(optim).__name__)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zero.oss import norm, state
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
-from zero.oss.groups import as_groups, describe, names, options
+from zero.oss.groups import as_groups, called, describe, names, options, told_options
 from zero.oss.partition import Partition, bucket_limit, cut_for, lay_out, partition_problem
 
 
@@ -68,8 +68,9 @@ class OSS(Optimizer):
         groups, problem = as_groups(params)
         problem = problem or partition_problem(partition, optim, granularity)
         told = [
-            f"optimizer {getattr(optim, '__name__', optim)}, partition {partition}, granularity {granularity}",
+            f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
             f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}",
+            f"defaults {told_options(defaults)}",
         ]
         self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem)
         self._cut = cut_for(partition, optim, granularity)
@@ -84,7 +85,7 @@ class OSS(Optimizer):
         super().__init__(groups, {})
         self._clear_layout()
         self._add_flat_groups(self.param_groups)
-        self.optim = optim([self._inner_group(group) for group in self.param_groups], **defaults)
+        self.optim = self._build_inner(optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self._share_options(self.optim.param_groups, self.param_groups)
         self._built = True
@@ -104,6 +105,16 @@ class OSS(Optimizer):
         self.optim.add_param_group(self._inner_group(added))
         self._share_options(self.optim.param_groups, self.param_groups)
         self._whole_state = None
+
+    def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
+        inner, problem = None, None
+        try:
+            inner = optim([self._inner_group(group) for group in self.param_groups], **defaults)
+        except Exception as error:  # whatever it is, every rank must hear of it before it waits for this one
+            problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
+        self._comm.compare("the optimizers that OSS shards", [type(inner).__name__], problem)
+        assert inner is not None
+        return inner
 
     def set_bucket_bytes(self, limit: int) -> None:
         """Collective. Lays the parameters out anew in flat groups of at most so many bytes, one parameter at least.
@@ -131,11 +142,17 @@ class OSS(Optimizer):
     def _add_flat_groups(self, param_groups: list[dict[str, Any]], limit: int | None = None) -> None:
         # Backwards, because that is how gradients come: a bucket of ShardedDDP then fills in one go.
         params = [param for group in param_groups for param in group["params"]][::-1]
-        called = [name for group in param_groups for name in names(group)][::-1]
+        param_names = [name for group in param_groups for name in names(group)][::-1]
         if limit is None:
             limit = bucket_limit(params)
         added = lay_out(
-            params, called, self._comm, cut=self._cut, granularity=self._granularity, loads=self._loads, limit=limit
+            params,
+            param_names,
+            self._comm,
+            cut=self._cut,
+            granularity=self._granularity,
+            loads=self._loads,
+            limit=limit,
         )
         self._flat_groups += added
         self._trained |= {flat for flat in added if flat.params[0].requires_grad}
@@ -177,6 +194,10 @@ class OSS(Optimizer):
         return self._parts[param]
 
     @property
+    def keeps_masters(self) -> bool:
+        return bool(self._masters)
+
+    @property
     def cuts_parameters(self) -> bool:
         """Whether parameters are cut inside, as with partition "even"."""
         return self._cut == "even"
@@ -185,10 +206,10 @@ class OSS(Optimizer):
         """From now on gradients are put into the parts (by ShardedDDP), not taken from `param.grad`."""
         self.gradients_arrive_in_parts = True
 
-    def rename(self, called: dict[nn.Parameter, str]) -> None:
+    def rename(self, given: dict[nn.Parameter, str]) -> None:
         """Gives the parameters the names that errors call them by."""
         for flat in self._flat_groups:
-            flat.names = [called.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
+            flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
 
     # -------------------------------------------------------------------------------------------- stepping
 
@@ -267,19 +288,24 @@ class OSS(Optimizer):
                 "none of the parameters has a gradient. Call backward() before step(). If it was called, the model has "
                 "other parameters than OSS: load weights with assign=False, and build OSS after replacing any."
             )
+        self._refuse_sparse()
         for flat in self._flat_groups:
             for index, span in flat.spans.items():
                 param, part = flat.params[index], self._parts[flat.params[index]]
                 if param.grad is None:
                     part.grad = None
                     continue
-                if param.grad.is_sparse:
-                    raise RuntimeError(
-                        f"{flat.names[index]} has a sparse gradient. zero shards dense ones: build the embedding with "
-                        "sparse=False."
-                    )
                 taken = flat.in_memory_order(index, param.grad)[span.start : span.stop]
                 part.grad = flat.shaped(index, taken, span).to(part.dtype)
+
+    def _refuse_sparse(self) -> None:
+        """On every rank, whatever it owns."""
+        for flat in self._flat_groups:
+            for param, name in zip(flat.params, flat.names, strict=True):
+                if param.grad is not None and param.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{name} has a sparse gradient. zero shards dense ones: build the embedding with sparse=False."
+                    )
 
     def _refuse_unreduced(self) -> None:
         for flat in self._flat_groups:

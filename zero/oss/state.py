@@ -68,7 +68,9 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
         raise ValueError(
             f"to={to} is no rank of the group of {comm.world}: choose 0 to {comm.world - 1}, or None for all."
         )
-    told = [json.loads(text) for text in comm.all_gather_text(json.dumps(_describe(optimizer)))]
+    if comm.world == 1:
+        return part_of(optimizer, as_whole=True)
+    told = [json.loads(text) for text in comm.all_gather_text(_told(optimizer))]
     recipient = to is None or to == comm.rank
     whole: dict[int, dict[str, Any]] = {}
     transfers: list[tuple[int, Tensor | None]] = []
@@ -96,11 +98,12 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
     }
 
 
-def part_of(optimizer: OSS) -> dict[str, Any]:
-    """This rank's part, without communication."""
+def part_of(optimizer: OSS, *, as_whole: bool = False) -> dict[str, Any]:
+    """This rank's part, without communication. as_whole: it is all there is, and needs no mark of a part."""
     pieces = {piece.number: _state_of(optimizer, piece) for piece in _pieces(optimizer, optimizer.comm.rank)}
-    state = {number: state for number, state in pieces.items() if state}
-    return {"state": state, "param_groups": _groups(optimizer), _PART: _fingerprint(optimizer)}
+    state = {number: state for number, state in sorted(pieces.items()) if state}
+    mark = {} if as_whole else {_PART: _fingerprint(optimizer)}
+    return {"state": state, "param_groups": _groups(optimizer), **mark}
 
 
 def load(optimizer: OSS, state_dict: dict[str, Any]) -> None:
@@ -146,7 +149,9 @@ def _refuse_other_shapes(optimizer: OSS, states: dict[Any, dict[str, Any]], numb
 def hand_over(optimizer: OSS, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Through the inner optimizer's own `load_state_dict`, which knows what dtype and device each entry needs."""
     inner = optimizer.optim
-    masters = {part: state.pop("master") for part, state in taken.items() if "master" in state}
+    masters = {
+        part: state.pop("master") for part, state in taken.items() if optimizer.keeps_masters and "master" in state
+    }
     parts = [part for group in inner.param_groups for part in group["params"]]
     position = {part: number for number, part in enumerate(parts)}
     options = [deepcopy(group_options(group)) for group in groups]
@@ -183,6 +188,20 @@ def _pieces(optimizer: OSS, rank: int | None = None) -> Iterator[_Piece]:
         for owner in range(flat.layout.world) if rank is None else [rank]:
             for span in flat.layout.spans(owner):
                 yield _Piece(numbers[flat.params[span.index]], flat, span.index, owner, span)
+
+
+def _told(optimizer: OSS) -> str:
+    """`_describe` as text; raises ValueError on every rank where a rank's state cannot be told so."""
+    text, problem = "", None
+    try:
+        text = json.dumps(_describe(optimizer))
+    except TypeError as error:
+        problem = (
+            f"{type(optimizer.optim).__name__} keeps something in its state that is neither a tensor nor a plain value "
+            f"({error}). Save each rank's own state_dict() instead of a consolidated one."
+        )
+    optimizer.comm.compare("the states to consolidate", [], problem)
+    return text
 
 
 def _describe(optimizer: OSS) -> dict[int, dict[str, Any]]:

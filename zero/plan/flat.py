@@ -19,19 +19,24 @@ class Flat:
     """Bytes on one rank, unless said otherwise.
 
     names: of the parameters, in the order of the layout.
+    itemsize: of the dtype that is computed with.
     whole, part: the buffer of all parameters, in the dtype that is computed with, and this rank's segment of it in the
         dtype that is stepped.
     gathered: this rank's segment as it is sent.
-    owned, largest: elements of trained parameters in the segment, padding left out, and of the largest among them.
+    owned: elements of trained parameters in the segment, padding left out.
+    largest: elements of the largest part of a parameter that any rank has.
     tensors: how many trained parameters the segment has something of.
     gradients: of each parameter, whole; 0 where it is not trained.
-    alone: of those gradients, what is sent from where autograd wrote it.
-    message, small: all that is sent for the gradients, this rank's own share included; of it the message of small ones.
-    received, sums: what comes in from all ranks, and what is left of it.
-    sent: of the message, what leaves this rank.
+    alone: of those gradients, what is sent each by itself.
+    cast: what those take in the dtype that they are sent in, where it is another than they were written in.
+    small, small_written: the message of all others, as it is sent, and as it is put together where that differs.
+    widened: what is held besides to add up 16-bit numbers in float32.
+    received, sums: what comes in from all ranks, and what is left of it, in `sums_dtype`.
+    sent: what leaves this rank.
     """
 
     names: tuple[str, ...]
+    itemsize: int
     whole: int
     part: int
     gathered: int
@@ -40,10 +45,13 @@ class Flat:
     tensors: int
     gradients: tuple[int, ...]
     alone: int
-    message: int
+    cast: int
     small: int
+    small_written: int
+    widened: int
     received: int
     sums: int
+    sums_dtype: torch.dtype
     sent: int
 
     @property
@@ -68,36 +76,47 @@ def size_up(
     computed = computed if computed is not None and floating else stored
     stepped = stepped if stepped is not None and floating else stored
     sent_as = sent_as or computed
-    wide = torch.float32 if sent_as in (torch.float16, torch.bfloat16) else sent_as
+    sums_dtype = torch.float32 if sent_as in (torch.float16, torch.bfloat16) and layout.world > 1 else sent_as
     size, world = computed.itemsize, layout.world
     low, high = layout.bounds[rank : rank + 2]
     spans = layout.spans(rank) if trained else ()
     numels = layout.numels if trained else ()
     alone = [numel for numel in numels if travels_alone(numel * size)]
+    pieces, largest = _pieces(layout) if trained else (0, 0)
     own = sum(span.numel for span in spans) + len(spans)
-    total = sum(numels) + (_pairs(layout) if trained else 0)
+    total = sum(numels) + pieces
+    large = [span.numel for span in spans if travels_alone(layout.numels[span.index] * size)]
+    most = max([own - sum(large), *large])  # of one message, what this rank gets
     return Flat(
         names=tuple(names[i] for i in arranged.members),
+        itemsize=size,
         whole=layout.numel * size,
         part=(high - low) * stepped.itemsize,
         gathered=(high - low) * size,
         owned=own - len(spans),
-        largest=max((span.numel for span in spans), default=0),
+        largest=largest,
         tensors=len(spans),
         gradients=tuple(numel * size if trained else 0 for numel in layout.numels),
         alone=sum(alone) * size,
-        message=total * sent_as.itemsize,
+        cast=sum(alone) * sent_as.itemsize if sent_as is not computed else 0,
         small=(total - sum(alone)) * sent_as.itemsize,
+        small_written=(total - sum(alone)) * size if sent_as is not computed else 0,
+        widened=2 * sums_dtype.itemsize * most if sums_dtype is not sent_as else 0,
         received=own * world * sent_as.itemsize if world > 1 else 0,
-        sums=own * (wide if world > 1 else sent_as).itemsize,
+        sums=own * sums_dtype.itemsize,
+        sums_dtype=sums_dtype,
         sent=(total - own) * sent_as.itemsize if world > 1 else 0,
     )
 
 
-def _pairs(layout: Layout) -> int:
-    """How many (rank, parameter) there are of which the rank has something of the parameter."""
+def _pieces(layout: Layout) -> tuple[int, int]:
+    """How many pieces parameters are cut into, over all ranks, and the elements of the largest."""
+    starts, numels = np.asarray(layout.offsets, dtype=np.int64), np.asarray(layout.numels, dtype=np.int64)
     cuts = np.unique(np.asarray(layout.bounds[1:-1], dtype=np.int64))
-    offsets, numels = np.asarray(layout.offsets, dtype=np.int64), np.asarray(layout.numels, dtype=np.int64)
-    around = np.searchsorted(offsets, cuts, side="right") - 1
-    within = (cuts > offsets[around]) & (cuts < offsets[around] + numels[around])
-    return len(numels) + int(within.sum())
+    around = np.searchsorted(starts, cuts, side="right") - 1
+    cuts = cuts[(cuts > starts[around]) & (cuts < starts[around] + numels[around])]
+    points = np.sort(np.concatenate([starts, starts + numels, cuts]))
+    between = points[1:] - points[:-1]
+    within = np.searchsorted(starts, points[:-1], side="right") - 1
+    sizes = between[points[:-1] < starts[within] + numels[within]]
+    return len(numels) + len(cuts), int(sizes.max(initial=0))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from zero.plan.needs import Activations
+
 
 class Ledger:
-    """Adds up what is held, and remembers the most."""
+    """Adds up what is held, and remembers the most.
 
-    def __init__(self, held: int = 0) -> None:
+    activations: what a model's own forward and backward hold as gradients arrive.
+    """
+
+    def __init__(self, held: int, activations: Activations) -> None:
         self.held = self.peak = held
+        self._activations = activations
+        self._left = 0
 
     def take(self, nbytes: int) -> None:
         self.held += nbytes
@@ -19,3 +26,18 @@ class Ledger:
     def touch(self, nbytes: int) -> None:
         """Takes and gives back at once."""
         self.peak = max(self.peak, self.held + nbytes)
+
+    def forward(self) -> None:
+        """A forward, or as much of it as is run at once."""
+        self.touch(self._activations.forward)
+
+    def arrive(self, name: str, gradient: int) -> None:
+        """Backward computes one more gradient, which is held; activations go as it proceeds."""
+        self.give(self._left)
+        self.touch(self._activations.before.get(name, 0))
+        self._left = self._activations.after.get(name, 0)
+        self.take(gradient + self._left)
+
+    def end_backward(self) -> None:
+        self.give(self._left)
+        self._left = 0

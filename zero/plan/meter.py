@@ -27,7 +27,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._apart = WeakSet(tensor.untyped_storage() for tensor in apart)
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
         self._peak = 0

@@ -80,21 +80,21 @@ class Activations:
     forward: the most in forward.
     order: the trained parameters in the order in which their gradients arrive.
     before: the most from one gradient's arrival to this one's, the arriving gradient included.
+    after: what is left when it has arrived, the gradient not included.
     """
 
     forward: int = 0
     order: tuple[str, ...] = ()
     before: Mapping[str, int] = field(default_factory=dict)
+    after: Mapping[str, int] = field(default_factory=dict)
 
 
-def measure_activations(
-    module: nn.Module, batch: Sequence[Any], precision: MixedPrecision, device: str
-) -> Activations:
+def measure_activations(module: nn.Module, batch: Sequence[Any], precision: MixedPrecision, device: str) -> Activations:
     """Runs a forward and a backward on fake tensors: nothing of the model's or the batch's size is allocated.
 
     Raises RuntimeError where the model's forward needs values (`.item()`, masks by value).
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True):
 
         def faked(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -114,12 +114,14 @@ def measure_activations(
         with Meter(apart=[*params.values(), *buffers.values()]) as meter:
             order: list[str] = []
             before: dict[str, int] = {}
+            after: dict[str, int] = {}
 
             def arrival(name: str) -> Callable[[Tensor], None]:
                 def arrived(param: Tensor) -> None:
                     order.append(name)
                     before[name] = meter.peak()
                     param.grad = None
+                    after[name] = meter.live()
                     meter.reset_peak()
 
                 return arrived
@@ -132,8 +134,8 @@ def measure_activations(
                 output = functional_call(module, {**params, **buffers}, arguments)
             except torch._subclasses.fake_tensor.DataDependentOutputException as error:
                 raise RuntimeError(
-                    f"the activations cannot be measured without running the model: its forward needs values ({error}). "
-                    "Plan without a batch, and add what a step of yours holds to what is planned."
+                    f"the activations cannot be measured without running the model: its forward needs values "
+                    f"({error}). Plan without a batch, and add what a step of yours holds to what is planned."
                 ) from error
             forward = meter.peak()
             meter.reset_peak()
@@ -142,5 +144,4 @@ def measure_activations(
             del output, outputs
             assert isinstance(loss, Tensor)
             loss.backward()
-    assert mode is not None
-    return Activations(forward, tuple(order), before)
+    return Activations(forward, tuple(order), before, after)

@@ -1,0 +1,218 @@
+"""What FSDP and zero.setup refuse: with a ValueError on every rank, that names what was found and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import LBFGS, SGD, Adafactor
+
+import zero
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+
+
+def wrap(rank: int, **options: Any) -> None:
+    zero.FSDP(net(), **options)
+
+
+def wrap_on_one_rank_otherwise(rank: int, **options: Any) -> None:
+    zero.FSDP(net(), **(options if rank else {}))
+
+
+def no_parameters(rank: int) -> None:
+    zero.FSDP(nn.ReLU())
+
+
+def no_parameters_on_one_rank(rank: int) -> None:
+    zero.FSDP(nn.ReLU() if rank else net())
+
+
+def nested(rank: int) -> None:
+    zero.FSDP(nn.Sequential(net(), zero.FSDP(net())))
+
+
+def wrapped_twice(rank: int) -> None:
+    zero.FSDP(zero.FSDP(net()))
+
+
+def on_the_meta_device_without_values(rank: int) -> None:
+    model = net()
+    model[2].to("meta")
+    zero.FSDP(model, sync_module_states=False)
+
+
+def sparse_parameter(rank: int) -> None:
+    model = net()
+    model[0].weight = nn.Parameter(torch.eye(4, 3).to_sparse())
+    zero.FSDP(model)
+
+
+def unknown_stage(rank: int, stage: object) -> None:
+    zero.setup(net(), SGD, stage=stage)  # type: ignore[arg-type]
+
+
+def other_stage_on_one_rank(rank: int) -> None:
+    zero.setup(net(), SGD, stage=3 if rank else 2)
+
+
+def setup(rank: int, optim: Any, **options: Any) -> None:
+    zero.setup(net(), optim, **options)
+
+
+def in_two_ranks(rank: int, world: int, function: Callable[..., None], *args: object) -> None:
+    function(rank, *args)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (no_parameters, ["without parameters", "nothing to shard"]),
+        (no_parameters_on_one_rank, ["without parameters", r"\(on rank 1\)"]),
+        (nested, ["contains an FSDP already", "from the outside"]),
+        (wrapped_twice, ["contains an FSDP already"]),
+        (on_the_meta_device_without_values, ["'2.weight' is on the meta device"]),
+        (sparse_parameter, ["'0.weight' has layout torch.sparse", "to_dense"]),
+        (partial(wrap, auto_wrap_policy="Linear"), ["auto_wrap_policy is a str", "ModuleWrapPolicy"]),
+        (partial(wrap_on_one_rank_otherwise, auto_wrap_policy={nn.Linear}), ["is a set", r"\(on rank 1\)"]),
+        (partial(wrap, partition="rows"), ["partition='rows' is unknown", "'even'", "'whole'"]),
+        (partial(wrap_on_one_rank_otherwise, partition="rows"), ["partition='rows'", r"\(on rank 1\)"]),
+        (partial(wrap_on_one_rank_otherwise, partition="whole"), ["differ between ranks", "partition whole"]),
+        (partial(unknown_stage, stage=4), ["stage=4 is unknown", "3 .FSDP."]),
+        (partial(unknown_stage, stage="2"), ["stage='2' is unknown"]),
+        (other_stage_on_one_rank, ["stages", "differ between ranks", "rank 0 has stage 2, rank 1 has stage 3"]),
+        (partial(setup, optim=SGD, stage=3, partition="columns"), ["partition='columns' is unknown"]),
+        (partial(setup, optim=SGD, stage=2, partition="columns"), ["partition='columns' is unknown"]),
+        (partial(setup, optim=Adafactor, stage=3, partition="even"), ["Adafactor needs each parameter whole"]),
+        (partial(setup, optim=LBFGS, stage=3), ["LBFGS", "cannot be sharded"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or (str(value.keywords) if isinstance(value, partial) else ""),
+)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(function, words):
+    ranks.expect_error(in_two_ranks, 2, ValueError, *words, args=(function,), timeout=15)
+
+
+def models_differ(rank: int, change: Callable[[nn.Module], object], stage: int) -> None:
+    model = net()
+    if rank:
+        change(model)
+    if stage == 3:
+        zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    else:
+        zero.setup(model, SGD, stage=stage, lr=0.1)
+
+
+def of_other_shape(model: nn.Module) -> None:
+    model[2] = nn.Linear(5, 4)
+
+
+def of_other_dtype(model: nn.Module) -> None:
+    model[2].bfloat16()
+
+
+def in_other_order(model: nn.Module) -> None:
+    model[1], model[2] = model[2], model[1]
+
+
+def of_other_number(model: nn.Module) -> None:
+    model.append(nn.Linear(2, 2))
+
+
+def with_other_names(model: nn.Module) -> None:
+    model._modules["last"] = model._modules.pop("2")
+
+
+def with_other_parts_frozen(model: nn.Module) -> None:
+    model[0].bias.requires_grad_(False)
+
+
+def with_other_buffers(model: nn.Module) -> None:
+    model[1] = nn.BatchNorm1d(4, track_running_stats=False)
+
+
+DIFFERENCES = [
+    (of_other_shape, [r"2\.weight: float32 \[5, 4\]", r"2\.weight: float32 \[4, 5\]"]),
+    (of_other_dtype, [r"2\.weight: float32", r"2\.weight: bfloat16"]),
+    (in_other_order, [r"1\.weight: float32 \[4\]", r"1\.weight: float32 \[5, 4\]"]),
+    (of_other_number, [r"3\.weight"]),
+    (with_other_names, [r"2\.weight", r"last\.weight"]),
+    (with_other_parts_frozen, [r"0\.bias: float32 \[4\], trained", r"0\.bias: float32 \[4\], frozen"]),
+]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("change", "words"), DIFFERENCES, ids=[change.__name__ for change, _ in DIFFERENCES])
+def test_models_that_differ_between_ranks_are_refused_on_every_rank(change, words, stage):
+    if stage == 3 and change in (in_other_order, of_other_number, with_other_names):
+        words = [r"units.*rank 1 has units"]  # that shows first
+    expected = ["differ between ranks", "rank 0 has", "rank 1 has", "same on every rank", *words]
+    ranks.expect_error(in_two_ranks, 2, ValueError, *expected, args=(models_differ, change, stage), timeout=15)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buffers_that_differ_between_ranks_are_refused_on_every_rank(stage):
+    words = ["differ between ranks", r"1\.running_mean: float32 \[4\]", "rank 1 has nothing"]
+    ranks.expect_error(in_two_ranks, 2, ValueError, *words, args=(models_differ, with_other_buffers, stage), timeout=15)
+
+
+def other_options(rank: int) -> None:
+    zero.FSDP(net(), reshard_after_forward=bool(rank))
+
+
+def test_reshard_after_forward_that_differs_between_ranks_is_refused_on_every_rank():
+    """Ranks would gather at other points of a step."""
+    words = ["differ between ranks", "reshard_after_forward"]
+    ranks.expect_error(in_two_ranks, 2, ValueError, *words, args=(other_options,), timeout=15)
+
+
+def outside(rank: int, world: int, stage: int) -> str:
+    group = dist.new_group([0, 1])
+    try:
+        zero.setup(net(), SGD, stage=stage, process_group=group)
+    except ValueError as error:
+        return str(error)
+    return "built"
+
+
+def outside_by_hand(rank: int, world: int) -> str:
+    group = dist.new_group([0, 1])
+    try:
+        zero.FSDP(net(), process_group=group)
+    except ValueError as error:
+        return str(error)
+    return "built"
+
+
+def test_a_rank_outside_the_process_group_is_refused():
+    for stage in range(4):
+        *inside, message = ranks.run(outside, 3, args=(stage,), timeout=15)
+        assert inside == ["built", "built"]
+        assert "rank 2 of the job is not in the process group" in message
+    *inside, message = ranks.run(outside_by_hand, 3, timeout=15)
+    assert inside == ["built", "built"]
+    assert "rank 2 of the job is not in the process group" in message
+
+
+def alone(rank: int, world: int) -> None:
+    for function, words in [
+        (no_parameters, "without parameters"),
+        (partial(unknown_stage, stage=7), "stage=7 is unknown"),
+        (partial(wrap, partition="rows"), "partition='rows' is unknown"),
+    ]:
+        with pytest.raises(ValueError, match=words) as raised:
+            function(0)
+        assert "on rank" not in str(raised.value)
+
+
+def test_one_process_without_a_group_refuses_the_same():
+    ranks.run(alone, bare=True)

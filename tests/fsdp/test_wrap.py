@@ -1,0 +1,176 @@
+"""Which modules become units and which parameters each unit has. No rank is started."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from models import GPT, Attention, Block, OddMLP
+from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from zero.fsdp.wrap import params_by_unit, unit_modules
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def names(root: nn.Module, policy: object, **options: object) -> list[str]:
+    units = unit_modules(root, policy, **options)
+    assert all(root.get_submodule(name) is module for name, module in units.items())
+    return list(units)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        ModuleWrapPolicy({Block}),
+        CustomPolicy(lambda module: isinstance(module, Block)),
+        partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
+        partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block),
+    ],
+    ids=["none", "by class", "custom", "lambda", "transformer", "function"],
+)
+def test_every_kind_of_policy_makes_the_blocks_units(policy):
+    assert names(GPT(), policy) == ["", *BLOCKS]
+
+
+def test_units_within_units_come_from_the_outside_in():
+    inner = [name for block in BLOCKS for name in (block, f"{block}.attention")]
+    assert names(GPT(), ModuleWrapPolicy({Block, Attention})) == ["", *inner]
+
+
+def test_by_size_a_module_is_a_unit_where_what_no_unit_inside_has_taken_is_large_enough():
+    net = nn.Sequential(
+        nn.Linear(10, 10),  # 110
+        nn.Sequential(nn.Linear(10, 5), nn.Linear(5, 10)),  # 55 and 60
+        nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 3)),  # 110 and 33
+        nn.ModuleList([nn.Linear(10, 3), nn.Linear(10, 9)]),  # 33 and 99: a list is never a unit
+    )
+    policy = partial(size_based_auto_wrap_policy, min_num_params=100)
+    assert names(net, policy) == ["", "0", "1", "2.0"]
+
+
+def test_by_size_agrees_with_pytorchs_own_wrapping():
+    from torch.distributed.fsdp.wrap import _recursive_wrap
+
+    class Wrapped(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    for limit in (100, 500, 1300, 5000, 100_000):
+        policy = partial(size_based_auto_wrap_policy, min_num_params=limit)
+        reference = GPT()
+        _recursive_wrap(reference, policy, Wrapped, set(), set(), only_wrap_children=True)
+        expected = [name for name, module in reference.named_modules() if isinstance(module, Wrapped)]
+        assert names(GPT(), policy)[1:] == [name.replace(".module", "") for name in expected], limit
+
+
+def test_without_a_policy_blocks_that_a_list_repeats_are_units():
+    net = nn.Module()
+    net.repeated = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])
+    net.once = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+    net.leaves = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    net.empty = nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())])
+    net.mixed = nn.ModuleList([Block(2, 1), nn.Sequential(nn.Linear(2, 2)), Block(2, 1)])
+    net.plain = nn.Sequential(Block(2, 1), Block(2, 1))
+    assert names(net, None) == ["", "repeated.0", "repeated.1", "mixed.0", "mixed.2"]
+
+
+def test_a_model_without_blocks_is_one_unit():
+    assert names(nn.Linear(2, 2), None) == [""]
+    assert names(nn.Linear(2, 2), ModuleWrapPolicy({nn.Linear})) == [""]
+    assert names(GPT(), ModuleWrapPolicy({nn.Conv2d})) == [""]
+
+
+def test_as_one_unit_leaves_no_units_inside():
+    policy = ModuleWrapPolicy({Block, Attention, nn.LayerNorm})
+    net = GPT()
+    assert names(net, policy, as_one_unit=[Block]) == ["", *BLOCKS, "norm"]
+    assert "blocks.1.attention" not in names(net, policy, as_one_unit=[net.blocks[1]])
+    assert "blocks.0.attention" in names(net, policy, as_one_unit=[net.blocks[1]])
+
+
+@pytest.mark.parametrize("policy", [3, "Block", {Block}, [Block]])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(ValueError, match=rf"{type(policy).__name__}.*ModuleWrapPolicy"):
+        unit_modules(GPT(), policy)
+
+
+def test_a_list_has_no_forward_to_be_gathered_for():
+    with pytest.raises(ValueError, match=r"'blocks' is a ModuleList, which has no forward"):
+        unit_modules(GPT(), ModuleWrapPolicy({nn.ModuleList}))
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+
+def owned(root: nn.Module, policy: object, **options: object) -> dict[str, list[str]]:
+    by_unit = params_by_unit(root, unit_modules(root, policy), **options)
+    params = dict(root.named_parameters(remove_duplicate=False))
+    assert all(params[name] is param for pairs in by_unit.values() for name, param in pairs)
+    return {unit: [name for name, _ in pairs] for unit, pairs in by_unit.items()}
+
+
+def test_every_parameter_belongs_to_the_innermost_unit_around_it():
+    found = owned(GPT(), ModuleWrapPolicy({Block, Attention}))
+    assert found[""] == ["tokens.weight", "positions.weight", "norm.weight", "norm.bias"]
+    assert found["blocks.1.attention"] == [
+        f"blocks.1.attention.{name}" for name in ("mix.weight", "mix.bias", "out.weight", "out.bias")
+    ]
+    assert not any(".attention." in name for name in found["blocks.1"])
+    listed = [name for unit in found.values() for name in unit]
+    assert sorted(listed) == sorted(name for name, _ in GPT().named_parameters())
+
+
+def test_tied_weights_belong_to_the_innermost_unit_around_all_their_places():
+    found = owned(OddMLP(), None)
+    assert "layers.0.linear.weight" in found[""]
+    assert not any("linear.weight" in name for unit in ("layers.0", "layers.2") for name in found[unit])
+    assert "layers.1.linear.weight" in found["layers.1"]
+
+    net = GPT()
+    net.blocks[0].mlp[2].weight = nn.Parameter(net.blocks[0].mlp[0].weight.t().clone())
+    net.blocks[0].mlp[0].weight = net.blocks[0].attention.mix.weight  # of other shape, which does not matter here
+    found = owned(net, ModuleWrapPolicy({Block, Attention}))
+    assert "blocks.0.attention.mix.weight" in found["blocks.0"]
+    assert found["blocks.0.attention"] == ["blocks.0.attention.mix.bias", *(f"blocks.0.attention.out.{n}" for n in ("weight", "bias"))]
+    assert "tokens.weight" in found[""] and "head.weight" not in found[""]
+
+
+def test_a_module_that_stands_in_two_places_keeps_its_parameters_where_it_is_a_unit():
+    net = nn.Module()
+    shared = nn.Sequential(nn.Linear(2, 2))
+    net.left = nn.Sequential(shared)
+    net.right = nn.Sequential(shared)
+    policy = CustomPolicy(lambda module: module in (net.left, net.right))
+    found = owned(net, policy)
+    assert found == {"": ["left.0.0.weight", "left.0.0.bias"], "left": [], "right": []}
+    inside = {"": [], "left.0": ["left.0.0.weight", "left.0.0.bias"]}
+    assert owned(net, CustomPolicy(lambda module: module is shared)) == inside
+    repeated = nn.Module()
+    repeated.blocks = nn.ModuleList([shared] * 3)
+    assert owned(repeated, None) == {"": [], "blocks.0": ["blocks.0.0.weight", "blocks.0.0.bias"]}
+
+
+def test_ignored_parameters_belong_to_no_unit():
+    net = GPT()
+    ignored = {net.blocks[1].attention.mix.weight, net.norm.bias}
+    found = owned(net, ModuleWrapPolicy({Block}), ignored=ignored)
+    listed = {name for unit in found.values() for name in unit}
+    assert {name for name, _ in net.named_parameters()} - listed == {"blocks.1.attention.mix.weight", "norm.bias"}
+
+
+def test_parameters_are_read_not_touched():
+    with torch.device("meta"):
+        net = GPT()
+    assert len(owned(net, None)) == 4

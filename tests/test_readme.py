@@ -1,0 +1,49 @@
+"""The README's own script, run as the README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    found = re.search(r"tests/test_readme.py runs this script -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found
+    path = tmp_path / "train.py"
+    # Gloo aborts at interpreter exit now and then; the README need not speak of it.
+    path.write_text(found[1] + "\nimport sys\nsys.stdout.flush()\nos._exit(0)\n")
+    return path
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+def test_the_script_of_the_readme_trains(script: Path, launcher: list[str]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
+    result = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    loss = re.search(r"loss (\S+), sent (\d+) bytes", result.stdout)
+    assert loss
+    assert float(loss[1]) < 0.9
+    assert (int(loss[2]) > 0) == bool(launcher)
+    weights = torch.load(script.parent / "weights.pt", weights_only=True)
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == {
+        "0.weight": (256, 64),
+        "0.bias": (256,),
+        "2.weight": (64, 256),
+        "2.bias": (64,),
+    }

@@ -1,0 +1,109 @@
+"""python -m zero.checkpoint export | inspect | import"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from zero.checkpoint import directory
+from zero.checkpoint.export import export, export_dcp
+from zero.checkpoint.files import FileProblem
+from zero.checkpoint.format import Index
+from zero.checkpoint.importing import import_checkpoint
+from zero.checkpoint.source import Range, Source
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "inspect":
+            _inspect(Path(options.path), tensors=options.tensors, check=options.check)
+        elif options.command == "import":
+            print(import_checkpoint(options.source, options.path))
+        elif options.to == "dcp":
+            export_dcp(options.path, options.out)
+        else:
+            for file in export(options.path, options.out, max_shard_size=options.max_shard_size, dtype=options.dtype):
+                print(file)
+    except (FileProblem, ValueError, OSError) as error:
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m zero.checkpoint")
+    commands = parser.add_subparsers(dest="command", required=True)
+    out = commands.add_parser("export", help="write the weights for others")
+    out.add_argument("path", metavar="DIR", help="a run's directory (its latest checkpoint), or one checkpoint's")
+    out.add_argument("out", metavar="OUT", help="directory to write to")
+    out.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="such as 5GB, the default")
+    out.add_argument("--dtype", type=_dtype, metavar="DTYPE", help=f"{', '.join(_DTYPES)}; as stored by default")
+    out.add_argument(
+        "--to", choices=["hf", "dcp"], default="hf", help="Hugging Face's files, or torch's with the optimizer"
+    )
+    show = commands.add_parser("inspect", help="print what is inside")
+    show.add_argument("path", metavar="DIR")
+    show.add_argument("--tensors", action="store_true", help="every tensor")
+    show.add_argument("--check", action="store_true", help="compare all checksums")
+    into = commands.add_parser("import", help="read torch.save files, safetensors, torch distributed checkpoints")
+    into.add_argument("source", metavar="SRC")
+    into.add_argument("path", metavar="DIR", help="the run's directory to make a checkpoint in")
+    return parser
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size. Write it as 5GB or 500MiB.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _dtype(text: str) -> torch.dtype:
+    if text not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is unknown. Choose one of {', '.join(_DTYPES)}.")
+    return _DTYPES[text]
+
+
+def _inspect(path: Path, *, tensors: bool, check: bool) -> None:
+    found = directory.resolve(path)
+    with Source(found) as source:
+        index = source.index
+        print(f"{found}: {_origin(index)}")
+        for kind in ["model", "master", "optimizer"]:
+            entries = [entry for path, entry in index.tensors.items() if path.startswith(f"{kind}/")]
+            elements = sum(entry.geometry.numel for entry in entries)
+            nbytes = sum(entry.geometry.nbytes for entry in entries)
+            print(f"  {kind}: {len(entries)} tensors, {elements:,} elements, {nbytes:,} bytes")
+        for name, home in index.tied.items():
+            print(f"  tied: {name} is {home}")
+        for optimizer in index.optimizers:
+            for number, group in enumerate(optimizer.groups):
+                options = ", ".join(f"{key}={value}" for key, value in group["options"].items())
+                kind = optimizer.kind or "optimizer"
+                print(f"  {kind}, group {number}: {len(group['params'])} parameters, {options}")
+        extra = sorted({*index.extra, *(key for one in index.extra_by_rank for key in one)})
+        print(f"  extra: {', '.join(extra) or 'none'}")
+        for path_in, entry in index.tensors.items() if tensors else ():
+            dtype = str(entry.geometry.dtype).removeprefix("torch.")
+            print(f"  {path_in}: {dtype} {list(entry.geometry.shape)}, {len(entry.pieces)} pieces")
+        if check:
+            source.check(
+                (Range(entry, entry.geometry, 0, entry.geometry.numel) for entry in index.tensors.values()), shown=True
+            )
+            print("  every byte is as it was written")
+
+
+def _origin(index: Index) -> str:
+    return "imported" if index.stage is None else f"saved at stage {index.stage} on {index.world} ranks"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

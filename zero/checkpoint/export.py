@@ -1,0 +1,163 @@
+"""A checkpoint's weights for others: as Hugging Face lays them out, or as torch's distributed checkpoint.
+
+Weights are streamed, BUFFER bytes at a time, so a model that fits nowhere can be exported. Names that share a tensor
+are all written, because `load_state_dict(strict=True)` asks for all of them, and safetensors knows no aliases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint import directory
+from zero.checkpoint.files import Chunk, SafeFile, write
+from zero.checkpoint.format import Entry, Geometry, Index, decode
+from zero.checkpoint.progress import Progress
+from zero.checkpoint.source import Range, Source
+
+SINGLE = "model.safetensors"
+SHARD_INDEX = "model.safetensors.index.json"
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    max_shard_size: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+) -> list[Path]:
+    """Writes the weights as `model.safetensors`, or as shards with `model.safetensors.index.json`. Returns the files.
+
+    path: a run's directory, or one checkpoint's. out: a directory; files of these names must not be there yet.
+    max_shard_size: bytes; a larger tensor gets a file of its own.
+    dtype: of floating-point tensors, by default as they are stored. Where masters were stored, a dtype of more bits
+        than the parameter's takes the master.
+
+    Raises ValueError where the checkpoint is damaged or `out` has weights already; nothing is left there then.
+    """
+    directory_out = Path(out)
+    found = [one.name for one in directory_out.glob("model*.safetensors*")] if directory_out.is_dir() else []
+    if found:
+        raise ValueError(f"{directory_out} has {found[0]} already. Choose another directory, or remove its weights.")
+    with Source(directory.resolve(Path(path))) as source:
+        entries = weights(source.index, dtype)
+        source.check((_whole(entry) for entry in entries.values()), shown=True)
+        shards = _shards({name: _size(entry, dtype) for name, entry in entries.items()}, max_shard_size)
+        names = [SINGLE] if len(shards) == 1 else [_shard(i, len(shards)) for i in range(len(shards))]
+        directory_out.mkdir(parents=True, exist_ok=True)
+        total = sum(_size(entry, dtype) for entry in entries.values())
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory_out) as partial:
+            with Progress("exporting", total) as progress:
+                for file, members in zip(names, shards, strict=True):
+                    chunks = [_chunk(source, name, entries[name], dtype) for name in members]
+                    write(Path(partial) / file, chunks, {}, progress.advance)
+            if len(shards) > 1:
+                homes = {name: file for file, members in zip(names, shards, strict=True) for name in members}
+                told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
+                (Path(partial) / SHARD_INDEX).write_text(json.dumps(told, indent=2))
+                names = [*names, SHARD_INDEX]
+            for file in names:
+                (Path(partial) / file).rename(directory_out / file)
+            directory.sync(directory_out)
+    return [directory_out / file for file in names]
+
+
+def weights(index: Index, dtype: torch.dtype | None) -> dict[str, Entry]:
+    """By all names of the model, what to read for a dtype."""
+    entries = {}
+    for name in sorted([*index.names(), *index.tied]):
+        entry = index.entry(name)
+        master = index.tensors.get(f"master/{index.tied.get(name, name)}")
+        wide = dtype is not None and dtype.itemsize > entry.geometry.dtype.itemsize
+        entries[name] = master if master is not None and wide else entry
+    return entries
+
+
+def _whole(entry: Entry) -> Range:
+    return Range(entry, replace(entry.geometry, order=None), 0, entry.geometry.numel)
+
+
+def _target(geometry: Geometry, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and geometry.dtype.is_floating_point else geometry.dtype
+
+
+def _size(entry: Entry, dtype: torch.dtype | None) -> int:
+    return entry.geometry.numel * _target(entry.geometry, dtype).itemsize
+
+
+def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, nbytes in sizes.items():
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    return shards
+
+
+def _shard(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _chunk(source: Source, name: str, entry: Entry, dtype: torch.dtype | None) -> Chunk:
+    target = _target(entry.geometry, dtype)
+
+    def values() -> Iterator[Tensor]:
+        for flat in source.stream(entry):
+            yield flat.to(target)
+
+    return Chunk(name, target, entry.geometry.shape, values)
+
+
+# ------------------------------------------------------------------------------------- torch's distributed checkpoint
+
+
+def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """Writes model and optimizer as a checkpoint of torch.distributed.checkpoint, for `get_state_dict` to fit.
+
+    It holds {"model": ..., "optim": ...} (of several optimizers "optim.0", ...), with state by the parameters' names.
+    Passes through a file beside `out`, of the same size, that is removed.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    with Source(directory.resolve(Path(path))) as source, tempfile.TemporaryDirectory(dir=Path(out).parent) as beside:
+        index = source.index
+        entries = {f"model/{name}": entry for name, entry in weights(index, None).items()}
+        entries |= {path: entry for path, entry in index.tensors.items() if path.startswith("optimizer/")}
+        source.check((_whole(entry) for entry in entries.values()), shown=True)
+        file = Path(beside) / "all.safetensors"
+        with Progress("exporting", sum(entry.geometry.nbytes for entry in entries.values())) as progress:
+            chunks = [_chunk(source, path, entry, None) for path, entry in entries.items()]
+            write(file, chunks, {}, progress.advance)
+        mapped = _mapped(file)
+        told: dict[str, Any] = {"model": {name: mapped[f"model/{name}"] for name in weights(index, None)}}
+        for number, optimizer in enumerate(index.optimizers):
+            state: dict[str, dict[str, Any]] = {}
+            for name, paths in optimizer.tensors.items():
+                state.setdefault(name, {}).update({key: mapped[path] for key, path in paths.items()})
+            for name, values in optimizer.values.items():
+                state.setdefault(name, {}).update({key: decode(value) for key, value in values.items()})
+            groups = [{**decode(group["options"]), "params": group["params"]} for group in optimizer.groups]
+            key = "optim" if len(index.optimizers) == 1 else f"optim.{number}"
+            told[key] = {"state": state, "param_groups": groups}
+        dcp.save(told, checkpoint_id=out, no_dist=True)
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, as views of the file mapped to memory."""
+    with SafeFile(path) as file:
+        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        return {
+            key: data[file.data_offset + low :][: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+            for key, (dtype, shape, low) in file.pieces.items()
+        }

@@ -1,0 +1,276 @@
+"""Checkpoints of others, made into one of zero's: plain files of torch.save, safetensors, torch's distributed ones.
+
+Nothing is unpickled but by torch.load(weights_only=True), with one exception, which warns: torch's distributed
+checkpoints keep their metadata, and what is no tensor, as pickles.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint import directory
+from zero.checkpoint.files import SafeFile
+from zero.checkpoint.format import Index, OptimizerIndex, encode, geometry_of, tensor_problem
+from zero.checkpoint.parts import Held
+from zero.checkpoint.write import Share, seal, write_file
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZER_KEYS = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict")
+_WRAPPER = "module."
+
+
+@dataclass
+class Found:
+    """What was found. Tensors may be on the meta device; `load` then gives the values of a path."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    optimizers: list[OptimizerIndex] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    load: Callable[[str], Tensor] | None = None
+
+
+def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
+    """Makes a checkpoint in the run's directory `path` of another library's. Returns it.
+
+    source: a file of torch.save (read with weights_only=True): a state_dict, or a dictionary of one ("model",
+        "state_dict") and perhaps the optimizer's ("optim", "optimizer") and values, which become `extra`; a safetensors
+        file, or a directory of them; or the directory of a torch distributed checkpoint.
+
+    One tensor is in memory at a time. Raises ValueError for what is none of these.
+    """
+    given = Path(source)
+    if given.is_dir() and (given / ".metadata").is_file():
+        found = _of_dcp(given)
+    elif given.is_dir() or given.suffix == ".safetensors":
+        found = _of_safetensors(given)
+    elif given.is_file():
+        found = _of_torch(given)
+    else:
+        raise ValueError(f"{given} is not there.")
+    return _write(found, Path(path))
+
+
+def _write(found: Found, run: Path) -> Path:
+    for path, tensor in found.tensors.items():
+        problem = tensor_problem(tensor if found.load is None else tensor.new_empty(0, device="cpu"))
+        if problem:
+            raise ValueError(f"{path} {problem}.")
+    held = [Held(path, geometry_of(tensor), 0, tensor.numel(), tensor) for path, tensor in found.tensors.items()]
+    values = [optimizer.values for optimizer in found.optimizers]
+
+    def flat(one: Held) -> Tensor:
+        return one.flat() if found.load is None else one.whole.flat(found.load(one.path))
+
+    partial = directory.begin(run)
+    try:
+        write_file(partial, 0, Share(held, values), flat, shown=True)
+        index = Index(None, 1, tied=found.tied, optimizers=found.optimizers, extra=found.extra)
+        return seal(partial, index, keep=None)
+    except BaseException:
+        directory.discard(partial)
+        raise
+
+
+# --------------------------------------------------------------------------------------------------------- torch.save
+
+
+def _of_torch(path: Path) -> Found:
+    try:
+        told = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} is no file of torch.save that holds weights and plain values only, and was not read ({error})."
+        ) from None
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} holds a {type(told).__name__}, not a state_dict or a dictionary of them.")
+    return _of_dictionary(told, str(path))
+
+
+def _of_dictionary(told: dict[str, Any], where: str) -> Found:
+    model_key = next((key for key in _MODEL_KEYS if isinstance(told.get(key), dict)), None)
+    weights = told if model_key is None else told[model_key]
+    strangers = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+    if strangers or not weights:
+        what = f"{strangers[0]!r}, which is no tensor" if strangers else "nothing"
+        raise ValueError(f"{where} holds {what}. Expected a state_dict, or one under {' or '.join(_MODEL_KEYS)}.")
+    found = Found()
+    _take_model(found, weights)
+    optimizer_key = next((key for key in _OPTIMIZER_KEYS if isinstance(told.get(key), dict)), None)
+    if model_key is not None and optimizer_key is not None:
+        _take_optimizer(found, told[optimizer_key], where)
+    for key, value in told.items() if model_key is not None else ():
+        if key not in (model_key, optimizer_key):
+            try:
+                found.extra[str(key)] = encode(value, f"{key!r} of {where}")
+            except ValueError as error:
+                warnings.warn(f"left out: {error}", stacklevel=4)
+    return found
+
+
+def _take_model(found: Found, weights: dict[str, Tensor]) -> None:
+    wrapped = all(name.startswith(_WRAPPER) for name in weights)  # saved through DistributedDataParallel
+    seen: dict[tuple[Any, ...], str] = {}
+    for given, tensor in weights.items():
+        name = given.removeprefix(_WRAPPER) if wrapped else given
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and not tensor.is_meta and same in seen:
+            found.tied[name] = seen[same]
+            continue
+        seen[same] = name
+        found.tensors[f"model/{name}"] = tensor
+
+
+def _take_optimizer(found: Found, told: dict[str, Any], where: str) -> None:
+    """An optimizer's plain state_dict, by number or by name."""
+    names = [path.removeprefix("model/") for path in found.tensors]
+    number = len(found.optimizers)
+    called = _called(told, names, found, where)
+    groups = [
+        {
+            "params": [called[param] for param in group["params"]],
+            "options": {
+                key: encode(value, f"option {key!r}")
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
+        }
+        for group in told["param_groups"]
+    ]
+    index = OptimizerIndex("", groups)
+    for param, state in told["state"].items():
+        for key, value in state.items():
+            path = f"optimizer/{number}/{called[param]}/{key}"
+            if isinstance(value, Tensor) and value.dim():
+                found.tensors[f"master/{called[param]}" if key == "master" else path] = value
+            else:
+                index.values.setdefault(called[param], {})[key] = encode(value, path)
+    found.optimizers.append(index)
+
+
+def _called(told: dict[str, Any], names: list[str], found: Found, where: str) -> dict[Any, str]:
+    """The names of an optimizer's parameters. Plain state_dicts have them only where it was built with names."""
+    groups = told["param_groups"]
+    params = [param for group in groups for param in group["params"]]
+    if all(isinstance(param, str) for param in params):
+        return {param: param for param in params}
+    given = [name for group in groups for name in group.get("param_names", ())]
+    if len(given) == len(params):
+        return dict(zip(params, given, strict=True))
+    if len(names) == len(params):
+        called = dict(zip(params, names, strict=True))
+        shapes = {param: found.tensors[f"model/{name}"].shape for param, name in called.items()}
+        state = told["state"]
+        fits = all(
+            not isinstance(value, Tensor) or not value.dim() or value.shape == shapes[param]
+            for param, entries in state.items()
+            for value in entries.values()
+        )
+        if fits:
+            return called
+    raise ValueError(
+        f"the optimizer in {where} numbers its {len(params)} parameters, and which of the model's {len(names)} tensors "
+        "each is cannot be told. Save it from an optimizer that was built with model.named_parameters()."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- safetensors
+
+
+def _of_safetensors(path: Path) -> Found:
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} has neither safetensors files nor the .metadata of a torch distributed checkpoint.")
+    homes: dict[str, Path] = {}
+    found = Found()
+    for one in files:
+        with SafeFile(one) as file:
+            for key, (dtype, shape, _) in file.pieces.items():
+                if key in homes:
+                    raise ValueError(f"{key!r} is in {homes[key]} and in {one}: give one model's files only.")
+                homes[key] = one
+                found.tensors[f"model/{key}"] = torch.empty(shape, dtype=dtype, device="meta")
+
+    def load(path: str) -> Tensor:
+        key = path.removeprefix("model/")
+        with SafeFile(homes[key]) as file:
+            dtype, shape, low = file.pieces[key]
+            flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
+            file.check([(low, low + flat.nbytes)], torch.empty(1 << 20, dtype=torch.uint8), lambda _: None)
+            file.read(flat, low)
+            return flat.view(shape)
+
+    found.load = load
+    return found
+
+
+# ------------------------------------------------------------------------------------- torch's distributed checkpoint
+
+
+def _of_dcp(path: Path) -> Found:
+    """Its tensors by the paths that they had in the dictionary that was saved: ("model", name), ("optim", ...)."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    warnings.warn(
+        f"{path} is a torch distributed checkpoint: its metadata, and values that are no tensors, are pickles, which "
+        "can run code when they are read. Import only what you trust.",
+        stacklevel=4,
+    )
+    metadata = dcp.FileSystemReader(path).read_metadata()
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return metadata
+
+    def read(key: str, target: Any) -> Any:
+        told = {key: target}
+        dcp.load(told, storage_reader=Reader(path), no_dist=True)
+        return told[key]
+
+    nested: dict[str, Any] = {}
+    keys: dict[Tensor, str] = {}
+    for key, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            value: Any = torch.empty(described.size, dtype=described.properties.dtype, device="meta")
+            keys[value] = key
+            if not described.size:
+                value = read(key, torch.empty((), dtype=described.properties.dtype))
+        else:
+            value = read(key, None)
+        _place(nested, (metadata.planner_data or {}).get(key, (key,)), value)
+    found = _of_dictionary(_listed(nested), str(path))
+    by_path = {path: keys[tensor] for path, tensor in found.tensors.items() if tensor in keys}
+
+    def load(path: str) -> Tensor:
+        tensor = found.tensors[path]
+        if not tensor.is_meta:
+            return tensor
+        return read(by_path[path], torch.empty(tensor.shape, dtype=tensor.dtype))  # type: ignore[no-any-return]
+
+    found.load = load
+    return found
+
+
+def _place(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for atom in path[:-1]:
+        nested = nested.setdefault(atom, {})
+    nested[path[-1]] = value
+
+
+def _listed(value: Any) -> Any:
+    """Dictionaries whose keys are 0, 1, ... are the lists that they were made of."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _listed(item) for key, item in value.items()}
+    if items and all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
+        return [items[number] for number in range(len(items))]
+    return items

@@ -1,0 +1,124 @@
+"""The command line of the planner."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.fsdp import MixedPrecision
+from zero.plan.planner import plan
+from zero.plan.sizes import Options, Sizes
+
+PRECISIONS = {
+    "float32": (torch.float32, MixedPrecision()),
+    "bfloat16": (torch.bfloat16, MixedPrecision()),
+    "mixed": (torch.float32, MixedPrecision(param_dtype=torch.bfloat16)),
+}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = _read(arguments)
+    dtype, precision = PRECISIONS[given.precision]
+    try:
+        if given.model:
+            with torch.device("meta"):
+                model: nn.Module | Sizes = _found(given.model)()
+            model = model.to(dtype) if isinstance(model, nn.Module) else model
+        else:
+            model = Sizes.of_count(given.parameters, given.layers, dtype, precision)
+        result = plan(
+            model,
+            world_size=given.world,
+            optimizer=getattr(torch.optim, given.optimizer),
+            memory=given.memory,
+            batch=given.batch,
+            options=Options(partition=given.partition, precision=precision, backend=given.backend),
+        )
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"zero.plan: {error}")
+    if given.json:
+        print(result.to_json())
+        return
+    without = "" if result.activations else "; activations not counted (--batch)"
+    print(f"{result.parameters:,} parameters, {given.optimizer}, {given.precision}; GiB a rank and step{without}\n")
+    print(result.table() + "\n")
+    for world in result.worlds:
+        print(result.why(world))
+
+
+def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m zero.plan", description="What every stage would cost a rank, and which to take.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add(
+        "model", nargs="?", metavar="MODULE:FACTORY", help="a function that builds the model, called on the meta device"
+    )
+    add("--parameters", type=float, metavar="N", help="instead of a model: so many parameters, such as 7e9 ...")
+    add("--layers", type=int, metavar="N", default=32, help="... in so many equal layers (default: %(default)s)")
+    add("--world", type=_worlds, metavar="N,N", default=[8], help="numbers of ranks (default: 8)")
+    add("--memory", type=_size, metavar="SIZE", help="what a rank has, such as 80GiB")
+    add("--optimizer", choices=_optimizers(), default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
+    precision_help = "parameters in float32, in bfloat16, or computed in bfloat16 with float32 masters (mixed)"
+    add("--precision", choices=PRECISIONS, default="float32", help=f"{precision_help} (default: %(default)s)")
+    add("--partition", choices=("auto", "even", "whole"), default="auto", help="where parameters are cut")
+    add("--backend", choices=("nccl", "gloo"), default="nccl", help="of the process group (default: %(default)s)")
+    batch_help = "measure a step's activations: the forward's arguments, such as 2x1024:int64,2x1024:int64"
+    add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=batch_help)
+    add("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    if (given.model is None) == (given.parameters is None):
+        parser.error("give either a model, as module:factory, or --parameters")
+    return given
+
+
+def _found(text: str) -> Callable[[], Any]:
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise ValueError(f"{text!r} is not of the form package.module:factory.")
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{text!r} was not found: {error}.") from error
+    if not callable(found):
+        raise ValueError(f"{text!r} is a {type(found).__name__}, not a function that builds a model.")
+    return found
+
+
+def _optimizers() -> list[str]:
+    named = vars(torch.optim).items()
+    return sorted(n for n, o in named if isinstance(o, type) and issubclass(o, torch.optim.Optimizer))
+
+
+def _worlds(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text)
+    if match is None or match[2] not in UNITS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; write 80GiB, or one of {', '.join(filter(None, UNITS))}"
+        )
+    return round(float(match[1]) * UNITS[match[2]])
+
+
+def _batch(text: str) -> list[Tensor]:
+    tensors = []
+    for one in text.split(","):
+        shape, _, name = one.partition(":")
+        dtype = getattr(torch, name or "float32", None)
+        if not isinstance(dtype, torch.dtype) or not re.fullmatch(r"\d+(x\d+)*", shape):
+            raise argparse.ArgumentTypeError(f"{one!r} is no tensor; write its shape and dtype, such as 2x1024:int64")
+        tensors.append(torch.empty([int(n) for n in shape.split("x")], dtype=dtype, device="meta"))
+    return tensors

@@ -1,0 +1,75 @@
+"""One model, optimizer and set of options, seen from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from zero.oss.comm import agreement_bytes
+from zero.plan.layouts import Bucket, Layouts
+from zero.plan.needs import Activations, OptimizerNeeds, measure_optimizer
+
+Needs = dict[torch.dtype, OptimizerNeeds]
+
+
+@dataclass
+class Job:
+    """needs: of the optimizer, by the dtype that it steps; measured where they are missing."""
+
+    layouts: Layouts
+    rank: int
+    activations: Activations
+    needs: Needs = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.layouts.world
+
+    @property
+    def gloo(self) -> bool:
+        return self.layouts.options.backend == "gloo"
+
+    @property
+    def agreement(self) -> tuple[int, int]:
+        """Bytes held and sent where operations are compared between ranks, as they are where the CPU can send."""
+        return agreement_bytes(self.world if self.gloo else 1)
+
+    @property
+    def buffers(self) -> int:
+        return self.layouts.sizes.buffers
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Of OSS."""
+        return self.layouts.buckets(self.rank)
+
+    @cached_property
+    def units(self) -> dict[str, list[Bucket]]:
+        """Of FSDP; the root unit is first."""
+        return self.layouts.units(self.rank)
+
+    def order(self, gradients: Iterable[str]) -> Iterable[str]:
+        """In which order the named gradients, given in the model's order, arrive in backward."""
+        return self.activations.order or [*gradients][::-1]
+
+    def stepping_parts(self, buckets: Iterable[Bucket]) -> tuple[int, int]:
+        """Bytes of state for this rank's parts, and what a step of them holds for a moment."""
+        flats = [(bucket.stepped, bucket.flat) for bucket in buckets]
+        return self.stepping((dtype, flat.owned, flat.largest, flat.tensors) for dtype, flat in flats)
+
+    def stepping(self, owned: Iterable[tuple[torch.dtype, int, int, int]]) -> tuple[int, int]:
+        """The same for lists of tensors: dtype, elements of all, elements of the largest, how many."""
+        state, largest, total = 0.0, 0.0, 0.0
+        for dtype, elements, most, tensors in owned:
+            if elements:
+                if dtype not in self.needs:
+                    self.needs[dtype] = measure_optimizer(self.layouts.optim, dtype, self.layouts.options.backend)
+                needs = self.needs[dtype]
+                state += needs.states * elements * dtype.itemsize + needs.fixed * tensors
+                scratch = needs.scratch * dtype.itemsize
+                total += scratch * elements if needs.at_once else 0
+                largest = max(largest, 0 if needs.at_once else scratch * most)
+        return round(state), round(largest + total)

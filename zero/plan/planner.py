@@ -1,0 +1,89 @@
+"""`zero.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.fsdp import MixedPrecision
+from zero.fsdp.wrap import Policy
+from zero.oss.partition import partition_problem
+from zero.plan.job import Job, Needs
+from zero.plan.layouts import Layouts
+from zero.plan.needs import Activations, measure_activations
+from zero.plan.result import Plan
+from zero.plan.sizes import Options, Sizes
+from zero.plan.stages import STAGES
+
+
+def plan(
+    model: nn.Module | Sizes,
+    *,
+    world_size: int | Iterable[int],
+    optimizer: Callable[..., Optimizer] = torch.optim.Adam,
+    precision: MixedPrecision | None = None,
+    auto_wrap_policy: Policy = None,
+    memory: int | None = None,
+    batch: Sequence[Any] | None = None,
+    options: Options | None = None,
+) -> Plan:
+    """What every stage would cost a rank, by the arithmetic that the stages themselves lay memory out with.
+
+        model = torch.nn.Transformer(device="meta")
+        print(zero.plan(model, world_size=[8, 64], memory=80 * 2**30).table())
+
+    Starts no rank, sends nothing, and allocates nothing of the model's size.
+
+    model: a module, also on the meta device, or Sizes.
+    world_size: number of ranks, or several.
+    optimizer: its class, or a functools.partial of it with options that matter, such as momentum.
+    precision: as of FSDP. The lower stages are planned with the same: parameters in its param_dtype, masters of their
+        own dtype (OSS's master_dtype).
+    auto_wrap_policy: as of FSDP.
+    memory: bytes that a rank has, for what fits.
+    batch: positional arguments of one forward of one rank, by which its activations are measured: on tensors without
+        values, so what a kernel holds only while it runs is not in it.
+    options: what else OSS, ShardedDDP and FSDP would be given.
+
+    Raises ValueError for what the stages would refuse.
+    """
+    worlds = [world_size] if isinstance(world_size, int) else list(world_size)
+    options = options or Options(precision=precision or MixedPrecision())
+    if precision is not None and options.precision != precision:
+        raise ValueError("precision was given twice, and differs: by itself and in options. Give it once.")
+    problem = partition_problem(options.partition, optimizer, options.granularity) or _misfit(worlds, options)
+    if problem:
+        raise ValueError(problem)
+    sizes = Sizes.of_module(model, auto_wrap_policy, options.precision) if isinstance(model, nn.Module) else model
+    if not sizes.params:
+        raise ValueError("the model has no parameters: there is nothing to plan.")
+    activations = Activations()
+    if batch is not None:
+        if not isinstance(model, nn.Module):
+            raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
+        activations = measure_activations(
+            model, batch, options.precision, "cuda" if options.backend == "nccl" else "cpu"
+        )
+    needs: Needs = {}
+    costs = []
+    for world in worlds:
+        layouts = Layouts(sizes, world, optimizer, options)
+        within = layouts if options.replicas == 1 else Layouts(sizes, world // options.replicas, optimizer, options)
+        for stage, cost_of in STAGES.items():
+            laid_out = within if stage.startswith("3") else layouts
+            by_rank = [cost_of(Job(laid_out, rank, activations, needs)) for rank in laid_out.fullest()]
+            costs.append(max(by_rank, key=lambda cost: cost.peak))
+    return Plan(sizes.numel, tuple(costs), memory, activations=batch is not None)
+
+
+def _misfit(worlds: Sequence[int], options: Options) -> str | None:
+    for world in worlds:
+        if world < 1:
+            return f"world_size={world}: it is a number of ranks, at least 1."
+        if world % options.replicas:
+            return f"{world} ranks cannot be divided into {options.replicas} replicas. Choose a divisor of {world}."
+    return None if worlds else "world_size is empty. Pass a number of ranks, or several."

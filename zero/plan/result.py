@@ -1,0 +1,130 @@
+"""What a plan says, as data, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+TITLES = {
+    "0": "DDP",
+    "1": "DDP and OSS",
+    "2": "ShardedDDP and OSS",
+    "3 kept": "FSDP, parameters kept until backward",
+    "3": "FSDP",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of a settled step at one stage, on the rank that needs most.
+
+    parameters, gradients, optimizer: what lies there between backward and step: parameters with the model's buffers,
+        and the optimizer's state with masters.
+    peak: the most that is there at once.
+    sent: what leaves the rank.
+    """
+
+    stage: str
+    world: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: int
+    sent: int
+
+    @property
+    def resident(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def transient(self) -> int:
+        """What the peak adds: units and buckets that are whole or on their way, copies, and activations if measured."""
+        return self.peak - self.resident
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The costs of every stage at every number of ranks.
+
+    parameters: how many the model has.
+    memory: bytes that a rank has, if that was said.
+    activations: whether they are in the peaks.
+    """
+
+    parameters: int
+    costs: tuple[Cost, ...]
+    memory: int | None
+    activations: bool
+
+    def cost(self, stage: str | int, world: int | None = None) -> Cost:
+        """Of a stage: 0, 1, 2, 3 or "3 kept". world: may be left out where there is one only."""
+        for cost in self.costs:
+            if cost.stage == str(stage) and world in (None, cost.world):
+                return cost
+        raise KeyError(f"stage {stage} on {world} ranks is not in this plan")
+
+    @property
+    def worlds(self) -> list[int]:
+        return list(dict.fromkeys(cost.world for cost in self.costs))
+
+    def fits(self, cost: Cost) -> bool:
+        return self.memory is None or cost.peak <= self.memory
+
+    def recommended(self, world: int) -> Cost | None:
+        """The lowest stage that fits, or None."""
+        return next((cost for cost in self._at(world) if self.fits(cost)), None)
+
+    def why(self, world: int) -> str:
+        """The recommendation in words."""
+        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        costs, chosen = self._at(world), self.recommended(world)
+        without = "" if self.activations else ", activations not counted"
+        if self.memory is None:
+            return f"{ranks}: say how much memory a rank has to be told which stage to take"
+        room = f"{_gib(self.memory)} GiB"
+        if chosen is None:
+            least = min(costs, key=lambda cost: cost.peak)
+            return (
+                f"{ranks}: nothing fits in {room}; stage {least.stage} comes closest with {_gib(least.peak)} GiB"
+                f"{without}. Take more ranks, smaller units, or less precision"
+            )
+        below = costs[: costs.index(chosen)]
+        reason = f"stage {below[-1].stage} would need {_gib(below[-1].peak)}" if below else "everything fits"
+        return (
+            f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), the lowest that fits in {room}: it needs "
+            f"{_gib(chosen.peak)} GiB{without}; {reason}"
+        )
+
+    def table(self) -> str:
+        """GiB a rank, by number of ranks and stage."""
+        head = ["ranks", "stage", "params", "grads", "optim", "transient", "peak", "sent"]
+        lines = [head if self.memory is None else [*head, "fits"]]
+        for cost in self.costs:
+            sizes = [cost.parameters, cost.gradients, cost.optimizer, cost.transient, cost.peak, cost.sent]
+            fits = [] if self.memory is None else ["yes" if self.fits(cost) else "no"]
+            lines.append([str(cost.world), cost.stage, *map(_gib, sizes), *fits])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+    def to_json(self) -> str:
+        costs = [
+            {**asdict(cost), "resident": cost.resident, "transient": cost.transient, "fits": self.fits(cost)}
+            for cost in self.costs
+        ]
+        chosen = {world: cost.stage if (cost := self.recommended(world)) else None for world in self.worlds}
+        content = {
+            "parameters": self.parameters,
+            "memory": self.memory,
+            "activations": self.activations,
+            "costs": costs,
+            "recommended": [{"world": world, "stage": chosen[world], "why": self.why(world)} for world in self.worlds],
+        }
+        return json.dumps(content, indent=2)
+
+    def _at(self, world: int) -> Sequence[Cost]:
+        return [cost for cost in self.costs if cost.world == world]
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3g}" if nbytes < 2**30 else f"{nbytes / 2**30:.1f}"
