@@ -6,7 +6,7 @@ BIN   := .venv/bin
 export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help check test stages clean
+.PHONY: help check test stages bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -22,6 +22,10 @@ test: $(READY)  ## Run the tests; ARGS="-k name" chooses
 
 stages: $(READY)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)
+
+bench: $(READY)  ## Time OSS and ShardedDDP beside torch's own; ARGS="-k oss" chooses
+	@mkdir -p benchmarks/out
+	@$(BIN)/pytest -q benchmarks --benchmark-json benchmarks/out/bench.json $(ARGS)
 
 clean:  ## Remove the environment, caches and build products
 	@rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import zero
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
+import zero
 from gpt import draw_batch, read_text
 from launch import Rank
 from measure import SEED, WARM_UP, Settings, build_model, read_cpu_seconds, wait_for_device
@@ -42,7 +42,7 @@ def build_sharded_ddp(model: nn.Module) -> Built:
 
 
 def default_settings() -> Settings:
-    return Settings(steps=10, layers=6, width=384, optim="adam", text=read_text())
+    return Settings(steps=8, layers=6, width=384, optim="adam", text=read_text())
 
 
 def measure_steps(build: Callable[[nn.Module], Built], settings: Settings, rank: Rank) -> dict[str, Any]:

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import zero
 from torch import nn
 from torch.optim import Adam
 
+import zero
 from launch import Rank
 from measure import read_cpu_seconds
 from steps import build_ddp, build_oss, build_zero_redundancy, default_settings, measure_steps
 from turns import Clock, Turn, report, take_turns
 
-WORLD, TURNS = 2, 3
+WORLD, TURNS = 2, 5
 BUILDS = {"ddp": build_ddp, "zero_redundancy": build_zero_redundancy, "oss": build_oss}
 clock = Clock()
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.benchmark(timer=clock, warmup=False)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,7 @@ def steps() -> dict[str, list[Turn]]:
     return take_turns(variants, world=WORLD, turns=TURNS)
 
 
+@pytest.mark.benchmark(group="a step with OSS", timer=clock)
 @pytest.mark.parametrize("name", BUILDS)
 def test_step(benchmark: Any, steps: dict[str, list[Turn]], name: str) -> None:
     for turn, plain in zip(steps[name], steps["ddp"], strict=True):
@@ -69,9 +70,10 @@ def measure_consolidation(name: str, rank: Rank) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def consolidations() -> dict[str, list[Turn]]:
     variants = {name: partial(measure_consolidation, name) for name in ("zero_redundancy", "oss")}
-    return take_turns(variants, world=WORLD, turns=TURNS)
+    return take_turns(variants, world=WORLD, turns=3)
 
 
+@pytest.mark.benchmark(group="consolidation of the state of 16.8M parameters", timer=clock)
 @pytest.mark.parametrize("name", ["zero_redundancy", "oss"])
 def test_consolidation(benchmark: Any, consolidations: dict[str, list[Turn]], name: str) -> None:
     report(benchmark, clock, consolidations, name)

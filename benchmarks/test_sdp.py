@@ -8,11 +8,11 @@ import pytest
 from steps import build_ddp, build_sharded_ddp, build_zero_redundancy, default_settings, measure_steps
 from turns import Clock, Turn, report, take_turns
 
-WORLD, TURNS = 2, 3
+WORLD, TURNS = 2, 5
 BUILDS = {"ddp": build_ddp, "zero_redundancy": build_zero_redundancy, "sharded_ddp": build_sharded_ddp}
 clock = Clock()
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.benchmark(timer=clock, warmup=False)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,7 @@ def steps() -> dict[str, list[Turn]]:
     return take_turns(variants, world=WORLD, turns=TURNS)
 
 
+@pytest.mark.benchmark(group="a step with ShardedDDP", timer=clock)
 @pytest.mark.parametrize("name", BUILDS)
 def test_step(benchmark: Any, steps: dict[str, list[Turn]], name: str) -> None:
     for turn, plain in zip(steps[name], steps["ddp"], strict=True):

@@ -1,6 +1,6 @@
 """Measures variants of one job in turn, each time in fresh processes, and hands the times to pytest-benchmark.
 
-One variant after another, over and over, meets the same machine: what else it does in the meantime slows down all alike.
+One variant after another, over and over, they meet the same machine: what else it does slows down all of them alike.
 """
 
 import statistics

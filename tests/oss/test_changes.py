@@ -364,7 +364,7 @@ def _buckets(rank, world, stage, cut, optim, options):
         model, optimizer = at_stage(stage, built(), optim, partition=cut, **options)
         losses = train(rank, model, optimizer, range(2))
         if limit is not None:
-            optimizer.set_bucket_bytes(limit)
+            optimizer.set_bucket_size(limit)
             if limit == 1:
                 assert len(optimizer.flat_groups) == len([*model.module.parameters()])
         losses += train(rank, model, optimizer, range(2, 5))

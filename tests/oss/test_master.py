@@ -351,7 +351,7 @@ def _new_buckets(rank, world, name):
     expected, model, optimizer = start(world, 1, "even", name)
     for number in range(4):
         if number == 2:
-            optimizer.set_bucket_bytes(1000)
+            optimizer.set_bucket_size(250)
         expected.step(number)
         step(rank, number, model, optimizer)
         assert_by_hand(model, optimizer, expected, f"step {number}")

@@ -95,11 +95,11 @@ def _dtypes(rank, world):
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.half = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).bfloat16() for _ in range(4))
-            self.double = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(4))
+            self.lesser = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).bfloat16() for _ in range(4))
+            self.greater = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(4))
 
         def forward(self, inputs):
-            for layer in [*self.half, *self.double]:
+            for layer in [*self.lesser, *self.greater]:
                 inputs = torch.tanh(layer(inputs.to(layer.weight.dtype)))
             return inputs
 

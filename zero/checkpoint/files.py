@@ -32,6 +32,9 @@ BLOCK = 1 << 22
 BUFFER = 1 << 24
 """Bytes that are moved at a time where they are not moved in place. A multiple of BLOCK."""
 
+_CACHED = 1 << 20
+"""Bytes that the processor still has at hand when it comes to them again, for their checksum or to move them."""
+
 _LONGEST_HEADER = 1 << 28
 
 
@@ -69,9 +72,11 @@ def write(path: Path, chunks: Sequence[Chunk], metadata: dict[str, str], tick: C
         for chunk in chunks:
             for values in chunk.values():
                 for data in host_bytes(values):
-                    _write_all(file.fileno(), data)
-                    sums.add(data)
-                    tick(len(data))
+                    for low in range(0, len(data), _CACHED):
+                        some = data[low : low + _CACHED]
+                        sums.add(some)
+                        _write_all(file.fileno(), some)
+                        tick(len(some))
         assert sums.length == nbytes, "chunks gave other bytes than they announced"
         header = _header(chunks, metadata, sums.finish())
         file.seek(0)
@@ -209,8 +214,8 @@ class SafeFile:
         for number in touched:
             low, high = number * self._block, min((number + 1) * self._block, self._nbytes)
             found = 0
-            for at in range(low, high, len(buffer)):
-                data = as_bytes(buffer[: min(len(buffer), high - at)])
+            for at in range(low, high, _CACHED):
+                data = as_bytes(buffer[: min(_CACHED, high - at)])
                 self._read_into(data, at)
                 found = zlib.crc32(data, found)
             if found != self._sums[number]:

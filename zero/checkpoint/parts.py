@@ -180,12 +180,8 @@ class Training:
         """All that this rank keeps of a parameter or buffer: its part at stage 3, otherwise the whole."""
         if self.in_parts(name):
             return self.owned(name)
-        tensor, whole = self.tensors[name], self.whole(name)
-        if tensor in self._homes:
-            # Not through the parameter: OSS would take it for a change that its masters are to follow.
-            flat, index = self._homes[tensor]
-            tensor = flat.whole_views[index]
-        return Held(f"model/{name}", whole, 0, whole.numel, tensor)
+        whole = self.whole(name)
+        return Held(f"model/{name}", whole, 0, whole.numel, self.tensors[name])
 
     def masters(self) -> Iterator[Held]:
         """This rank's parts of masters."""

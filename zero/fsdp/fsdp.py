@@ -86,14 +86,18 @@ class FSDP(nn.Module):
         ignored = {param for one in ignored_modules for param in one.parameters()} | set(ignored_parameters)
         modules, problem = _units_of(module, auto_wrap_policy, as_one_unit)
         problem = problem or partition_problem(partition) or _unusable(module, ignored, synced=sync_module_states)
-        told = [f"{strategy}, partition {partition}, {precision}", f"units {', '.join(modules)}", *describe(module)]
+        keeps = strategy.keeps_parameters or not reshard_after_forward
+        told = [
+            f"{strategy}, kept {keeps}, partition {partition}, {precision}",
+            f"units {', '.join(modules)}",
+            *describe(module),
+        ]
         for comm in self._placement.all_groups():
             comm.compare("the models given to FSDP", told, problem)
 
         first = all(comm.rank == 0 for comm in self._placement.all_groups())
         materialiser = Materialiser(module, param_init_fn, initialises=first)
         precision.prepare(module)
-        keeps = strategy.keeps_parameters or not reshard_after_forward
         loads = [0] * self._comm.world
         self._units: list[Unit] = []
         for name, owned in params_by_unit(module, modules, ignored).items():

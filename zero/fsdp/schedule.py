@@ -36,6 +36,8 @@ class Schedule:
         self._channel = comm.channel("the backward of FSDP")
         self._in_backward = False
         self._reducing: Unit | None = None
+        self._pending: Unit | None = None
+        """Its gradients are to be sent after the next operation by which ranks compare where they are."""
         for unit in units:
             unit.module.register_forward_pre_hook(self._pre_forward(unit), with_kwargs=True)
             unit.module.register_forward_hook(self._post_forward(unit), always_call=True)
@@ -110,8 +112,8 @@ class Schedule:
             if not self._in_backward:
                 self._in_backward = True
                 at_end_of_backward(self._finish)
-            if unit.stage is Stage.IDLE:
-                unit.enter_backward()
+            if unit.stage is Stage.IDLE and unit.enter_backward():
+                self._launch_pending()
 
         return pre_backward
 
@@ -120,8 +122,23 @@ class Schedule:
             unit.keep_gradients()
             return
         self._finish_reduce()
-        unit.launch_reduce()
-        self._reducing = unit
+        unit.end_backward()
+        self._send_after_next(unit)
+
+    def _send_after_next(self, unit: Unit) -> None:
+        """A reduce is not compared between ranks by itself: it goes with the next gather, which announces it."""
+        if self._pending is not None:
+            self._comm.agree(self._channel)
+            self._launch_pending()
+        self._pending = unit
+        self._comm.announce(unit.reduce_channel)
+
+    def _launch_pending(self) -> None:
+        if self._pending is not None:
+            self._finish_reduce()
+            self._comm.announce(None)
+            self._pending.launch_reduce()
+            self._reducing, self._pending = self._pending, None
 
     def _finish_reduce(self) -> None:
         if self._reducing is not None:
@@ -136,10 +153,10 @@ class Schedule:
             if unit.stage is Stage.BACKWARD:
                 self._complete(unit)
             elif unit.kept and self.active:
-                self._finish_reduce()
-                unit.launch_leftovers()
-                self._reducing = unit
+                unit.take_leftovers()
+                self._send_after_next(unit)
         self._comm.agree(self._channel)
+        self._launch_pending()
         self._finish_reduce()
         for unit in self._units:
             unit.calls = 0
@@ -148,7 +165,8 @@ class Schedule:
 
     def abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""
-        self._reducing = None
+        self._reducing = self._pending = None
+        self._comm.announce(None)
         self._in_backward = False
         for unit in self._units:
             unit.abandon()

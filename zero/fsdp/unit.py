@@ -48,6 +48,8 @@ class Unit:
         self.kept = False
         """Whether a backward under no_sync came here since the last that was not."""
         self.buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
+        title = f"unit {name!r}" if name else "the root unit"
+        self.reduce_channel = groups[0].comm.channel(f"the reduction of {title}") if groups else None
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
 
@@ -60,13 +62,14 @@ class Unit:
     def whole(self) -> bool:
         return all(group.residence is Residence.WHOLE for group in self.groups)
 
-    def unshard(self) -> None:
-        """Collective. Makes the parameters whole, if they are not."""
+    def unshard(self) -> bool:
+        """Collective. Makes the parameters whole. Returns whether that took a gather."""
         launched = [group for group in self.groups if group.residence is Residence.PART]
         for group in launched:
             group.launch_gather()
         for group in launched:
             group.finish_gather()
+        return bool(launched)
 
     def reshard(self) -> None:
         """Leaves of the parameters this rank's part."""
@@ -81,14 +84,15 @@ class Unit:
             for index in bucket.trained:
                 yield bucket, index, bucket.flat.params[index]
 
-    def enter_backward(self) -> None:
-        """Collective. From here on autograd may write whole gradients."""
-        self.unshard()
+    def enter_backward(self) -> bool:
+        """Collective. From here on autograd may write whole gradients. Returns whether that took a gather."""
+        gathered = self.unshard()
         self.stage = Stage.BACKWARD
         for bucket in self.buckets:
             bucket.notice_trained()
         for _, _, param in self._trained():
             param.grad = self._put_by(param)
+        return gathered
 
     def _put_by(self, param: nn.Parameter) -> Tensor | None:
         """Puts the gradient of the part by, until this backward's joins it; returns the whole one that no_sync kept.
@@ -103,23 +107,23 @@ class Unit:
             self._resting[param] = shown
         return None if shown is None else unreduced
 
-    def launch_reduce(self) -> None:
-        """Collective. Ends the backward: the gradients leave for their owners, the parameters are parts again."""
+    def end_backward(self) -> None:
+        """Hands the gradients to the buckets, for `launch_reduce` to send, and leaves of the parameters the parts."""
         for bucket, index, param in self._trained():
             bucket.take_from(param, index)
+        self.kept = False
         self._leave_backward()
-        self._launch_buckets()
 
-    def launch_leftovers(self) -> None:
-        """Collective. Sends what backwards under no_sync kept here, after a backward that did not come here."""
+    def take_leftovers(self) -> None:
+        """Hands to the buckets what backwards under no_sync kept here, after a backward that did not come here."""
         for bucket, index, param in self._trained():
             unreduced = self._put_by(param)
             if unreduced is not None:
                 bucket.take(index, unreduced)
-        self._launch_buckets()
-
-    def _launch_buckets(self) -> None:
         self.kept = False
+
+    def launch_reduce(self) -> None:
+        """Collective. Sends the gradients that the buckets have to their owners."""
         for bucket in self.buckets:
             if bucket.trained:
                 bucket.launch()

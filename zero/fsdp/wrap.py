@@ -57,8 +57,9 @@ def params_by_unit(
     """
     homes: dict[nn.Parameter, list[str]] = {}
     names: dict[nn.Parameter, str] = {}
+    names_of = {module: name for name, module in units.items()}
     for prefix, module in root.named_modules(remove_duplicate=False):
-        inside = _units_around(prefix, units)
+        inside = [names_of[one] for one in _modules_around(root, prefix) if one in names_of]
         for name, param in module.named_parameters(prefix, recurse=False):
             names.setdefault(param, name)
             homes[param] = _common(homes[param], inside) if param in homes else inside
@@ -69,12 +70,12 @@ def params_by_unit(
     return owned
 
 
-def _units_around(prefix: str, units: dict[str, nn.Module]) -> list[str]:
-    """Names of the units that contain the module of this name, from the outside in."""
-    path = [""]
+def _modules_around(root: nn.Module, prefix: str) -> list[nn.Module]:
+    """The modules on the way to the one of this name, from the outside in, with both ends."""
+    around = [root]
     for atom in prefix.split(".") if prefix else []:
-        path.append(f"{path[-1]}.{atom}" if path[-1] else atom)
-    return [name for name in path if name in units]
+        around.append(around[-1].get_submodule(atom))
+    return around
 
 
 def _common(one: list[str], other: list[str]) -> list[str]:

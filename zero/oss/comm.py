@@ -108,6 +108,9 @@ class Handle:
             self._brought = finish()
 
 
+_BITS = 31
+"""Of the number of an operation; the rest are those of what is announced to follow it."""
+
 _COMPARISON, _SUM, _BROADCAST, _COLLECTION = range(4)
 """Operations that every process group knows."""
 
@@ -124,14 +127,18 @@ class _Wire:
         ]
         self.broken: str | None = None
         self.led: list[Handle] = []
+        self.announced = 0
         self.stranded: list[Any] = []
 
     def channel(self, name: str) -> int:
         self.names.append(name)
         return len(self.names) - 1
 
-    def name(self, channel: int) -> str:
-        return self.names[channel] if 0 <= channel < len(self.names) else f"operation number {channel}"
+    def name(self, number: int) -> str:
+        """What an operation is called, and what was announced to follow it."""
+        announced, channel = divmod(number, 1 << _BITS)
+        name = self.names[channel] if channel < len(self.names) else f"operation number {channel}"
+        return f"{name} (next: {self.names[announced]})" if 0 < announced < len(self.names) else name
 
 
 _wires: WeakKeyDictionary[dist.ProcessGroup, _Wire] = WeakKeyDictionary()
@@ -173,6 +180,13 @@ class Comm:
         """A number for one stream of transfers, given out in the same order on every rank; `name` is for errors."""
         return self._wire.channel(name)
 
+    def announce(self, channel: int | None) -> None:
+        """Tells with every operation to come, until told otherwise, what this rank is going to do after it.
+
+        What is not compared by itself, such as a reduce, is safe to launch once an operation that announced it passed.
+        """
+        self._wire.announced = channel or 0
+
     def agree(self, channel: int) -> None:
         """Collective. Raises RuntimeError on every rank unless all ranks have come to this same point."""
         if self.world > 1 and self._checks():
@@ -188,7 +202,8 @@ class Comm:
         if self._wire.broken:
             raise RuntimeError(f"{self._wire.broken} Start the process group anew before going on.")
         told = torch.zeros(_NUMBER + _LEAD, dtype=torch.uint8)
-        told[:_NUMBER].view(torch.int64)[0] = channel
+        number = channel + (self._wire.announced << _BITS)
+        told[:_NUMBER].view(torch.int64)[0] = number
         if segment is not None:
             lead = segment[:_LEAD]
             told[_NUMBER : _NUMBER + len(lead)] = lead
@@ -200,11 +215,11 @@ class Comm:
             self._wait([work], channel, (told, heard))
             by_rank = list(heard.view(self.world, -1))
             numbers = [int(one[:_NUMBER].view(torch.int64)) for one in by_rank]
-            different = [peer for peer, number in enumerate(numbers) if number != channel]
+            different = [peer for peer, theirs in enumerate(numbers) if theirs != number]
             if different:
                 peers = ", ".join(f"rank {peer} in {self._wire.name(numbers[peer])}" for peer in different)
                 self._wire.broken = (
-                    f"ranks are out of step: rank {self.rank} is in {self._wire.name(channel)}, but {peers}. All ranks "
+                    f"ranks are out of step: rank {self.rank} is in {self._wire.name(number)}, but {peers}. All ranks "
                     "must run the same modules in the same order and take the same steps. Modules that ranks choose "
                     "between must be gathered together: FSDP(as_one_unit=...)."
                 )

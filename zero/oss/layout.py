@@ -95,7 +95,9 @@ def even(numels: Sequence[int], world: int, *, align: int, granularity: int | No
     offsets, end = _place(numels, align)
     if granularity is None or align % granularity == 0:
         length = _round_up(end, align * world) // world
-        return Layout(tuple(numels), offsets, tuple(rank * length for rank in range(world + 1)))
+        return Layout(
+            tuple(numels), offsets, tuple(range(0, world * length + 1, length) if length else [0] * (world + 1))
+        )
     bounds = [0]
     for rank in range(1, world):
         target = end * rank // world

@@ -116,14 +116,14 @@ class OSS(Optimizer):
         assert inner is not None
         return inner
 
-    def set_bucket_bytes(self, limit: int) -> None:
-        """Collective. Lays the parameters out anew in flat groups of at most so many bytes, one parameter at least.
+    def set_bucket_size(self, numel: int) -> None:
+        """Collective. Lays the parameters out anew in flat groups of at most so many elements, one parameter at least.
 
-        The optimizer's state comes along.
+        The optimizer's state comes along; gradients are cleared.
         """
-        whole = state.consolidate(self, None) if self.optim.state else None
+        whole = state.consolidate(self, None) if self.optim.state or self._masters else None
         self._clear_layout()
-        self._add_flat_groups(self.param_groups, limit)
+        self._add_flat_groups(self.param_groups, numel)
         self.optim.state.clear()
         for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
             inner["params"] = self._inner_group(outer)["params"]
@@ -136,15 +136,12 @@ class OSS(Optimizer):
         self._masters: dict[FlatGroup, Tensor] = {}
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         self._owned: set[nn.Parameter] = set()
-        self._seen_versions: dict[nn.Parameter, int] = {}
         self._trained: set[FlatGroup] = set()
 
-    def _add_flat_groups(self, param_groups: list[dict[str, Any]], limit: int | None = None) -> None:
+    def _add_flat_groups(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
         # Backwards, because that is how gradients come: a bucket of ShardedDDP then fills in one go.
         params = [param for group in param_groups for param in group["params"]][::-1]
         param_names = [name for group in param_groups for name in names(group)][::-1]
-        if limit is None:
-            limit = bucket_limit(params)
         added = lay_out(
             params,
             param_names,
@@ -152,7 +149,8 @@ class OSS(Optimizer):
             cut=self._cut,
             granularity=self._granularity,
             loads=self._loads,
-            limit=limit,
+            limit=bucket_limit(params) if numel is None else None,
+            limit_numel=numel,
         )
         self._flat_groups += added
         self._trained |= {flat for flat in added if flat.params[0].requires_grad}
@@ -163,7 +161,6 @@ class OSS(Optimizer):
                 views = flat.views_of_part(self._masters[flat])
             for index, param in enumerate(flat.params):
                 self._parts[param] = nn.Parameter(views[index], requires_grad=param.requires_grad)
-                self._seen_versions[param] = param._version
                 if index in flat.spans:
                     self._owned.add(param)
 
@@ -255,10 +252,8 @@ class OSS(Optimizer):
     def _refresh_masters(self) -> None:
         """Takes over what was written into the parameters since the last step, such as loaded weights."""
         for flat, master in self._masters.items():
-            for index, (param, view) in enumerate(zip(flat.params, flat.views_of_part(master), strict=True)):
-                if param._version != self._seen_versions[param]:
-                    self._seen_versions[param] = param._version
-                    view.copy_(flat.part_views[index])
+            written = flat.part != master.to(flat.part.dtype)
+            torch.where(written, flat.part.to(master.dtype), master, out=master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's parts."""
@@ -357,13 +352,10 @@ class OSS(Optimizer):
     def take_parts(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Takes this rank's parts of a state, by `part(param)`, and the options of the groups.
 
-        The tensors are kept, not copied. Masters, which the caller has filled, stay as they are until parameters are
-        written into again.
+        The tensors are kept, not copied. Masters are not among them: fill `master` instead.
         """
         state.hand_over(self, taken, groups)
         self._whole_state = None
-        for param in self._seen_versions:
-            self._seen_versions[param] = param._version
 
     def master(self, flat: FlatGroup) -> Tensor | None:
         """This rank's master of a flat group, flat, of the length of its segment; None without one."""

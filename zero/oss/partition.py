@@ -87,8 +87,10 @@ def arrange(
     loads: list[int],
     granularity: int | None = None,
     limit: int | None = None,
+    limit_numel: int | None = None,
 ) -> list[Arrangement]:
-    """The flat groups that parameters are laid in, in their order: of at most `limit` bytes, one parameter at least.
+    """The flat groups that parameters are laid in, in their order: of at most `limit` bytes, or `limit_numel`
+    elements, one parameter at least.
 
     Arithmetic alone: parameters may be on the meta device, and the world need not exist.
 
@@ -102,7 +104,11 @@ def arrange(
         owners = layout.assign(trained, loads)
     arranged = []
     for kind in alike(params):
-        runs = layout.runs([sizes[i] for i in kind], limit) if limit is not None else [range(len(kind))]
+        runs = [range(len(kind))]
+        if limit is not None:
+            runs = layout.runs([sizes[i] for i in kind], limit)
+        elif limit_numel is not None:
+            runs = layout.runs([params[i].numel() for i in kind], limit_numel)
         for run in runs:
             members = sorted((kind[i] for i in run), key=lambda i: owners[i])
             first = params[members[0]]
@@ -128,6 +134,7 @@ def lay_out(
     loads: list[int],
     granularity: int | None = None,
     limit: int | None = None,
+    limit_numel: int | None = None,
     own_part: bool = False,
     compute_dtype: torch.dtype | None = None,
     part_in_whole: bool = False,
@@ -145,7 +152,15 @@ def lay_out(
             label=label,
             compute_dtype=compute_dtype if params[arranged.members[0]].is_floating_point() else None,
         )
-        for arranged in arrange(params, comm.world, cut=cut, loads=loads, granularity=granularity, limit=limit)
+        for arranged in arrange(
+            params,
+            comm.world,
+            cut=cut,
+            loads=loads,
+            granularity=granularity,
+            limit=limit,
+            limit_numel=limit_numel,
+        )
     ]
 
 

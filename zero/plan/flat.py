@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -109,6 +110,7 @@ def size_up(
     )
 
 
+@lru_cache(maxsize=256)  # the blocks of a model are alike
 def _pieces(layout: Layout) -> tuple[int, int]:
     """How many pieces parameters are cut into, over all ranks, and the elements of the largest."""
     starts, numels = np.asarray(layout.offsets, dtype=np.int64), np.asarray(layout.numels, dtype=np.int64)

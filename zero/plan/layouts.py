@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +17,19 @@ from zero.plan.flat import Flat, size_up
 from zero.plan.sizes import Group, Options, Sizes
 
 _FEW = 8
-"""Ranks of which each is looked at where they own unequally much; of more, so many that may need most."""
+"""Ranks of which each is looked at where they own unequally much; of more, those that own most."""
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """A parameter as stages 0 to 2 keep it: of the dtype that is computed with. stepped: the master's, or the same."""
 
     name: str
     param: nn.Parameter
+    numel: int
+    nbytes: int
+    trained: bool
     stepped: torch.dtype
-
-    @property
-    def mastered(self) -> bool:
-        return self.stepped is not self.param.dtype
+    mastered: bool
 
 
 @dataclass(frozen=True)
@@ -52,20 +51,18 @@ class Layouts:
     @cached_property
     def kept(self) -> list[Kept]:
         """The parameters, in the model's order."""
-        computed = {
-            param: group.dtype if group.dtype is not None and param.is_floating_point() else param.dtype
-            for group in self.sizes.groups
-            for param in group.params
-        }
+        computed = {name: group.dtype for group in self.sizes.groups for name in group.names}
         kept = []
         for name, param in self.sizes.params.items():
-            dtype, trained = computed.get(param, param.dtype), param.requires_grad
-            cast = param
-            if dtype is not param.dtype:
+            stored, trained, cast = param.dtype, param.requires_grad, param
+            wanted = computed.get(name)
+            dtype = wanted if wanted is not None and stored.is_floating_point else stored
+            if dtype is not stored:
                 cast = nn.Parameter(torch.empty_like(param, dtype=dtype, device="meta"), requires_grad=trained)
-            master = self.options.master_dtype or param.dtype
+            master = self.options.master_dtype or stored
             wider = dtype.is_floating_point and master.itemsize > dtype.itemsize
-            kept.append(Kept(name, cast, master if wider else dtype))
+            numel, stepped = param.numel(), master if wider else dtype
+            kept.append(Kept(name, cast, numel, numel * dtype.itemsize, trained, stepped, wider))
         return kept
 
     @cached_property
@@ -111,7 +108,7 @@ class Layouts:
         return units
 
     def fullest(self) -> list[int]:
-        """The ranks of which one needs most, at any stage."""
+        """The ranks among which the one is that needs most: of all, and for its largest bucket."""
         even = cut_for(self.options.partition, self.optim, self.options.granularity) == "even"
         if even and self.options.granularity is None:
             return [0]  # segments are equal, and padding is at the end
@@ -123,4 +120,4 @@ class Layouts:
             segments = (bounds[1:] - bounds[:-1]) * self.kept[::-1][one.members[0]].stepped.itemsize
             loads += segments
             largest = np.maximum(largest, segments)
-        return sorted({*loads.argsort()[-_FEW // 2 :].tolist(), *largest.argsort()[-_FEW // 2 :].tolist()})
+        return sorted({int(loads.argmax()), int(largest.argmax())})

@@ -18,7 +18,8 @@ class Ledger:
 
     def take(self, nbytes: int) -> None:
         self.held += nbytes
-        self.peak = max(self.peak, self.held)
+        if self.held > self.peak:
+            self.peak = self.held
 
     def give(self, nbytes: int) -> None:
         self.held -= nbytes
@@ -33,6 +34,9 @@ class Ledger:
 
     def arrive(self, name: str, gradient: int) -> None:
         """Backward computes one more gradient, which is held; activations go as it proceeds."""
+        if not self._activations.order:
+            self.take(gradient)
+            return
         self.give(self._left)
         self.touch(self._activations.before.get(name, 0))
         self._left = self._activations.after.get(name, 0)

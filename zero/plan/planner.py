@@ -73,9 +73,12 @@ def plan(
     for world in worlds:
         layouts = Layouts(sizes, world, optimizer, options)
         within = layouts if options.replicas == 1 else Layouts(sizes, world // options.replicas, optimizer, options)
+        jobs = [Job(layouts, rank, activations, needs) for rank in layouts.fullest()]
+        jobs_within = (
+            jobs if within is layouts else [Job(within, rank, activations, needs) for rank in within.fullest()]
+        )
         for stage, cost_of in STAGES.items():
-            laid_out = within if stage.startswith("3") else layouts
-            by_rank = [cost_of(Job(laid_out, rank, activations, needs)) for rank in laid_out.fullest()]
+            by_rank = [cost_of(job) for job in (jobs_within if stage.startswith("3") else jobs)]
             costs.append(max(by_rank, key=lambda cost: cost.peak))
     return Plan(sizes.numel, tuple(costs), memory, activations=batch is not None)
 

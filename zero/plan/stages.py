@@ -1,12 +1,15 @@
 """A step at each stage, as what comes and goes in the order in which the stages themselves do it.
 
-Every function returns a `Cost`: what a rank holds between backward and step, the peak of a settled step, and what leaves
-the rank. Gradients arrive in the order in which they were measured to, otherwise from the last parameter to the first.
+Every function returns a `Cost`: what a rank holds between backward and step, the peak of a settled step, and what
+leaves the rank. Gradients arrive in the order in which they were measured to, otherwise from the last parameter to the
+first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+
+import torch
 
 from zero.plan.job import Job
 from zero.plan.layouts import Bucket
@@ -17,11 +20,13 @@ from zero.plan.traffic import Gathering, Reduction
 
 def data_parallel(job: Job) -> Cost:
     """Stage 0: DistributedDataParallel and the plain optimizer; masters, where there are any, whole beside it."""
-    trained = [kept for kept in job.layouts.kept if kept.param.requires_grad]
-    parameters = sum(kept.param.nbytes for kept in job.layouts.kept) + job.buffers
-    masters = sum(kept.param.numel() * kept.stepped.itemsize for kept in trained if kept.mastered)
-    numels = [(kept.stepped, kept.param.numel()) for kept in trained]
-    state, scratch = job.stepping((dtype, numel, numel, 1) for dtype, numel in numels)
+    trained = [kept for kept in job.layouts.kept if kept.trained]
+    parameters = sum(kept.nbytes for kept in job.layouts.kept) + job.buffers
+    masters = sum(kept.numel * kept.stepped.itemsize for kept in trained if kept.mastered)
+    numels: dict[torch.dtype, list[int]] = {}
+    for kept in trained:
+        numels.setdefault(kept.stepped, []).append(kept.numel)
+    state, scratch = job.stepping((dtype, sum(each), max(each), len(each)) for dtype, each in numels.items())
     ledger = Ledger(parameters + state + masters, job.activations)
     gradients = _whole_gradients(job, ledger, copies=True)
     ledger.take(masters)  # gradients in the masters' dtype
@@ -82,7 +87,7 @@ def _whole_gradients(job: Job, ledger: Ledger, *, copies: bool) -> int:
 
     copies: whether DistributedDataParallel's buckets, which are there all the time, are a second copy of the gradients.
     """
-    trained = {kept.name: kept.param.nbytes for kept in job.layouts.kept if kept.param.requires_grad}
+    trained = {kept.name: kept.nbytes for kept in job.layouts.kept if kept.trained}
     gradients, alone = sum(trained.values()), job.world == 1
     ledger.take(0 if alone else gradients)
     ledger.forward()

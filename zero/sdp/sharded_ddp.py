@@ -59,10 +59,11 @@ class ShardedDDP(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self._optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, OSS) else list(sharded_optimizer)
-        self._comm = (
-            Comm(process_group) if process_group is not None or not self._optimizers else self._optimizers[0].comm
+        self._optimizers: list[OSS] = (
+            [*sharded_optimizer] if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
         )
+        known = process_group is None and bool(self._optimizers) and isinstance(self._optimizers[0], OSS)
+        self._comm = self._optimizers[0].comm if known else Comm(process_group)
         names = {param: name for name, param in module.named_parameters()}
         told = [f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}", *describe(module)]
         self._comm.compare("the models given to ShardedDDP", told, self._misfit(names))
@@ -72,8 +73,7 @@ class ShardedDDP(nn.Module):
         for optimizer in self._optimizers:
             optimizer.expect_gradients_in_parts()
             if reduce_buffer_size is not None:
-                itemsize = optimizer.flat_groups[0].full.element_size()
-                optimizer.set_bucket_bytes(reduce_buffer_size * itemsize)
+                optimizer.set_bucket_size(reduce_buffer_size)
             optimizer.rename(names)
         sent_as = torch.float16 if reduce_fp16 is True else reduce_fp16 or None
         self._reducer = Reducer(module, self._optimizers, self._comm, sent_as)
@@ -191,6 +191,7 @@ class Reducer:
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
         self._buckets: list[GradBucket] = []
         self._deliver: list[Callable[[int, Tensor | None], None]] = []
+        self._places: dict[Tensor, tuple[GradBucket, int]] = {}
         self._channel = comm.channel("the backward of ShardedDDP")
         self._hooked: set[nn.Parameter] = set()
         self._in_backward = False
@@ -200,15 +201,15 @@ class Reducer:
         self._hook_trained()
 
     def _notice_groups(self) -> None:
-        """Makes buckets of the flat groups that the optimizers have got since (add_param_group)."""
-        known = {bucket.flat for bucket in self._buckets}
-        for optimizer in self._optimizers:
-            for flat in optimizer.flat_groups:
-                if flat not in known:
-                    self._buckets.append(GradBucket(flat, sent_as=self._sent_as))
-                    self._deliver.append(_delivery(self._buckets[-1], optimizer))
+        """Makes a bucket of each flat group that the optimizers have now (add_param_group, set_bucket_size)."""
+        groups = {flat: optimizer for optimizer in self._optimizers for flat in optimizer.flat_groups}
+        if [bucket.flat for bucket in self._buckets] == list(groups):
+            return
+        self._buckets = [GradBucket(flat, sent_as=self._sent_as) for flat in groups]
+        self._deliver = [_delivery(bucket, groups[bucket.flat]) for bucket in self._buckets]
+        self._places = {param: (bucket, i) for bucket in self._buckets for i, param in enumerate(bucket.flat.params)}
         self._largest_bucket = max(bucket.flat.full.nbytes for bucket in self._buckets)
-        self._largest_param = max(param.nbytes for bucket in self._buckets for param in bucket.flat.params)
+        self._largest_param = max(param.nbytes for param in self._places)
 
     def before_forward(self) -> None:
         if self._in_backward and not in_a_backward():
@@ -225,25 +226,23 @@ class Reducer:
                     tensor.register_hook(self._begin)
 
     def _hook_trained(self) -> None:
-        for number, bucket in enumerate(self._buckets):
+        for bucket in self._buckets:
             bucket.notice_trained()
             for index in bucket.trained:
                 param = bucket.flat.params[index]
                 if param not in self._hooked:
                     self._hooked.add(param)
-                    param.register_post_accumulate_grad_hook(self._arrival(number, index))
+                    param.register_post_accumulate_grad_hook(self._arrived)
 
-    def _arrival(self, number: int, index: int) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
-            if self.active:
-                self._begin()
-                bucket = self._buckets[number]
-                bucket.take_from(bucket.flat.params[index], index)
-                self._make_room(bucket)
-                if bucket.complete:
-                    self._launch_complete()
-
-        return arrived
+    def _arrived(self, param: Tensor) -> None:
+        if not self.active:
+            return
+        self._begin()
+        bucket, index = self._places[param]
+        bucket.take_from(param, index)
+        self._make_room(bucket)
+        if bucket.complete:
+            self._launch_complete()
 
     def _begin(self, _: Tensor | None = None) -> None:
         if not self._in_backward:
@@ -300,9 +299,8 @@ class Reducer:
 
     def _refuse_replaced(self) -> None:
         """Where a gradient did not come, the parameter may be one that the module no longer has."""
-        held = {param for bucket in self._buckets for param in bucket.flat.params}
         for name, param in self._module.named_parameters():
-            if param.requires_grad and param not in held:
+            if param.requires_grad and param not in self._places:
                 raise RuntimeError(
                     f"{name!r} is in no optimizer of this ShardedDDP: it was replaced (by load_state_dict with "
                     "assign=True, say) or added since, and its gradient would be nobody's. Wrap the model again, "
