@@ -199,10 +199,11 @@ class SafeFile:
         assert 0 <= start <= stop <= torch.Size(shape).numel()
         return low + start * dtype.itemsize, low + stop * dtype.itemsize
 
-    def check(self, ranges: Sequence[tuple[int, int]], buffer: Tensor, tick: Callable[[int], None]) -> None:
+    def check(self, ranges: Sequence[tuple[int, int]], tick: Callable[[int], None]) -> None:
         """Reads every block that the ranges touch, once, and compares its checksum."""
         if self._sums is None:
             return
+        buffer = torch.empty(_CACHED, dtype=torch.uint8)
         touched = sorted(
             {
                 number

@@ -69,7 +69,7 @@ class Source:
         nbytes = sum(high - low for places in needed.values() for low, high in places)
         with Progress("checking", nbytes, shown) as progress:
             for name, places in sorted(needed.items()):
-                self._files[name].check(places, self._room(), progress.advance)
+                self._files[name].check(places, progress.advance)
 
     def fill(self, target: Tensor, one: Range) -> None:
         """Reads a range into a flat tensor of as many elements, converting to its dtype."""

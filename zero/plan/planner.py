@@ -65,9 +65,8 @@ def plan(
     if batch is not None:
         if not isinstance(model, nn.Module):
             raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
-        activations = measure_activations(
-            model, batch, options.precision, "cuda" if options.backend == "nccl" else "cpu"
-        )
+        on = "cuda" if options.backend == "nccl" and torch.cuda.is_available() else "cpu"
+        activations = measure_activations(model, batch, options.precision, on)
     needs: Needs = {}
     costs = []
     for world in worlds:

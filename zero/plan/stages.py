@@ -172,7 +172,7 @@ def _fsdp(job: Job, *, kept: bool) -> Cost:
     gradients = _backward_by_units(job, ledger, gathering, kept=kept)
     ledger.touch(scratch)
     replicas = job.layouts.options.replicas
-    sent = gathering.sent + job.agreement[1] + sum(bucket.flat.sent for bucket in buckets)
+    sent = gathering.sent + sum(bucket.flat.sent for bucket in buckets)
     sent += sum(2 * bucket.flat.sums * (replicas - 1) // replicas for bucket in buckets)
     held = {"parameters": parameters, "gradients": gradients, "optimizer": state}
     return Cost("3 kept" if kept else "3", job.world * replicas, **held, peak=ledger.peak, sent=sent)
@@ -187,13 +187,19 @@ def _backward_by_units(job: Job, ledger: Ledger, gathering: Gathering, *, kept: 
     missing = dict.fromkeys(units, 0)
     for name in order:
         missing[unit_of[name]] += 1
-    entered = {""}
+    entered, pending = {""}, ""
+
+    def launch_pending() -> None:
+        reduction.finish()
+        for bucket in units[pending] if pending else ():
+            reduction.launch(bucket)
 
     def complete(unit: str) -> None:
         reduction.finish()
         gathering.reshard(units[unit])
-        for bucket in units[unit]:
-            reduction.launch(bucket)
+        if pending:  # no gather has come since that it could go with
+            gathering.agree()
+            launch_pending()
 
     for name in order:
         unit = unit_of[name]
@@ -201,13 +207,19 @@ def _backward_by_units(job: Job, ledger: Ledger, gathering: Gathering, *, kept: 
             entered.add(unit)
             if not kept:
                 gathering.unshard(units[unit])
+                launch_pending()
+                pending = ""
         ledger.arrive(name, gradients[name])
         missing[unit] -= 1
         if unit and not missing[unit]:
             complete(unit)
+            pending = unit
     ledger.end_backward()
     complete("")
-    ledger.touch(job.agreement[0])
+    gathering.agree()
+    reduction.finish()
+    for bucket in units[""]:
+        reduction.launch(bucket)
     reduction.finish()
     for unit in units.keys() - entered if kept else ():
         gathering.reshard(units[unit])

@@ -32,6 +32,12 @@ class Gathering:
             self._ledger.take(self._given_up(bucket))
             self._ledger.give(bucket.flat.whole)
 
+    def agree(self) -> None:
+        """An operation that only says where this rank is."""
+        held, told = self._job.agreement
+        self._ledger.touch(held)
+        self.sent += told
+
     def _given_up(self, bucket: Bucket) -> int:
         flat = bucket.flat
         return flat.part if self._kept and flat.part == flat.gathered else 0

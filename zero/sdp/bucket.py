@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -87,11 +88,7 @@ class GradBucket:
     def take(self, index: int, gradient: Tensor) -> None:
         """Takes over the whole gradient of parameter `index`; nothing else should keep it."""
         if self.phase is Phase.REDUCING or index in self._taken:
-            raise RuntimeError(
-                f"{self.flat.names[index]} got a gradient after its gradients were sent to their owner in the same "
-                "backward. Re-entrant checkpointing does this where the model returns no tensor that needs a gradient, "
-                "or in an object that zero cannot look into: use use_reentrant=False, or return tensors or dicts."
-            )
+            self.refuse_late(index)
         if gradient.is_sparse:
             raise RuntimeError(
                 f"{self.flat.names[index]} has a sparse gradient. zero shards dense ones: build the embedding with "
@@ -104,6 +101,13 @@ class GradBucket:
                 "call backward() without."
             )
         self._taken[index] = self.flat.in_memory_order(index, gradient)
+
+    def refuse_late(self, index: int) -> NoReturn:
+        raise RuntimeError(
+            f"{self.flat.names[index]} got a gradient after its gradients were sent to their owner in the same backward. "
+            "Re-entrant checkpointing does this where a parameter is used twice, or where the model returns no tensor "
+            "that needs a gradient: use use_reentrant=False."
+        )
 
     def take_from(self, param: Tensor, index: int) -> None:
         """Takes over what lies in `param.grad`, if anything does, which is None afterwards."""

@@ -191,7 +191,7 @@ class Reducer:
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
         self._buckets: list[GradBucket] = []
         self._deliver: list[Callable[[int, Tensor | None], None]] = []
-        self._places: dict[Tensor, tuple[GradBucket, int]] = {}
+        self._places: dict[Tensor, tuple[int, int]] = {}
         self._channel = comm.channel("the backward of ShardedDDP")
         self._hooked: set[nn.Parameter] = set()
         self._in_backward = False
@@ -207,7 +207,11 @@ class Reducer:
             return
         self._buckets = [GradBucket(flat, sent_as=self._sent_as) for flat in groups]
         self._deliver = [_delivery(bucket, groups[bucket.flat]) for bucket in self._buckets]
-        self._places = {param: (bucket, i) for bucket in self._buckets for i, param in enumerate(bucket.flat.params)}
+        self._places = {
+            param: (number, index)
+            for number, bucket in enumerate(self._buckets)
+            for index, param in enumerate(bucket.flat.params)
+        }
         self._largest_bucket = max(bucket.flat.full.nbytes for bucket in self._buckets)
         self._largest_param = max(param.nbytes for param in self._places)
 
@@ -238,7 +242,10 @@ class Reducer:
         if not self.active:
             return
         self._begin()
-        bucket, index = self._places[param]
+        number, index = self._places[param]
+        bucket = self._buckets[number]
+        if number < self._launched:
+            bucket.refuse_late(index)
         bucket.take_from(param, index)
         self._make_room(bucket)
         if bucket.complete:

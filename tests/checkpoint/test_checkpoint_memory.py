@@ -1,0 +1,102 @@
+"""What saving, loading and exporting take besides the state itself, read from the system's peak of resident memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+import zero
+from zero.checkpoint.export import export
+from zero.checkpoint.files import BUFFER
+
+MIB = 1 << 20
+SLACK = 6 * MIB  # Python objects, the allocator's rounding, the 1 MiB in which checksums are computed
+BLOCKS = 8  # of 4 MiB each
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def read(key):
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_of(work):
+    """Bytes by which resident memory rises above what it was before."""
+    CLEAR.write_text("5")  # the peak starts from here
+    before = read("VmRSS")
+    work()
+    return read("VmHWM") - before
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build(stage):
+    return zero.setup(Net(), torch.optim.Adam, stage=stage, lr=1e-3)
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 1024)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure(rank, world, path, stage):
+    model, optimizer = build(stage)
+    step(model, optimizer)
+    step(model, optimizer)
+    zero.checkpoint.save(f"{path}/warm", model, optimizer)
+    peaks = {"save": peak_of(lambda: zero.checkpoint.save(path, model, optimizer))}
+    behind = []
+    peaks["save behind"] = peak_of(lambda: behind.append(zero.checkpoint.save(path, model, optimizer, wait=False)))
+    behind[0].wait()
+    peaks["load in place"] = peak_of(lambda: zero.checkpoint.load(path, model, optimizer))
+    inner = getattr(optimizer, "optim", optimizer)
+    inner.state.clear()
+    peaks["load"] = peak_of(lambda: zero.checkpoint.load(path, model, optimizer))
+    return peaks
+
+
+@pytest.fixture(autouse=True)
+def measurable():
+    try:
+        CLEAR.write_text("5")
+    except OSError as error:
+        pytest.skip(f"the peak of resident memory cannot be read here: {error}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_peak_of_save_and_load(stage, tmp_path):
+    weights, world = BLOCKS * 4 * MIB, 2
+    state = 2 * weights // (1 if stage == 0 else world)
+    written = 3 * weights // world  # by each rank
+    for peaks in ranks.run(measure, world, (str(tmp_path), stage), fresh=True):
+        assert peaks["save"] <= SLACK, peaks
+        assert peaks["save behind"] <= written + SLACK, peaks
+        assert peaks["load in place"] <= BUFFER + SLACK, peaks
+        assert peaks["load"] <= state + BUFFER + SLACK, peaks
+
+
+def measure_export(rank, world, path):
+    export(path, f"{path}/warm")
+    return {
+        dtype: peak_of(lambda dtype=dtype: export(path, f"{path}/{dtype}", dtype=dtype))
+        for dtype in [None, torch.bfloat16]
+    }
+
+
+def test_peak_of_export(tmp_path):
+    zero.checkpoint.save(tmp_path, Net())
+    peaks = ranks.run(measure_export, 1, (str(tmp_path),), bare=True, fresh=True)[0]
+    assert max(peaks.values()) <= 2 * BUFFER + SLACK, peaks
