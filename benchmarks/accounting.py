@@ -1,7 +1,6 @@
 """How many bytes a training step keeps alive: tensors counted exactly, and the process's own peak.
 
-A storage is the memory behind a tensor. It is counted once, however many tensors view it, with the
-bytes that it has at that moment: one that was shrunk to nothing by `resize_` counts as nothing.
+A storage is the memory behind a tensor; see zero.plan.meter for how it is counted.
 """
 
 import ctypes
@@ -11,15 +10,13 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import zero
+from zero.plan.meter import Meter as CpuMemory
 
 
 class Memory(AbstractContextManager[Any], Protocol):
@@ -34,37 +31,6 @@ class Memory(AbstractContextManager[Any], Protocol):
 
 def memory_of(device: torch.device) -> Memory:
     return CudaMemory() if device.type == "cuda" else CpuMemory()
-
-
-class CpuMemory(TorchDispatchMode):
-    """Adds up all live storages after every operator, while both its arguments and its results are alive.
-
-    The operators of a backward pass and of collectives are seen as well. What an operator allocates
-    and frees within its kernel is not.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
-        self._peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        for value in tree_iter((args, kwargs, result)):
-            if isinstance(value, Tensor):
-                self._storages.add(value.untyped_storage())
-        self._peak = max(self._peak, self.live())
-        return result
-
-    def live(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages)
-
-    def peak(self) -> int:
-        return self._peak
-
-    def reset_peak(self) -> None:
-        self._peak = self.live()
 
 
 class CudaMemory(AbstractContextManager["CudaMemory"]):

@@ -7,6 +7,7 @@ import resource
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from accounting import count_bytes, measure_process_peak, measure_resident, memo
 from formula import OPTIMIZERS, STAGES, predict_ddp_sent
 from gpt import GPT, Block, draw_batch
 from launch import Rank
+from zero.plan import Options, Plan
 
 SEED = 0
 WARM_UP = 2  # optimizer state appears in the first step, and DDP orders its buckets anew in the second
@@ -75,33 +77,27 @@ def build_model(settings: Settings, device: torch.device) -> GPT:
     return GPT(settings.layers, settings.width).to(device)
 
 
-def size_up_model(settings: Settings, rank: Rank) -> dict[str, int]:
-    """The model by itself: its parameters, its largest unit, and its activations.
-
-    A unit is a block, or all that lies in no block. Activations are what the forward pass over one rank's batch
-    keeps for the backward pass.
-    """
-    model = build_model(settings, rank.device)
-    tokens, targets = draw_batch(settings.text, seed=SEED, step=0, rank=rank.rank)
-    tokens, targets = tokens.to(rank.device), targets.to(rank.device)
-    with memory_of(rank.device) as memory:
-        # The first pass shows the counter the parameters, and lets CUDA's libraries take their workspaces.
-        model(tokens, targets)
-        before = memory.live()
-        loss = model(tokens, targets)
-        activations = memory.live() - before
-        del loss
-    whole, blocks = count_bytes(model.parameters()), count_bytes(model.blocks.parameters())
-    return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "parameters_bytes": whole,
-        "unit_bytes": max(blocks // len(model.blocks), whole - blocks),
-        "activations_bytes": activations,
+def plan_stages(settings: Settings, world: int) -> tuple[Plan, dict[str, int]]:
+    """What the stages should cost, and the sizes of the model. Runs nothing."""
+    model = build_model(settings, torch.device("meta"))
+    choice = OPTIMIZERS[settings.optim]
+    plan = zero.plan(
+        model,
+        world_size=world,
+        optimizer=partial(choice.type, **choice.arguments),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        batch=draw_batch(settings.text, seed=SEED, step=0, rank=0),
+        options=Options(backend="nccl" if torch.cuda.is_available() else "gloo"),
+    )
+    parameters = [*model.parameters()]
+    return plan, {
+        "parameters": sum(p.numel() for p in parameters),
+        "parameters_bytes": sum(p.nbytes for p in parameters),
     }
 
 
 def account_step(settings: Settings, stage: str, rank: Rank) -> dict[str, int]:
-    """Bytes of a settled step, at rest and at its peak, and the largest bucket of the optimizer's."""
+    """Bytes of a settled step, at rest and at its peak."""
     return_freed_blocks_at_once()
     with memory_of(rank.device) as memory:
         training = Training(settings, stage, rank)
@@ -112,14 +108,12 @@ def account_step(settings: Settings, stage: str, rank: Rank) -> dict[str, int]:
         resident = measure_resident(training.model, training.optimizer)
         training.update()
         peak = memory.peak()
-    optimizer = training.optimizer
     return {
         "parameters_bytes": resident.parameters,
         "gradients_bytes": resident.gradients,
         "optimizer_bytes": resident.optimizer,
         "peak_bytes": peak,
         "process_peak_bytes": measure_process_peak(),
-        "bucket_bytes": optimizer.bucket_bytes if isinstance(optimizer, zero.OSS) else 0,
     }
 
 

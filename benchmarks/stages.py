@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from formula import OPTIMIZERS, STAGES, predict_peak
+from formula import OPTIMIZERS, STAGES
 from gpt import read_text
 from launch import RankFailed, run_ranks
-from measure import ACCOUNTED_STEPS, WARM_UP, Settings, account_step, size_up_model, time_steps
+from measure import ACCOUNTED_STEPS, WARM_UP, Settings, account_step, plan_stages, time_steps
 from report import MIB, Row, find_differences, format_table, write_json
 
 OUT = Path(__file__).parent / "out"
@@ -29,9 +29,7 @@ CAPTION = """\
 MiB and ms, on the rank that needs most; CPU ms and losses are means over the ranks.
 params, grads, optim  at rest, between the backward pass and the optimizer's step
 peak                  the most bytes of tensors alive at once in a step, counted exactly
-predicted             parameters and optimizer state by the stage's formula, and the larger of gradients and activations
-                      ({activations:.1f}); on top, at ddp and oss DDP's copy of the gradients, at oss 1 and at sdp 2
-                      of the largest bucket, at fsdp at most 4 of the largest unit
+predicted             the same by zero.plan, before anything was run
 process               the peak of the whole process with Python and torch, in the pass that counts (freed blocks
                       returned to the system at once)
 sent                  a rank and step; DDP's all-reduce, at ddp and oss, by its formula 2 (W - 1) / W of the gradients
@@ -60,7 +58,7 @@ def main() -> None:
         f"GPT of {parameters:,} parameters ({model['parameters_bytes'] / MIB:.1f} MiB), {ranks}, {backend}, "
         f"{options.settings.optim}, torch {torch.__version__}"
     )
-    print(f"{subject}\n\n{format_table(rows)}\n\n{CAPTION.format(activations=model['activations_bytes'] / MIB)}")
+    print(f"{subject}\n\n{format_table(rows)}\n\n{CAPTION}")
     write_results(options.out, rows, world=options.world, parameters=parameters, subject=subject)
     # Two ranks have only one order to add two gradients in.
     same_bits = options.world <= 2 and not torch.cuda.is_available()
@@ -72,31 +70,21 @@ def main() -> None:
 def run(options: Options) -> tuple[list[Row], dict[str, int]]:
     """A row a stage, and the sizes of the model."""
     total = len(options.stages) * (ACCOUNTED_STEPS + options.settings.steps)
-    with tqdm(total=total, unit="step", desc="model") as bar:
-        model = run_ranks(partial(size_up_model, options.settings), world=1)[0]
+    with tqdm(total=total, unit="step", desc="plan") as bar:
+        plan, model = plan_stages(options.settings, options.world)
         rows = []
         for stage in options.stages:
             bar.set_description(stage)
-            rows.append(run_stage(stage, options, model, bar.update))
+            rows.append(run_stage(stage, options, plan.cost(STAGES[stage].number).peak, bar.update))
     return rows, model
 
 
-def run_stage(stage: str, options: Options, model: dict[str, int], on_step: Callable[[], object]) -> Row:
+def run_stage(stage: str, options: Options, predicted: int, on_step: Callable[[], object]) -> Row:
     accounts = run_ranks(partial(account_step, options.settings, stage), options.world, on_step)
     times = run_ranks(partial(time_steps, options.settings, stage), options.world, on_step)
-    most = {key: max(account[key] for account in accounts) for key in accounts[0]}
-    bucket_bytes = most.pop("bucket_bytes")
-    predicted = predict_peak(
-        STAGES[stage],
-        states=OPTIMIZERS[options.settings.optim].states,
-        world=options.world,
-        parameters_bytes=model["parameters_bytes"],
-        buffer_bytes=model["unit_bytes"] if stage == "fsdp" else bucket_bytes,
-        activations_bytes=model["activations_bytes"],
-    )
     return Row(
         stage=stage,
-        **most,
+        **{key: max(account[key] for account in accounts) for key in accounts[0]},
         predicted_peak_bytes=predicted,
         sent_bytes_per_step=max(rank["sent_bytes_per_step"] for rank in times),
         step_ms=max(rank["step_ms"] for rank in times),

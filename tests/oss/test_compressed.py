@@ -218,3 +218,24 @@ def _both(rank, world):
 
 def test_both_together_stay_close_to_plain_training():
     ranks.run(_both, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What cannot be sent
+
+
+def _broadcast_as(rank, world, dtype):
+    zero.OSS(built().parameters(), SGD, broadcast_fp16=dtype, lr=0.1)
+
+
+def _reduce_as(rank, world, dtype):
+    model = built()
+    zero.ShardedDDP(model, zero.OSS(model.parameters(), SGD, lr=0.1), reduce_fp16=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, "bf16"], ids=str)
+@pytest.mark.parametrize("build", [_broadcast_as, _reduce_as])
+def test_what_is_no_float_of_16_bits_is_refused_when_built(build, dtype):
+    """As integers parameters and gradients would be cut off, and Gloo does not move floats of 8 bits."""
+    option = "broadcast_fp16" if build is _broadcast_as else "reduce_fp16"
+    ranks.expect_error(build, 2, ValueError, option, "float16", "bfloat16", args=(dtype,))

@@ -142,6 +142,14 @@ def test_float16_parameters_have_masters_too(stage):
     ranks.run(_steps, 2, args=(stage, "even", "adam", torch.float16))
 
 
+def _no_float(rank, world):
+    zero.OSS(built(Half).parameters(), SGD, master_dtype=torch.int32, lr=0.1)
+
+
+def test_masters_of_integers_are_refused_when_built():
+    ranks.expect_error(_no_float, 2, ValueError, "master_dtype", "float32")
+
+
 def _small_updates(rank, world, master_dtype):
     """Steps of a hundredth of what bfloat16 can tell from 1."""
     model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
@@ -158,6 +166,49 @@ def test_small_updates_add_up():
     assert all(torch.equal(weight, torch.full_like(weight, 1 - 2.0**-7)) for weight in moved)
     lost = ranks.run(_small_updates, 2, args=(None,))
     assert all(torch.equal(weight, torch.ones_like(weight)) for weight in lost)
+
+
+def _clipped(rank, world, stage):
+    """The norm is of the gradients as they arrive, in 16 bits at stage 1."""
+    expected, model, optimizer = start(world, stage, "even", "sgd")
+    gradients = []
+    for peer in range(world):
+        gradients.append(torch.autograd.grad(loss_of(expected.model, peer, 0), expected.params))
+    averages = [sum(gradient.float() for gradient in each) / world for each in zip(*gradients, strict=True)]
+    norm = torch.cat([average.flatten() for average in averages]).norm().item()
+    loss_of(model, rank, 0).backward()
+    rounding = 5e-3 if stage == 1 else 1e-6
+    assert optimizer.clip_grad_norm(norm / 100).item() == pytest.approx(norm, rel=rounding)
+    assert optimizer.clip_grad_norm(norm / 100).item() == pytest.approx(norm / 100, rel=max(rounding, 2e-6))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_masters_are_clipped(stage):
+    ranks.run(_clipped, 2, args=(stage,))
+
+
+def _scaled(rank, world, stage):
+    """With a scale of 1 the numbers are those without; an infinite gradient skips the step."""
+    expected, model, optimizer = start(world, stage, "even", "sgd", torch.float16)
+    scaler = zero.GradScaler("cpu", init_scale=1.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, number)
+        spoiled = number == 3 and rank == 1
+        scaler.scale(loss * torch.inf if spoiled else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if number < 3:
+            expected.step(number)
+        assert_by_hand(model, optimizer, expected, f"step {number}")
+    assert scaler.get_scale() == 0.5
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_float16_parameters_with_masters_are_trained_with_a_loss_scale(stage):
+    """torch's GradScaler refuses gradients of 16 bits, because without masters they would be stepped in 16 bits."""
+    ranks.run(_scaled, 2, args=(stage,))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from zero.checkpoint.format import CheckpointError
@@ -51,13 +53,20 @@ class Ranks:
             raise CheckpointError(f"{problems[0][1]}{where}")
         return [one["value"] for one in told]
 
-    def compare(self, what: str, lines: Sequence[str], problem: str | None = None) -> None:
-        """Collective. Raises CheckpointError on every rank where any has a problem or other lines than the first."""
-        told = self.exchange(list(lines), problem)
-        for rank, found in enumerate(told):
-            for expected, line in zip(told[0], found, strict=False):
-                if line != expected:
-                    raise CheckpointError(
-                        f"{what} differ between ranks: the first has {expected}, rank {rank} has {line}. "
-                        "Save and load the same on every rank."
-                    )
+    def compare(self, what: str, lines: Sequence[str], problem: str | None = None, value: Any = None) -> list[Any]:
+        """Collective. The JSON values of all ranks, the first rank's first.
+
+        Raises CheckpointError on every rank where any has a problem, or where lines differ from the first rank's.
+        """
+        digest = hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest()
+        told = self.exchange([digest, value], problem)
+        if any(other != told[0][0] for other, _ in told):
+            found = self.exchange(list(lines))
+            for rank, there in enumerate(found):
+                for expected, line in zip_longest(found[0], there, fillvalue="nothing"):
+                    if line != expected:
+                        raise CheckpointError(
+                            f"{what} differ between ranks: the first has {expected}, rank {rank} has {line}. "
+                            "Save and load the same on every rank."
+                        )
+        return [value for _, value in told]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,15 +69,14 @@ def save(
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
     run = Path(os.path.abspath(path))
-    share, problem = _share(training, extra or {}, keep)
-    ranks.compare("the arguments of zero.checkpoint.save", _told(training, run, keep, wait), problem)
+    share, told, problem = _share(training, extra or {}, keep)
+    lines = _told(training, run, keep, wait)
+    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, problem, told)
     earlier = _unfinished.get(run)
     if earlier is not None:
         earlier.wait()
-
     begun, problem = _attempt(run, lambda: directory.begin(run)) if ranks.first else (None, None)
     partial = Path(ranks.exchange(str(begun) if begun else None, problem)[0])
-    extras = ranks.exchange(encode(extra or {}, "extra"))
     saving = Saving(training, share, partial, extras, keep)
     if wait:
         saving._write_now()
@@ -193,6 +193,7 @@ class Saving:
         _unfinished[self._partial.parent] = self
 
         def work() -> None:
+            _give_way()
             self._write_file(lambda held: copies[_key(held)])
             if self._ranks.first:
                 if self._problem is None:
@@ -340,20 +341,20 @@ def _complete(index: Index, partial: Path) -> Index:
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def _share(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[Share, str | None]:
-    """What this rank writes, or what is wrong, in words for the user."""
+def _share(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[Share, dict[str, Any], str | None]:
+    """What this rank writes, its extra as JSON, and what is wrong, in words for the user."""
     nothing = Share([], [])
     if training.problem:
-        return nothing, training.problem
+        return nothing, {}, training.problem
     if keep is not None and (not isinstance(keep, int) or keep < 1):
-        return nothing, f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all."
+        return nothing, {}, f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all."
     try:
-        encode(extra, "extra")
+        told = encode(extra, "extra")
         _head(training, [{}])
         held, values = training.share()
     except ValueError as error:
-        return nothing, str(error)
-    return Share(held, values) if training.ranks.writes else nothing, None
+        return nothing, {}, str(error)
+    return Share(held, values) if training.ranks.writes else nothing, told, None
 
 
 def _told(training: Training, run: Path, keep: int | None, wait: bool) -> list[str]:
@@ -372,6 +373,12 @@ def _attempt(path: Path, work: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, f"{error}."
     except OSError as error:
         return None, f"{error.filename or path} could not be written ({error.strerror}). Nothing was changed."
+
+
+def _give_way() -> None:
+    """Has training go before this thread where there are not cores for both. On Linux threads have priorities."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _without_tensor(held: Held) -> Held:

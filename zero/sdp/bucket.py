@@ -104,7 +104,7 @@ class GradBucket:
 
     def refuse_late(self, index: int) -> NoReturn:
         raise RuntimeError(
-            f"{self.flat.names[index]} got a gradient after its gradients were sent to their owner in the same backward. "
+            f"{self.flat.names[index]} got a gradient after its gradients were sent to their owner, in one backward. "
             "Re-entrant checkpointing does this where a parameter is used twice, or where the model returns no tensor "
             "that needs a gradient: use use_reentrant=False."
         )
