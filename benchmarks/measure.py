@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import zero
 from accounting import count_bytes, measure_process_peak, measure_resident, memory_of, return_freed_blocks_at_once
-from formula import OPTIMIZERS, STAGES, predict_ddp_sent
+from choices import OPTIMIZERS, STAGES, predict_ddp_sent
 from gpt import GPT, Block, draw_batch
 from launch import Rank
 from zero.plan import Options, Plan

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from formula import OPTIMIZERS, STAGES
+from choices import OPTIMIZERS, STAGES
 from gpt import read_text
 from launch import RankFailed, run_ranks
 from measure import ACCOUNTED_STEPS, WARM_UP, Settings, account_step, plan_stages, time_steps

@@ -91,8 +91,8 @@ class Layer(nn.Module):
 class OddMLP(nn.Module):
     """Parameters of every odd kind.
 
-    `sometimes` is used where the batch says so: by odd ranks always, by the others at every other step. `never` is used by none,
-    `transposed` and `strided` are not contiguous, `empty` has no elements, two layers share their weight.
+    `sometimes` is used where the batch says so: by odd ranks always, by the others at every other step. `never` is used
+    by none, `transposed` and `strided` are not contiguous, `empty` has no elements, two layers share their weight.
     """
 
     def __init__(self, width: int = 13) -> None:
@@ -119,7 +119,9 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True))
+            nn.Sequential(
+                nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)
+            )
             for before, after in [(3, 6), (6, 10), (10, 5)]
         )
         self.head = nn.Linear(5, CLASSES)
@@ -185,7 +187,7 @@ class Record:
 def train(
     model: nn.Module, optimizer: Optimizer, case: Case, rank: int, *, steps: int = 5, micro: int = 1, sync: bool = True
 ) -> list[float]:
-    """The losses of `steps` steps, each on `micro` batches whose gradients add up; not `sync`: all but the last under no_sync."""
+    """The losses of `steps` steps, each on `micro` batches that add up; without `sync`, all but the last under no_sync."""
     losses = []
     for step in range(steps):
         batches = [case.batch(rank, step * micro + number) for number in range(micro)]
@@ -213,7 +215,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def reference(rank: int, case: Case, optim: Callable[..., Optimizer], **how: Any) -> Record:
-    """The same training by torch alone: with DistributedDataParallel, or a plain loop where there is no process group."""
+    """The same training by torch alone: with DistributedDataParallel, or a plain loop without a process group."""
     model = case.model()
     wrapped = DistributedDataParallel(model, **case.ddp) if torch.distributed.is_initialized() else model
     losses = train(wrapped, optim(model.parameters()), case, rank, **how)

@@ -1,7 +1,7 @@
 """What each stage holds in memory, at rest and at the peak of a step, against the formulas of the ZeRO paper.
 
-Tensors are accounted exactly: after every operator all storages that are alive are added up, whoever made them. P is the bytes of
-the parameters, W the number of ranks, B the bytes of the largest bucket or unit. With float32 and Adam, parameters and
+Tensors are accounted exactly: after every operator all storages that are alive are added up, whoever made them. P is
+the bytes of the parameters, W the number of ranks, B the bytes of the largest bucket or unit. With float32 and Adam, parameters and
 gradients take P each and the optimizer's state 2 P (section 5 of Rajbhandari et al., 2020).
 """
 
@@ -15,13 +15,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
+import ranks
 import zero
 
 WIDTH, INNER, BLOCKS = 256, 1536, 8  # 3 MiB a block; 25 MiB in all

@@ -1,7 +1,7 @@
 """The numbers are the same at every stage: those of DistributedDataParallel with the plain optimizer.
 
-On two ranks every loss, parameter and buffer is the same bit for bit. On more, sums of three and more terms are taken in another
-order than DistributedDataParallel takes them, and agree within rounding.
+On two ranks every loss, parameter and buffer is the same bit for bit. On more, sums of three and more terms are taken
+in another order than DistributedDataParallel takes them, and agree within rounding.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ STAGES: dict[str, Build] = {
     "3 by class": partial(
         stage_3, auto_wrap_policy=ModuleWrapPolicy({Block, nn.LayerNorm, Layer, nn.BatchNorm2d}), units=4
     ),
-    "3 by size": partial(
-        stage_3, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=150), units=4
-    ),
+    "3 by size": partial(stage_3, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=150), units=4),
     "3 not resharded": partial(stage_3, reshard_after_forward=False, units=4),
 }
 

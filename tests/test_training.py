@@ -1,4 +1,4 @@
-"""What a user's training loop may do at stages 2 and 3 alike: on two ranks the numbers are the reference's bit for bit."""
+"""What a training loop may do at stages 2 and 3 alike: on two ranks the numbers are the reference's bit for bit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-import zero
-
 import ranks
+import zero
 from sidebyside import STAGES, SideBySide, data, sgd
 
 WIDTH = 11
@@ -106,7 +105,7 @@ def one_graph_gone_through_three_times(rank, world, stage):
         both.zero_grad()
         outputs = {model: model(batch(rank, step)) for model in (both.model, both.plain)}
         for i in range(3):
-            both.backward(lambda model, i=i: outputs[model][:, i].square().mean(), retain_graph=i < 2)
+            both.backward(lambda model, i=i, of=outputs: of[model][:, i].square().mean(), retain_graph=i < 2)
         both.update()
 
 
@@ -425,7 +424,7 @@ def nested_inputs_and_outputs(rank, world, stage):
             return {"deep": [(self.last(pack.hidden), pack)], "note": "text"}
 
     def loss(model, step):
-        (output, pack), = model({"x": batch(rank, step), "three": torch.tensor([1.0, 0.5, 2.0])})["deep"]
+        ((output, pack),) = model({"x": batch(rank, step), "three": torch.tensor([1.0, 0.5, 2.0])})["deep"]
         return output.square().mean() + pack.more["pair"].left.square().mean()
 
     both = SideBySide(Packing(block=Nested), stage)
@@ -549,11 +548,13 @@ def reentrant_twice(rank: int, world: int, stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_gradients_for_a_parameter_in_one_backward_by_reentrant_checkpointing(stage):
-    """Stage 3 sends both. Stage 2 has sent the first when the second comes: it says so, as DistributedDataParallel does."""
+    """Stage 3 sends both. Stage 2 has sent the first when the second comes, and says so, as DDP does."""
     if stage.startswith("3"):
         ranks.run(reentrant_twice, args=(stage,), timeout=20)
     else:
-        ranks.expect_error(reentrant_twice, 2, RuntimeError, r"blocks\.\d", "use_reentrant=False", args=(stage,), timeout=20)
+        ranks.expect_error(
+            reentrant_twice, 2, RuntimeError, r"blocks\.\d", "use_reentrant=False", args=(stage,), timeout=20
+        )
 
 
 @scenario

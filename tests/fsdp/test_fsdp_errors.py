@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import LBFGS, SGD, Adafactor
 
+import ranks
 import zero
 
 

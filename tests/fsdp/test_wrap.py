@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from models import GPT, Attention, Block, OddMLP
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
@@ -16,6 +15,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
+from models import GPT, Attention, Block, OddMLP
 from zero.fsdp.wrap import params_by_unit, unit_modules
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -143,7 +143,10 @@ def test_tied_weights_belong_to_the_innermost_unit_around_all_their_places():
     net.blocks[0].mlp[0].weight = net.blocks[0].attention.mix.weight  # of other shape, which does not matter here
     found = owned(net, ModuleWrapPolicy({Block, Attention}))
     assert "blocks.0.attention.mix.weight" in found["blocks.0"]
-    assert found["blocks.0.attention"] == ["blocks.0.attention.mix.bias", *(f"blocks.0.attention.out.{n}" for n in ("weight", "bias"))]
+    assert found["blocks.0.attention"] == [
+        "blocks.0.attention.mix.bias",
+        *(f"blocks.0.attention.out.{n}" for n in ("weight", "bias")),
+    ]
     assert "tokens.weight" in found[""] and "head.weight" not in found[""]
 
 

@@ -63,7 +63,10 @@ BAD = {
     "a named non-leaf": (named(computed), "'layer.1' is not a leaf tensor"),
     "a number": (lambda: [*good(), 3], "parameter 2 of group 0 is a int, not a torch.Tensor. Pass model.parameters()"),
     "names alone": (lambda: ["weight", "bias"], "parameter 0 of group 0 is a str, not a torch.Tensor"),
-    "a single tensor": (lambda: good()[0], "OSS was given a Parameter for parameters. Pass an iterable that has an order"),
+    "a single tensor": (
+        lambda: good()[0],
+        "OSS was given a Parameter for parameters. Pass an iterable that has an order",
+    ),
     "a sparse one": (sparse, "parameter 0 of group 0 has layout torch.sparse_coo"),
     "one on the meta device": (
         on_meta,

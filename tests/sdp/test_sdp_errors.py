@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import ranks
 import zero
 
 sgd = partial(torch.optim.SGD, lr=0.1)

@@ -9,16 +9,16 @@ import copy
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from models import CASES, GPT, OddMLP
-from sidebyside import SideBySide, close, data, sgd, stage_2
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
+import ranks
 import zero
+from models import CASES, GPT, OddMLP
+from sidebyside import SideBySide, close, data, sgd, stage_2
 
 WIDTH = 9
 
@@ -48,7 +48,9 @@ def batch(rank: int, step: int = 0) -> Tensor:
 # ------------------------------------------------------------------------------------------------ where gradients are
 
 
-def grads_after_backward(rank: int, world: int, options: dict[str, Any]) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+def grads_after_backward(
+    rank: int, world: int, options: dict[str, Any]
+) -> dict[str, tuple[Tensor | None, Tensor | None]]:
     """By name: this rank's part of the gradient, and the whole one averaged by torch."""
     torch.manual_seed(0)
     net = GPT()
@@ -189,7 +191,7 @@ def seen_from_outside(rank: int, world: int) -> None:
 
     other = {name: torch.full_like(value, 0.1) for name, value in expected.items()}
     assert str(model.load_state_dict(other)) == "<All keys matched successfully>"
-    with pytest.raises(RuntimeError, match="Missing key.*shift"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*shift"):
         model.load_state_dict({name: value for name, value in other.items() if name != "shift"})
     with pytest.raises(ValueError, match="assign=False"):
         model.load_state_dict(other, assign=True)
@@ -277,5 +279,7 @@ def out_of_step(rank: int, world: int) -> None:
 
 
 def test_a_rank_that_takes_another_step_raises_on_every_rank():
-    messages = ranks.expect_error(out_of_step, 2, RuntimeError, "rank 0", "rank 1", "backward of ShardedDDP", timeout=15)
+    messages = ranks.expect_error(
+        out_of_step, 2, RuntimeError, "rank 0", "rank 1", "backward of ShardedDDP", timeout=15
+    )
     assert all("step of OSS" in message for message in messages)
