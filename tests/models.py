@@ -187,7 +187,7 @@ class Record:
 def train(
     model: nn.Module, optimizer: Optimizer, case: Case, rank: int, *, steps: int = 5, micro: int = 1, sync: bool = True
 ) -> list[float]:
-    """The losses of `steps` steps, each on `micro` batches that add up; without `sync`, all but the last under no_sync."""
+    """The losses of `steps` steps, each on `micro` batches; without `sync`, all but the last under no_sync."""
     losses = []
     for step in range(steps):
         batches = [case.batch(rank, step * micro + number) for number in range(micro)]

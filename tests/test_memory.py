@@ -1,8 +1,8 @@
 """What each stage holds in memory, at rest and at the peak of a step, against the formulas of the ZeRO paper.
 
 Tensors are accounted exactly: after every operator all storages that are alive are added up, whoever made them. P is
-the bytes of the parameters, W the number of ranks, B the bytes of the largest bucket or unit. With float32 and Adam, parameters and
-gradients take P each and the optimizer's state 2 P (section 5 of Rajbhandari et al., 2020).
+the bytes of the parameters, W the number of ranks, B the bytes of the largest bucket or unit. With float32 and Adam,
+parameters and gradients take P each and the optimizer's state 2 P (section 5 of Rajbhandari et al., 2020).
 """
 
 from __future__ import annotations
