@@ -6,7 +6,7 @@ BIN   := .venv/bin
 export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help check test stages bench clean
+.PHONY: help check test matrix stages bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -19,6 +19,9 @@ check: $(READY)  ## Lint, formatting, types
 
 test: $(READY)  ## Run the tests; ARGS="-k name" chooses
 	@$(BIN)/pytest -q $(ARGS)
+
+matrix: $(READY)  ## Checkpoints: every stage and number of ranks to every other, and 50 kills
+	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint -k "any_stage or killed" $(ARGS)
 
 stages: $(READY)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)
@@ -36,5 +39,5 @@ $(READY): setup.cfg constraints.txt
 	@echo "Preparing .venv (once)"
 	@python3 -m venv .venv
 	@$(BIN)/pip install torch==2.13.0
-	@$(BIN)/pip install -c constraints.txt -e .[test,bench,check]
+	@$(BIN)/pip install -c constraints.txt -e .[test,bench,check,checkpoint]
 	@touch $@

@@ -43,18 +43,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-byte prediction; the output layer is the embedding's own weight."""
+    """Next-token prediction, by default of bytes; the output layer is the embedding's own weight where it is tied."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, *, tokens: int = BYTES, tied: bool = True) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(BYTES, width)
+        self.embedding = nn.Embedding(tokens, width)
         self.position = nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(Block(width, count_heads(width)) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
+        self.output = None if tied else nn.Linear(width, tokens, bias=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -63,7 +64,8 @@ class GPT(nn.Module):
         x = self.embedding(tokens) + self.position(places)
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.embedding.weight)
+        x = self.norm(x)
+        logits = F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

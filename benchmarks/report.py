@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,7 +36,11 @@ def write_json(file: Path, rows: Sequence[Row], *, world: int, parameters: int) 
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    lines = [HEAD, *(_format_cells(row) for row in rows)]
+    return align([HEAD, *(_format_cells(row) for row in rows)])
+
+
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """A table: the first column to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
     return "\n".join("  ".join(line) for line in aligned)
@@ -62,15 +66,15 @@ def _format_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def find_differences(rows: Sequence[Row], tolerance: float) -> list[str]:
-    """Where a stage's losses first differ from those of the first row, relative to them; 0 asks for the same bits."""
-    reference, *others = rows
+def find_differences(losses: Mapping[str, Sequence[float]], tolerance: float) -> list[str]:
+    """Where losses first differ from those that come first, relative to them; 0 asks for the same bits."""
+    (reference, those), *others = losses.items()
     differences = []
-    for row in others:
-        for step, (expected, found) in enumerate(zip(reference.losses, row.losses, strict=True)):
+    for name, these in others:
+        for step, (expected, found) in enumerate(zip(those, these, strict=True)):
             if not math.isclose(expected, found, rel_tol=tolerance, abs_tol=0):
                 differences.append(
-                    f"{row.stage} differs from {reference.stage} at step {step}: "
+                    f"{name} differs from {reference} at step {step}: "
                     f"loss {found!r}, expected {expected!r} (relative tolerance {tolerance:g})"
                 )
                 break

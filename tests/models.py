@@ -132,6 +132,22 @@ class ConvNet(nn.Module):
         return self.head(images.mean((2, 3)))
 
 
+class WideMLP(nn.Module):
+    """Layers whose gradients are large enough to travel by themselves (from 256 KiB), beside small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(before, after), nn.Tanh()) for before, after in [(13, 270), (270, 277), (277, 290)]
+        )
+        self.head = nn.Linear(290, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 @dataclass(frozen=True)
 class Batch:
     inputs: tuple[Any, ...]
@@ -151,6 +167,10 @@ def mlp_batch(random: torch.Generator, rank: int, step: int) -> Batch:
 def image_batch(random: torch.Generator, rank: int, step: int) -> Batch:
     images = torch.randn(4, 3, 6, 6, generator=random) + rank
     return Batch((images,), torch.randint(CLASSES, (4,), generator=random))
+
+
+def wide_batch(random: torch.Generator, rank: int, step: int) -> Batch:
+    return Batch((torch.randn(5, 13, generator=random),), torch.randint(CLASSES, (5,), generator=random))
 
 
 @dataclass(frozen=True)
@@ -173,6 +193,7 @@ CASES = {
     "gpt": Case(GPT, gpt_batch),
     "mlp": Case(OddMLP, mlp_batch, {"find_unused_parameters": True}),
     "convnet": Case(ConvNet, image_batch),
+    "wide": Case(WideMLP, wide_batch),
 }
 
 

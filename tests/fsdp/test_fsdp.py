@@ -461,7 +461,7 @@ def experts_used_by_rank(rank: int, world: int, use: list[list[int]], options: d
 @pytest.mark.parametrize("use", [[[0], [1]], [[0], []], [[0, 1], [1]], [[0, 1], [0]]], ids=str)
 def test_outputs_of_units_used_by_some_ranks_only_train_right_or_raise_on_every_rank(use, options):
     outcomes = ranks.run(experts_used_by_rank, args=(use, options), timeout=15)
-    assert outcomes[0] == outcomes[1]
+    assert outcomes in (["right", "right"], ["raised", "raised"])
 
 
 def other_number_of_steps(rank: int, world: int) -> None:

@@ -324,3 +324,5 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, f"{error}."
     except OSError as error:
         return None, f"{error.filename} cannot be read ({error.strerror})."
+    except Exception as error:  # of the user's optimizer or modules: the other ranks must hear of it
+        return None, f"{type(error).__name__}: {error}."

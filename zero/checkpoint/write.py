@@ -373,6 +373,8 @@ def _attempt(path: Path, work: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, f"{error}."
     except OSError as error:
         return None, f"{error.filename or path} could not be written ({error.strerror}). Nothing was changed."
+    except Exception as error:  # the other ranks must hear of it
+        return None, f"{path} could not be written ({type(error).__name__}: {error})."
 
 
 def _give_way() -> None:

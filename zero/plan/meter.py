@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 
 
@@ -33,6 +33,8 @@ class Meter(TorchDispatchMode):
         self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # such as DTensor: the operators on what it wraps are seen instead
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for value in tree_iter((args, kwargs, result)):

@@ -1,0 +1,188 @@
+"""The ways to train that are compared: plain DDP, its peers, and the stages of zero. Each is built by one function.
+
+All use torch's AdamW. A variant whose package cannot be imported is missing, and says why.
+"""
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+import zero
+from launch import Rank
+
+LEARNING_RATE = 1e-3
+
+
+class Trained(Protocol):
+    """A model and its optimizer, whatever they are called by."""
+
+    def loss(self, *batch: Tensor) -> Tensor: ...
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def update(self) -> None: ...
+
+
+@dataclass
+class Usual:
+    """What is used as torch's own modules and optimizers are. zero_grad: where it is not the optimizer's."""
+
+    model: nn.Module
+    optimizer: Any
+    zero_grad: Callable[[], None] | None = None
+
+    def loss(self, *batch: Tensor) -> Tensor:
+        loss: Tensor = self.model(*batch)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        (self.zero_grad or self.optimizer.zero_grad)()
+
+
+@dataclass
+class Engine:
+    """DeepSpeed's."""
+
+    engine: Any
+
+    def loss(self, *batch: Tensor) -> Tensor:
+        loss: Tensor = self.engine(*batch)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        self.engine.step()
+
+
+Build = Callable[[nn.Module, type[nn.Module], Rank], Trained]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """stage: what it keeps in parts, as zero.setup counts. package: that it needs besides torch and zero."""
+
+    title: str
+    stage: int
+    build: Build
+    package: str | None = None
+
+    def missing(self) -> str | None:
+        """Why it cannot be run here, or None."""
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return f"{self.title} is missing: there is no package {self.package} (pip install -e '.[peers]')"
+        return None
+
+
+def _ddp(model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
+    return Usual(DistributedDataParallel(model), AdamW(model.parameters(), lr=LEARNING_RATE))
+
+
+def _zero_redundancy(model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW, lr=LEARNING_RATE)
+    return Usual(DistributedDataParallel(model), optimizer)
+
+
+def _fsdp1(strategy: str, model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    sharded = FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        auto_wrap_policy=ModuleWrapPolicy({block}),
+        use_orig_params=True,
+        device_id=rank.device,
+    )
+    return Usual(sharded, AdamW(sharded.parameters(), lr=LEARNING_RATE))
+
+
+def _fsdp2(reshard: bool, model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(rank.device.type, (rank.world,))
+    for module in model.modules():
+        if isinstance(module, block):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return Usual(model, AdamW(model.parameters(), lr=LEARNING_RATE))
+
+
+def _fairscale(sharded: bool, model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim import OSS
+
+    optimizer = OSS(model.parameters(), optim=AdamW, lr=LEARNING_RATE)
+    if not sharded:
+        return Usual(DistributedDataParallel(model), optimizer)
+    wrapped = ShardedDataParallel(model, optimizer)
+    # The optimizer's own zero_grad sets gradients to None, which takes them out of the buckets.
+    return Usual(wrapped, optimizer, wrapped.zero_grad)
+
+
+def _deepspeed(stage: int, model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
+    os.environ.update(RANK=str(rank.rank), LOCAL_RANK=str(rank.rank), WORLD_SIZE=str(rank.world))
+    if rank.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend="nccl" if rank.device.type == "cuda" else "gloo", verbose=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return Engine(engine)
+
+
+def _zero(stage: int, reshard: bool, model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
+    if stage < 3:
+        return Usual(*zero.setup(model, AdamW, stage=stage, lr=LEARNING_RATE))
+    sharded = zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}), reshard_after_forward=reshard)
+    return Usual(sharded, AdamW(sharded.parameters(), lr=LEARNING_RATE))
+
+
+VARIANTS = {
+    "ddp": Variant("DDP", 0, _ddp),
+    "zro": Variant("DDP + ZeroRedundancyOptimizer", 1, _zero_redundancy),
+    "fairscale1": Variant("FairScale OSS", 1, partial(_fairscale, False), "fairscale"),
+    "deepspeed1": Variant("DeepSpeed stage 1", 1, partial(_deepspeed, 1), "deepspeed"),
+    "zero1": Variant("zero stage 1", 1, partial(_zero, 1, True)),
+    "fairscale2": Variant("FairScale OSS + SDP", 2, partial(_fairscale, True), "fairscale"),
+    "deepspeed2": Variant("DeepSpeed stage 2", 2, partial(_deepspeed, 2), "deepspeed"),
+    "zero2": Variant("zero stage 2", 2, partial(_zero, 2, True)),
+    "fsdp1kept": Variant("FSDP1 SHARD_GRAD_OP", 3, partial(_fsdp1, "SHARD_GRAD_OP")),
+    "fsdp2kept": Variant("FSDP2 kept", 3, partial(_fsdp2, False)),
+    "zero3kept": Variant("zero stage 3 kept", 3, partial(_zero, 3, False)),
+    "fsdp1": Variant("FSDP1 FULL_SHARD", 3, partial(_fsdp1, "FULL_SHARD")),
+    "fsdp2": Variant("FSDP2", 3, partial(_fsdp2, True)),
+    "deepspeed3": Variant("DeepSpeed stage 3", 3, partial(_deepspeed, 3), "deepspeed"),
+    "zero3": Variant("zero stage 3", 3, partial(_zero, 3, True)),
+}
+
+
+def build(name: str, model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return VARIANTS[name].build(model, block, rank)
