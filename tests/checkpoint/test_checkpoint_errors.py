@@ -278,6 +278,12 @@ def test_extra_that_json_cannot_hold(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("extra", [[1], {1: 2}])
+def test_extra_that_is_no_dictionary_of_names(extra, tmp_path):
+    with pytest.raises(zero.checkpoint.CheckpointError, match="strings for keys"):
+        zero.checkpoint.save(tmp_path, tiny(), extra=extra)
+
+
 def stray_optimizer(rank, world, path):
     model, _ = CONFIG.build(3)
     zero.checkpoint.save(path, model, adam()(nn.Linear(2, 2).parameters()))

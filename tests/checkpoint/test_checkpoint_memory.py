@@ -9,17 +9,23 @@ from torch import nn
 import ranks
 import zero
 from zero.checkpoint.export import export
-from zero.checkpoint.files import BUFFER
+from zero.checkpoint.files import BLOCK, BUFFER
 
 MIB = 1 << 20
 SLACK = 6 * MIB  # Python objects, the allocator's rounding, the 1 MiB in which checksums are computed
 BLOCKS = 8  # of 4 MiB each
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS, CLEAR, IO = (Path("/proc/self") / name for name in ("status", "clear_refs", "io"))
 
 
 def read(key):
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024
+
+
+def bytes_read(work):
+    before = int(IO.read_text().split()[1])
+    work()
+    return int(IO.read_text().split()[1]) - before
 
 
 def peak_of(work):
@@ -61,6 +67,7 @@ def measure(rank, world, path, stage):
     behind = []
     peaks["save behind"] = peak_of(lambda: behind.append(zero.checkpoint.save(path, model, optimizer, wait=False)))
     behind[0].wait()
+    peaks["read"] = bytes_read(lambda: zero.checkpoint.load(path, model, optimizer))
     peaks["load in place"] = peak_of(lambda: zero.checkpoint.load(path, model, optimizer))
     inner = getattr(optimizer, "optim", optimizer)
     inner.state.clear()
@@ -80,11 +87,13 @@ def measurable():
 def test_peak_of_save_and_load(stage, tmp_path):
     weights, world = BLOCKS * 4 * MIB, 2
     state = 2 * weights // (1 if stage == 0 else world)
+    kept = state + weights // (world if stage == 3 else 1)
     written = 3 * weights // world  # by each rank
     for peaks in ranks.run(measure, world, (str(tmp_path), stage), fresh=True):
         assert peaks["save"] <= SLACK, peaks
         assert peaks["save behind"] <= written + SLACK, peaks
         assert peaks["load in place"] <= BUFFER + SLACK, peaks
+        assert peaks["read"] <= 2 * kept + 4 * BLOCK, peaks  # once to be checked, once to be taken
         assert peaks["load"] <= state + BUFFER + SLACK, peaks
 
 

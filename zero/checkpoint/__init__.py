@@ -2,6 +2,24 @@
 
 What is stored is whole tensors by name, in pieces; who wrote which piece does not matter to who reads it. So there is
 nothing to convert between stages, numbers of ranks or cuts: a reader asks for the ranges that it needs.
+
+    format      the index, values and names, to JSON and back
+    files       safetensors files with checksums; ranges of bytes
+    directory   a run's checkpoints, which is the latest, and how one comes to be seen
+    agree       what ranks tell one another
+    parts       what one rank has of a model and its optimizers, at every stage
+    write       save                source, read    load
+    export, importing, __main__     for and from others
+
+torch.distributed.checkpoint (2.13) was tried as the engine, and serves where its own format is read and written
+(`export_dcp`, `importing`). For the rest it was not used:
+
+- Its chunks are boxes. A segment of the even cut begins and ends within a row, so that it is up to three boxes of a
+  matrix and more of a convolution, or else stored flat, which others can no longer read by name and shape.
+- Its own format keeps metadata, step counts and options as pickles. Its safetensors format
+  (HuggingFaceStorageWriter) holds tensors only: with a step count beside them, what it wrote could not be read again.
+- Both load a file with an altered byte without complaint, and write where the last good checkpoint is.
+- Saving behind training needs a second process group; here the thread sends nothing.
 """
 
 from zero.checkpoint.format import CheckpointError

@@ -69,7 +69,7 @@ def save(
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
     run = Path(os.path.abspath(path))
-    share, told, problem = _share(training, extra or {}, keep)
+    share, told, problem = _share(training, {} if extra is None else extra, keep)
     lines = _told(training, run, keep, wait)
     extras = ranks.compare("the arguments of zero.checkpoint.save", lines, problem, told)
     earlier = _unfinished.get(run)
@@ -348,8 +348,10 @@ def _share(training: Training, extra: dict[str, Any], keep: int | None) -> tuple
         return nothing, {}, training.problem
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         return nothing, {}, f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all."
+    if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
+        return nothing, {}, f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}."
     try:
-        told = encode(extra, "extra")
+        told = encode({**extra}, "extra")
         _head(training, [{}])
         held, values = training.share()
     except ValueError as error:

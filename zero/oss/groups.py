@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zero.oss.flat import unusable
@@ -83,3 +84,17 @@ def told_options(given: dict[str, Any]) -> str:
 def called(optim: object) -> str:
     """The name of a class or function; of anything else its class, as its own words may hold an address."""
     return getattr(optim, "__name__", type(optim).__name__)
+
+
+def sent_dtype(given: bool | torch.dtype, option: str) -> tuple[torch.dtype | None, str | None]:
+    """The dtype that an option such as broadcast_fp16 asks for, and what is wrong with it in words for the user."""
+    dtype = torch.float16 if given is True else given or None
+    if dtype in (None, torch.float16, torch.bfloat16):
+        return dtype, None
+    return None, f"{option}={given!r}: choose True for torch.float16, torch.bfloat16, or False to send as it is."
+
+
+def master_problem(dtype: torch.dtype | None) -> str | None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return None
+    return f"master_dtype={dtype!r}: masters are of a floating-point dtype, torch.float32 as a rule."

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zero.oss import norm, state
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
-from zero.oss.groups import as_groups, called, describe, names, options, told_options
+from zero.oss.groups import as_groups, called, describe, master_problem, names, options, sent_dtype, told_options
 from zero.oss.partition import Partition, bucket_limit, cut_for, lay_out, partition_problem
 
 
@@ -66,7 +66,9 @@ class OSS(Optimizer):
     ) -> None:
         self._comm = Comm(group)
         groups, problem = as_groups(params)
+        self._sent_as, wrong_dtype = sent_dtype(broadcast_fp16, "broadcast_fp16")
         problem = problem or partition_problem(partition, optim, granularity)
+        problem = problem or wrong_dtype or master_problem(master_dtype)
         told = [
             f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
             f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}",
@@ -75,7 +77,6 @@ class OSS(Optimizer):
         self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem)
         self._cut = cut_for(partition, optim, granularity)
         self._granularity = granularity
-        self._sent_as = torch.float16 if broadcast_fp16 is True else broadcast_fp16 or None
         self._master_dtype = master_dtype
         self.gradients_arrive_in_parts = False
         self._step_channel = self._comm.channel("the step of OSS")

@@ -34,6 +34,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         in_parts = isinstance(optimizer, OSS) and optimizer.gradients_arrive_in_parts
         stepped = optimizer.optim if isinstance(optimizer, OSS) and in_parts else optimizer
+        # With masters float16 gradients are widened before they are stepped with.
+        allow_fp16 = allow_fp16 or (isinstance(optimizer, OSS) and optimizer.keeps_masters)
         found = super()._unscale_grads_(stepped, inv_scale, found_inf, allow_fp16)
         # A rank that owns no gradient has nothing to look at, but must skip the step, or take it, as the others do.
         total = torch.stack([one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]).amax(

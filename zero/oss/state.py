@@ -61,7 +61,7 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
     """Collective. The whole state on rank `to` of the group (None: on every rank), None elsewhere.
 
     Parts travel straight into their place in the whole tensors; a rank that only sends needs no memory for it.
-    Raises ValueError where `to` is no rank of the group.
+    Raises ValueError, on every rank, where `to` is no rank of the group, or where state cannot be put together.
     """
     comm = optimizer.comm
     if to is not None and not 0 <= to < comm.world:
@@ -78,6 +78,12 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
         state = whole.setdefault(piece.number, {})
         for key, entry in told[piece.owner].get(str(piece.number), {}).items():
             is_part = "shape" in entry and piece.is_part(tuple(entry["shape"]))
+            if piece.cut and "shape" in entry and not is_part:
+                raise ValueError(
+                    f"the state {key!r} of {piece.flat.names[piece.index]} has the shape {entry['shape']}, neither that "
+                    "of the part nor of a single value: how parts of it make up a whole is known to the optimizer alone. "
+                    "Save each rank's own state_dict(), or build OSS with partition='whole'."
+                )
             if key in state and not is_part:
                 continue  # the same for all parts of this parameter, and taken from the first
             if key not in state:

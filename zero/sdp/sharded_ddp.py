@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.oss.comm import Comm
+from zero.oss.groups import sent_dtype
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import GradBucket
 from zero.sdp.buffers import BufferSync
@@ -66,7 +67,8 @@ class ShardedDDP(nn.Module):
         self._comm = self._optimizers[0].comm if known else Comm(process_group)
         names = {param: name for name, param in module.named_parameters()}
         told = [f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}", *describe(module)]
-        self._comm.compare("the models given to ShardedDDP", told, self._misfit(names))
+        sent_as, problem = sent_dtype(reduce_fp16, "reduce_fp16")
+        self._comm.compare("the models given to ShardedDDP", told, problem or self._misfit(names))
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
         self._buffers_in_step = BufferSync(module, [self._comm]) if broadcast_buffers else None
@@ -75,7 +77,6 @@ class ShardedDDP(nn.Module):
             if reduce_buffer_size is not None:
                 optimizer.set_bucket_size(reduce_buffer_size)
             optimizer.rename(names)
-        sent_as = torch.float16 if reduce_fp16 is True else reduce_fp16 or None
         self._reducer = Reducer(module, self._optimizers, self._comm, sent_as)
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
