@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 TIMEOUT = timedelta(minutes=5)
 
+# torch imports _dynamo with the first optimizer, which takes seconds.
+PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.distributed.fsdp"]
+
 
 class RankFailed(RuntimeError):
     """A rank raised or died; the message holds its traceback."""
@@ -45,7 +48,7 @@ def run_ranks(work: Work, world: int, on_tick: Callable[[], object] = lambda: No
     # Importing torch takes seconds, so a server imports it once and forks the ranks. Forking this
     # process instead would hang as soon as it had used autograd.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel"])
+    context.set_forkserver_preload(PRELOAD)
     processes: list[BaseProcess] = []
     channels: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:

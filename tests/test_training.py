@@ -645,7 +645,7 @@ def exception_in_backward_then_weights_read_first(rank, world, stage):
     steps(both, rank)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["2 in small buckets", "3", "3 kept"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_numbers_are_those_of_the_reference(name, stage):
     ranks.run(SCENARIOS[name], args=(stage,), timeout=20)

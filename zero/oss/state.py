@@ -80,9 +80,9 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
             is_part = "shape" in entry and piece.is_part(tuple(entry["shape"]))
             if piece.cut and "shape" in entry and not is_part:
                 raise ValueError(
-                    f"the state {key!r} of {piece.flat.names[piece.index]} has the shape {entry['shape']}, neither that "
-                    "of the part nor of a single value: how parts of it make up a whole is known to the optimizer alone. "
-                    "Save each rank's own state_dict(), or build OSS with partition='whole'."
+                    f"the state {key!r} of {piece.flat.names[piece.index]} has the shape {entry['shape']}, not the "
+                    "part's or a single value's: how parts of it make up a whole, the optimizer alone knows. Save each "
+                    "rank's own state_dict(), or build OSS with partition='whole'."
                 )
             if key in state and not is_part:
                 continue  # the same for all parts of this parameter, and taken from the first
