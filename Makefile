@@ -6,7 +6,7 @@ BIN   := .venv/bin
 export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help check test matrix stages bench clean
+.PHONY: help check test matrix stages bench peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -30,6 +30,9 @@ bench: $(READY)  ## Time OSS and ShardedDDP beside torch's own; ARGS="-k oss" ch
 	@mkdir -p benchmarks/out
 	@$(BIN)/pytest -q benchmarks --benchmark-json benchmarks/out/bench.json $(ARGS)
 
+peers: .venv/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4" is passed on
+	@$(BIN)/python benchmarks/peers.py $(ARGS)
+
 clean:  ## Remove the environment, caches and build products
 	@rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find zero tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -40,4 +43,12 @@ $(READY): setup.cfg constraints.txt
 	@python3 -m venv .venv
 	@$(BIN)/pip install torch==2.13.0
 	@$(BIN)/pip install -c constraints.txt -e .[test,bench,check,checkpoint]
+	@touch $@
+
+# The peers are built from source. One that does not build is left out; the benchmark says which.
+PEERS := fairscale==0.4.13 deepspeed==0.19.8
+.venv/.peers: $(READY)
+	@echo "Preparing the peers (once)"
+	@$(BIN)/pip install -c constraints.txt setuptools wheel hjson msgpack ninja psutil py-cpuinfo pydantic einops
+	@for peer in $(PEERS); do DS_ACCELERATOR=cpu $(BIN)/pip install --no-deps --no-build-isolation $$peer || true; done
 	@touch $@

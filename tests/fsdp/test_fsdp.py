@@ -474,3 +474,53 @@ def other_number_of_steps(rank: int, world: int) -> None:
 
 def test_a_rank_that_takes_another_step_raises_on_every_rank():
     ranks.expect_error(other_number_of_steps, 2, RuntimeError, "out of step", "rank 0", "rank 1", timeout=15)
+
+
+class Hidden:
+    """An object that is no container."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Hiding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.line = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(self.line(self.norm(x)))
+
+
+class Found(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Hiding() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).tensor
+        return x
+
+
+def hidden_outputs(rank: int, world: int) -> None:
+    both = SideBySide(Found(), "3")
+    for step in range(3):
+        both.step(lambda model, step=step: model(batch(rank, step)).square().mean())
+
+
+def test_tensors_in_objects_that_are_no_containers_are_found():
+    ranks.run(hidden_outputs, timeout=20)
+
+
+def double_backward(rank: int, world: int) -> None:
+    model = zero.FSDP(Net())
+    inputs = batch(rank).requires_grad_()
+    torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+
+
+def test_gradients_of_gradients_are_refused_with_the_remedy():
+    ranks.expect_error(double_backward, 2, RuntimeError, "create_graph=True", "stage 2", timeout=20)

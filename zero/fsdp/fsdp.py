@@ -88,7 +88,7 @@ class FSDP(nn.Module):
         problem = problem or partition_problem(partition) or _unusable(module, ignored, synced=sync_module_states)
         keeps = strategy.keeps_parameters or not reshard_after_forward
         told = [
-            f"{strategy}, kept {keeps}, partition {partition}, {precision}",
+            f"{strategy}, reshard_after_forward {not keeps}, partition {partition}, {precision}",
             f"units {', '.join(modules)}",
             *describe(module),
         ]

@@ -109,6 +109,11 @@ class Schedule:
 
     def _pre_backward(self, unit: Unit) -> Callable[[Tensor], None]:
         def pre_backward(_: Tensor) -> None:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose parameters "
+                    "are gone when the graph is gone through again. Take such gradients at stage 2 (ShardedDDP) or below."
+                )
             if not self._in_backward:
                 self._in_backward = True
                 at_end_of_backward(self._finish)

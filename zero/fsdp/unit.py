@@ -48,8 +48,8 @@ class Unit:
         self.kept = False
         """Whether a backward under no_sync came here since the last that was not."""
         self.buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
-        title = f"unit {name!r}" if name else "the root unit"
-        self.reduce_channel = groups[0].comm.channel(f"the reduction of {title}") if groups else None
+        self.title = f"unit {name!r}" if name else "the root unit"
+        self.reduce_channel = groups[0].comm.channel(f"the reduction of {self.title}") if groups else None
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
 

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclasses."""
+    """Every tensor in nested tuples, lists, dicts, dataclasses, and attributes of other objects."""
+    return _search(value, [])
+
+
+def _search(value: Any, around: list[Any]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return
+    if (
+        value is None
+        or isinstance(value, (str, bytes, int, float, type, nn.Module))
+        or any(value is one for one in around)
+    ):
+        return
+    inside: Iterable[Any] = vars(value).values() if hasattr(value, "__dict__") else ()
+    if isinstance(value, Mapping):
+        inside = [*inside, *value.values()]
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+        inside = value
+    elif dataclasses.is_dataclass(value):
+        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    for item in inside:
+        yield from _search(item, [*around, value])
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
