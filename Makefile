@@ -46,9 +46,10 @@ $(READY): setup.cfg constraints.txt
 	@touch $@
 
 # The peers are built from source. One that does not build is left out; the benchmark says which.
-PEERS := fairscale==0.4.13 deepspeed==0.19.8
 .venv/.peers: $(READY)
 	@echo "Preparing the peers (once)"
 	@$(BIN)/pip install -c constraints.txt setuptools wheel hjson msgpack ninja psutil py-cpuinfo pydantic einops
-	@for peer in $(PEERS); do DS_ACCELERATOR=cpu $(BIN)/pip install --no-deps --no-build-isolation $$peer || true; done
+	@for peer in fairscale deepspeed; do \
+		DS_ACCELERATOR=cpu $(BIN)/pip install -c constraints.txt --no-deps --no-build-isolation $$peer || true; \
+	done
 	@touch $@

@@ -111,8 +111,8 @@ class Schedule:
         def pre_backward(_: Tensor) -> None:
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose parameters "
-                    "are gone when the graph is gone through again. Take such gradients at stage 2 (ShardedDDP) or below."
+                    f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
+                    "parameters are gone by then. Take such gradients at stage 2 (ShardedDDP) or below."
                 )
             if not self._in_backward:
                 self._in_backward = True
