@@ -171,7 +171,7 @@ def other_options(rank: int) -> None:
 
 def test_reshard_after_forward_that_differs_between_ranks_is_refused_on_every_rank():
     """Ranks would gather at other points of a step."""
-    words = ["differ between ranks", "kept"]
+    words = ["differ between ranks", "reshard_after_forward"]
     ranks.expect_error(in_two_ranks, 2, ValueError, *words, args=(other_options,), timeout=15)
 
 
