@@ -1,17 +1,21 @@
 """Three steps out of running out of memory under data parallelism, each resting on the one before."""
 
 from zero import checkpoint
-from zero.fsdp import FSDP, MixedPrecision, ShardingStrategy
+from zero.fsdp import FSDP, MEMORY_FIRST, SPEED_FIRST, BackwardPrefetch, MixedPrecision, Prefetch, ShardingStrategy
 from zero.oss import OSS, GradScaler, Traffic, traffic
 from zero.plan import plan
 from zero.sdp import ShardedDDP
 from zero.setup import full_state_dict, setup
 
 __all__ = [
+    "BackwardPrefetch",
     "FSDP",
     "GradScaler",
+    "MEMORY_FIRST",
     "MixedPrecision",
     "OSS",
+    "Prefetch",
+    "SPEED_FIRST",
     "ShardedDDP",
     "ShardingStrategy",
     "checkpoint",

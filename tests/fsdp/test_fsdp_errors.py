@@ -38,8 +38,9 @@ def no_parameters_on_one_rank(rank: int) -> None:
     zero.FSDP(nn.ReLU() if rank else net())
 
 
-def nested(rank: int) -> None:
-    zero.FSDP(nn.Sequential(net(), zero.FSDP(net())))
+def nested_over_other_ranks(rank: int) -> None:
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    zero.FSDP(nn.Sequential(net(), zero.FSDP(net(), process_group=alone)))
 
 
 def wrapped_twice(rank: int) -> None:
@@ -79,8 +80,8 @@ def in_two_ranks(rank: int, world: int, function: Callable[..., None], *args: ob
     [
         (no_parameters, ["without parameters", "nothing to shard"]),
         (no_parameters_on_one_rank, ["without parameters", r"\(on rank 1\)"]),
-        (nested, ["contains an FSDP already", "from the outside"]),
-        (wrapped_twice, ["contains an FSDP already"]),
+        (nested_over_other_ranks, ["'1' is an FSDP over another process group", "ignored_modules"]),
+        (wrapped_twice, ["is an FSDP already", "auto_wrap_policy"]),
         (on_the_meta_device_without_values, ["'2.weight' is on the meta device"]),
         (sparse_parameter, ["'0.weight' has layout torch.sparse", "to_dense"]),
         (partial(wrap, auto_wrap_policy="Linear"), ["auto_wrap_policy is a str", "ModuleWrapPolicy"]),

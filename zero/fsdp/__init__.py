@@ -2,6 +2,15 @@
 
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.prefetch import MEMORY_FIRST, SPEED_FIRST, BackwardPrefetch, Prefetch
 from zero.fsdp.strategy import ShardingStrategy
 
-__all__ = ["FSDP", "MixedPrecision", "ShardingStrategy"]
+__all__ = [
+    "FSDP",
+    "MEMORY_FIRST",
+    "SPEED_FIRST",
+    "BackwardPrefetch",
+    "MixedPrecision",
+    "Prefetch",
+    "ShardingStrategy",
+]

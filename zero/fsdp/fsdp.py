@@ -9,17 +9,20 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero.fsdp import whole
+from zero.fsdp.build import Builder
 from zero.fsdp.guard import Guard
 from zero.fsdp.materialise import Materialiser
 from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.strategy import ShardingStrategy, as_strategy, place
 from zero.fsdp.unit import Unit
-from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
+from zero.fsdp.wrap import Policy, unit_modules
 from zero.oss import norm
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, unusable
-from zero.oss.partition import Partition, lay_out, partition_problem
+from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
 from zero.sdp.sharded_ddp import describe
 
@@ -35,7 +38,8 @@ class FSDP(nn.Module):
     after. Parameters stay the objects they were, under their names, so an optimizer may be built before or after; at
     rest their data and gradient are this rank's part, with as many dimensions as the whole.
 
-    module: stays usable as it is; its attributes can be read through this one.
+    module: stays usable as it is; its attributes can be read through this one. An FSDP inside it hands its module
+        back into its place, and its units over to this one, with the options that they have.
     process_group: by default all ranks; without torch.distributed, this process alone. For hybrid strategies a pair:
         the ranks to shard within, and those to replicate across.
     device_mesh: the groups as a DeviceMesh: of one dimension, or of two for hybrid strategies, replicas first.
@@ -49,6 +53,7 @@ class FSDP(nn.Module):
     sharding_strategy: one of ShardingStrategy, PyTorch's enum, or its name.
     reshard_after_forward: False is SHARD_GRAD_OP: parameters stay from forward to backward, which sends less.
     mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own.
+    prefetch: what is gathered ahead, and how many units are in flight at once; see Prefetch, MEMORY_FIRST, SPEED_FIRST.
     param_init_fn: gives values to a module that was built on the meta device, instead of its `reset_parameters`. Units
         get memory one at a time, values on rank 0 only, and are never whole anywhere else than there.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
@@ -73,6 +78,7 @@ class FSDP(nn.Module):
         sharding_strategy: ShardingStrategy | str = "FULL_SHARD",
         reshard_after_forward: bool = True,
         mixed_precision: MixedPrecision | None = None,
+        prefetch: Prefetch | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,
@@ -82,49 +88,67 @@ class FSDP(nn.Module):
         strategy = as_strategy(sharding_strategy)
         self._placement = place(strategy, process_group, device_mesh)
         self._comm = self._placement.comm
+        self._prefetch = prefetch or Prefetch()
         precision = mixed_precision or MixedPrecision()
+        stays = strategy.keeps_parameters or not reshard_after_forward
         ignored = {param for one in ignored_modules for param in one.parameters()} | set(ignored_parameters)
-        modules, problem = _units_of(module, auto_wrap_policy, as_one_unit)
-        problem = problem or partition_problem(partition) or _unusable(module, ignored, synced=sync_module_states)
-        keeps = strategy.keeps_parameters or not reshard_after_forward
+
+        inside = _inside(module)
+        adopted: list[Unit] = [unit for one in inside.values() for unit in one._units]
+        taken = {param for unit in adopted for group in unit.groups for param in group.params}
+        modules, problem = _units_of(
+            module, auto_wrap_policy, as_one_unit, [*inside.values()], small=self._prefetch.limit == 1
+        )
+        problem = problem or partition_problem(partition) or self._misfit(inside)
+        problem = problem or _unusable(module, ignored | taken, synced=sync_module_states)
         told = [
-            f"{strategy}, reshard_after_forward {not keeps}, partition {partition}, {precision}",
+            f"{strategy}, reshard_after_forward {not stays}, partition {partition}, {precision}, {self._prefetch}",
             f"units {', '.join(modules)}",
-            *describe(module),
+            *describe(module, without=taken),
         ]
-        for comm in self._placement.all_groups():
+        for comm in self.comms:
             comm.compare("the models given to FSDP", told, problem)
 
-        first = all(comm.rank == 0 for comm in self._placement.all_groups())
-        materialiser = Materialiser(module, param_init_fn, initialises=first)
+        for name, one in inside.items():
+            one._hand_over(module, name)
         precision.prepare(module)
-        loads = [0] * self._comm.world
-        self._units: list[Unit] = []
-        for name, owned in params_by_unit(module, modules, ignored).items():
-            owned = materialiser.materialise(owned)
-            if sync_module_states:
-                self._broadcast([param for _, param in owned])
-            groups = _lay_out_unit(
-                module,
-                owned,
-                self._comm,
-                partition=partition,
-                precision=precision,
-                loads=loads,
-                part_in_whole=keeps,
-                label=f"unit {name!r}" if name else "the root unit",
-            )
-            sent_as, replicas = precision.reduce_dtype, self._placement.replicas
-            self._units.append(Unit(name, modules[name], groups, sent_as=sent_as, replicas=replicas))
+        builder = Builder(
+            module,
+            self._placement,
+            Materialiser(module, param_init_fn, initialises=self._placement.first),
+            precision,
+            partition,
+            stays=stays,
+            synced=sync_module_states,
+        )
+        self._units: list[Unit] = [*builder.units(modules, ignored | taken), *adopted]
         if sync_module_states:
-            self._broadcast([*ignored, *module.buffers()])
-        self._schedule = Schedule(self._units, self._comm, reshard_after_forward=not keeps, precision=precision)
-        self._buffers_in_step = BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None
+            self._placement.broadcast([*ignored, *module.buffers()])
+        self._schedule = Schedule(self._units, self._comm, self._prefetch)
+        self._buffers_in_step = BufferSync(module, self.comms) if broadcast_buffers else None
         self._guard = Guard(self._units)
 
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        for comm in self._placement.all_groups():
-            comm.broadcast(tensors)
+    def _misfit(self, inside: dict[str, FSDP]) -> str | None:
+        if "" in inside:
+            return "the module is an FSDP already. Wrap it once, and choose units by auto_wrap_policy."
+        for name, one in inside.items():
+            if [comm.group for comm in one.comms] != [comm.group for comm in self.comms]:
+                return (
+                    f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
+                    "groups, or leave its parameters out by ignored_modules and average their gradients yourself."
+                )
+        return None
+
+    def _hand_over(self, root: nn.Module, name: str) -> None:
+        """To the FSDP around this one: the units, and in the root the place at which this one stands."""
+        self._schedule.remove()
+        self._guard.dismiss()
+        for parent in root.modules():
+            for child, module in parent._modules.items():
+                if module is self:
+                    parent._modules[child] = self.module
+        for unit in self._units:
+            unit.move_below(name)
 
     # --------------------------------------------------------------------------------------------- running
 
@@ -132,7 +156,8 @@ class FSDP(nn.Module):
         """The module's own forward. Collective."""
         if self._buffers_in_step is not None:
             self._buffers_in_step.before_forward()
-        output = self.module(*args, **kwargs)
+        with self._schedule.looking(self.module):
+            output = self.module(*args, **kwargs)
         if self._buffers_in_step is not None:
             self._buffers_in_step.after_forward(reduced=self._schedule.active)
         return output
@@ -185,40 +210,32 @@ class FSDP(nn.Module):
     # ---------------------------------------------------------------------------------------- whole weights
 
     @contextmanager
-    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
-        """Collective. In here all parameters are whole, on every rank.
+    def summon_full_params(
+        self, writeback: bool = True, rank0_only: bool = False, with_grads: bool = False
+    ) -> Iterator[None]:
+        """Collective. In here all parameters are whole, in their own dtype, on every rank.
+
+        Forwards in here must be under no_grad; they gather nothing, which suits `generate()`.
 
         writeback: changes made in here stay, those of each part's owner; otherwise they are lost.
+        rank0_only: only the first rank of the group sees them whole, with writeback=False.
+        with_grads: averaged gradients are whole in `param.grad`, too.
+
+        Raises ValueError for rank0_only with writeback, RuntimeError within forward and backward.
         """
-        groups = [group for unit in self._units for group in unit.groups]
-        for unit in self._units:
-            unit.reshard()  # what a forward without backward may have left whole
-        for group in groups:
-            group.summon()
-        keep = False
-        try:
+        with whole.summoned(self._units, writeback=writeback, rank0_only=rank0_only, with_grads=with_grads):
             yield
-            keep = writeback
-        finally:
-            for group in groups:
-                group.dismiss(keep=keep)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FSDP:
+        """Collective. Calls fn with every module, as nn.Module.apply, on whole parameters; rank 0's results count."""
+        with self.summon_full_params():
+            super().apply(fn)
+            self._placement.broadcast([*self.module.parameters(), *self.module.buffers()])
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Collective. Whole parameters and buffers under the module's own names, on every rank, as copies."""
-        found = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
-        whole: dict[nn.Parameter, Tensor] = {}
-        for unit in self._units:
-            unit.reshard()
-            for group in unit.groups:
-                group.summon()
-                whole |= {param: param.detach().clone() for param in group.params}
-                group.dismiss(keep=False)
-        for key, value in found.items():
-            if isinstance(value, nn.Parameter):
-                found[key] = whole.get(value, value)
-            elif isinstance(value, Tensor):
-                found[key] = value.detach().clone()
-        return found
+        return whole.state_dict(self.module, self._units, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Collective. Takes whole weights under the module's own names; every rank must be given the same.
@@ -245,54 +262,31 @@ class FSDP(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
+def _inside(module: nn.Module) -> dict[str, FSDP]:
+    """The FSDPs in the module, by name. What lies in one of them it has taken over itself."""
+    return {name: one for name, one in module.named_modules() if isinstance(one, FSDP)}
+
+
 def _units_of(
-    module: nn.Module, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]]
+    module: nn.Module,
+    policy: Policy,
+    as_one_unit: Sequence[nn.Module | type[nn.Module]],
+    inside: Sequence[nn.Module],
+    *,
+    small: bool,
 ) -> tuple[dict[str, nn.Module], str | None]:
     """The units, or what is wrong with the way they were chosen, to be raised on every rank."""
     try:
-        return unit_modules(module, policy, as_one_unit), None
+        return unit_modules(module, policy, as_one_unit, apart=inside, small=small), None
     except ValueError as error:
         return {}, str(error)
 
 
-def _lay_out_unit(
-    root: nn.Module,
-    owned: list[tuple[str, nn.Parameter]],
-    comm: Comm,
-    *,
-    partition: Partition,
-    precision: MixedPrecision,
-    loads: list[int],
-    part_in_whole: bool,
-    label: str,
-) -> list[FlatGroup]:
-    """A unit's parameters in flat groups of their own parts, those apart that are computed with in another dtype."""
-    return [
-        group
-        for dtype, named in precision.apart(root, owned).items()
-        for group in lay_out(
-            [param for _, param in named],
-            [name for name, _ in named],
-            comm,
-            cut="whole" if partition == "whole" else "even",
-            loads=loads,
-            own_part=True,
-            compute_dtype=dtype,
-            part_in_whole=part_in_whole,
-            label=label,
-        )
-    ]
-
-
-def _unusable(module: nn.Module, ignored: set[nn.Parameter], *, synced: bool) -> str | None:
-    if any(isinstance(inner, FSDP) for inner in module.modules()):
-        return "the module contains an FSDP already. Wrap once, from the outside, and choose units by auto_wrap_policy."
+def _unusable(module: nn.Module, left_out: set[nn.Parameter], *, synced: bool) -> str | None:
     found = False
     for name, param in module.named_parameters():
-        if param in ignored:
-            continue
         found = True
-        if param.is_meta and synced:
+        if param in left_out or (param.is_meta and synced):
             continue
         problem = unusable(param, repr(name))
         if problem:

@@ -40,6 +40,10 @@ class Guard:
         if not _registered:
             _registered.append(register_optimizer_step_pre_hook(_before_step))
 
+    def dismiss(self) -> None:
+        """Looks at no more steps."""
+        _guards.discard(self)
+
     def check(self, optimizer: Optimizer) -> None:
         units = {self._places[p][0] for group in optimizer.param_groups for p in group["params"] if p in self._places}
         for unit in units:

@@ -3,17 +3,24 @@
 forward of a unit     gather, compute, release (the root and units that are to be kept: stay)
 backward of a unit    gather, compute, release and send gradients, wait for those of the unit before
 end of backward       what is left is released and sent, everything is waited for
+
+How far gathers run ahead, and how many units are in flight at once, says `Prefetch`. Each rank goes by the order in
+which its units ran the last time; ranks whose orders differ are told so when a gather arrives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.lookout import Lookout, can_look
+from zero.fsdp.prefetch import Prefetch
+from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
 from zero.sdp.tensors import at_end_of_backward, in_a_backward, map_tensors, tensors_in
@@ -22,40 +29,87 @@ from zero.sdp.tensors import at_end_of_backward, in_a_backward, map_tensors, ten
 class Schedule:
     """Drives the units of one model through forward and backward by hooks on their modules.
 
+    A unit runs while its module does, or one of those inside it that hold its parameters: so other methods of the model
+    than forward find parameters whole too, as far as they call modules.
+
     `active`: whether gradients are reduced now, or kept (no_sync).
     """
 
-    def __init__(
-        self, units: list[Unit], comm: Comm, *, reshard_after_forward: bool, precision: MixedPrecision
-    ) -> None:
+    def __init__(self, units: list[Unit], comm: Comm, prefetch: Prefetch) -> None:
         self.active = True
-        self._precision = precision
-        self._units, self._comm = units, comm
+        self._units = units
         self._root = units[0]
-        self._reshard_after_forward = reshard_after_forward
-        self._channel = comm.channel("the backward of FSDP")
+        self._prefetching = prefetch
+        self._reductions = Reductions(comm)
         self._in_backward = False
-        self._reducing: Unit | None = None
-        self._pending: Unit | None = None
-        """Its gradients are to be sent after the next operation by which ranks compare where they are."""
+        self._running: list[Unit] = []
+        """Units whose forward runs, from the outside in."""
+        self._last = self._root
+        """The unit whose forward began last."""
+        self._looked: set[bool] = set()
+        self._hooks: list[RemovableHandle] = []
         for unit in units:
-            unit.module.register_forward_pre_hook(self._pre_forward(unit), with_kwargs=True)
-            unit.module.register_forward_hook(self._post_forward(unit), always_call=True)
+            for module in (unit.module, *_holders(unit)):
+                before, after = self._pre_forward(unit), self._post_forward(unit)
+                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(after, always_call=True))
+
+    def remove(self) -> None:
+        """Takes its hooks off the modules."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # ------------------------------------------------------------------------------------------- gathering
+
+    def _launch(self, unit: Unit) -> None:
+        if unit.launch_unshard():
+            self._reductions.gathering(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        self._launch(unit)
+        unit.finish_unshard()
+        self._reductions.gathered(unit)
+
+    def _rest(self, unit: Unit) -> None:
+        if unit.depth == 0 and unit.readers == 0 and unit.stage is Stage.IDLE:
+            unit.reshard()
 
     # --------------------------------------------------------------------------------------------- forward
 
     def _pre_forward(self, unit: Unit) -> Callable[..., Any]:
-        def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._in_backward and not in_a_backward():
                 self.abandon()
             if unit.stage is Stage.BACKWARD:
                 return None  # activation checkpointing computes the forward again, and backward has gathered the unit
-            unit.unshard()
+            if unit.summoned:
+                _refuse_to_train_whole(unit)
+                return None
+            if module is not unit.module:
+                if unit.depth:
+                    return None
+                unit.entrance = module
+            if unit.depth == 0:
+                self._enter(unit)
             unit.depth += 1
-            args, kwargs = self._precision.cast_inputs(args), self._precision.cast_inputs(kwargs)
+            args, kwargs = unit.precision.cast_inputs(args), unit.precision.cast_inputs(kwargs)
             return self._watch_inputs(unit, args, kwargs)
 
         return pre_forward
+
+    def _enter(self, unit: Unit) -> None:
+        for other in (unit, *unit.reads):
+            self._gather(other)
+        for other in unit.reads:
+            other.readers += 1
+        self._running.append(unit)
+        if self._in_backward:
+            return
+        if unit is not self._root and unit is not self._last:
+            self._last.after, unit.before = unit, self._last
+        self._last = unit
+        if self._prefetching.before_forward and unit.after is not None:
+            self._launch(unit.after)
 
     def _watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Has the unit told when its backward is complete: when a gradient leaves through one of its inputs.
@@ -70,8 +124,9 @@ class Schedule:
             if not told and unit.stage is Stage.BACKWARD:
                 told = True
                 unit.calls -= 1
-                if unit.calls == 0:
+                if unit.calls == 0 and not unit.is_read:
                     self._complete(unit)
+                    self._go_on(unit)
 
         def watched(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -87,23 +142,55 @@ class Schedule:
         return map_tensors(watched, args), map_tensors(watched, kwargs)
 
     def _post_forward(self, unit: Unit) -> Callable[..., None]:
-        def post_forward(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if unit.stage is Stage.BACKWARD:
+        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if unit.stage is Stage.BACKWARD or unit.summoned or not unit.depth:
                 return
-            unit.depth = max(unit.depth - 1, 0)
+            if module is not unit.module:
+                if unit.entrance is not module:
+                    return
+                unit.entrance = None
+            unit.depth -= 1
             needs_backward = False
             if torch.is_grad_enabled():
                 for tensor in tensors_in(output):
                     if tensor.requires_grad and not any(tensor is view for view in unit.views):
                         needs_backward = True
                         tensor.register_hook(self._pre_backward(unit))
-            kept = needs_backward and (unit is self._root or not self._reshard_after_forward)
             if unit.depth == 0:
-                unit.views.clear()
-                if not kept:
-                    unit.reshard()
+                self._leave(unit, kept=needs_backward and (unit is self._root or unit.stays))
 
         return post_forward
+
+    def _leave(self, unit: Unit, *, kept: bool) -> None:
+        unit.views.clear()
+        if unit in self._running:
+            self._running.remove(unit)
+        for other in unit.reads:
+            other.readers -= 1
+        if unit is self._root:
+            unit.before = None if self._last is unit else self._last
+            for ahead in self._units:
+                if ahead.gathering:
+                    self._rest(ahead)  # what came next the last time did not this time
+        if not kept:
+            for other in (unit, *unit.reads):
+                self._rest(other)
+
+    def looking(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """For the first forward in training and the first in evaluation: finds what modules read of other units."""
+        if module.training in self._looked or not can_look(module):
+            return nullcontext()
+        self._looked.add(module.training)
+        return Lookout(self._units, self._found)
+
+    def _found(self, other: Unit) -> None:
+        """The innermost unit that runs reads parameters of another, which is gathered with it from here on."""
+        reader = self._running[-1] if self._running else self._root
+        self._gather(other)
+        if other not in reader.reads:
+            reader.reads.append(other)
+            other.readers += 1
+            other.is_read = True
 
     # -------------------------------------------------------------------------------------------- backward
 
@@ -117,52 +204,53 @@ class Schedule:
             if not self._in_backward:
                 self._in_backward = True
                 at_end_of_backward(self._finish)
-            if unit.stage is Stage.IDLE and unit.enter_backward():
-                self._launch_pending()
+            entered = [one for one in (unit, *unit.reads) if one.stage is Stage.IDLE]
+            for one in entered:
+                self._gather(one)
+                one.enter_backward()
+            if entered and self._prefetching.before_backward:
+                if self._prefetching.limit < 3:
+                    self._reductions.finish()
+                self._launch_ahead(unit)
 
         return pre_backward
+
+    def _launch_ahead(self, unit: Unit) -> None:
+        """Gathers the unit that backward comes to next, if it is known and not there."""
+        ahead = unit.before
+        if ahead is not None and ahead.calls and ahead.stage is Stage.IDLE:
+            self._launch(ahead)
 
     def _complete(self, unit: Unit) -> None:
         if not self.active:
             unit.keep_gradients()
             return
-        self._finish_reduce()
+        self._reductions.finish()
         unit.end_backward()
-        self._send_after_next(unit)
+        self._reductions.put(unit)
+        if self._prefetching.limit == 1:
+            self._reductions.flush()
+            self._reductions.finish()
 
-    def _send_after_next(self, unit: Unit) -> None:
-        """A reduce is not compared between ranks by itself: it goes with the next gather, which announces it."""
-        if self._pending is not None:
-            self._comm.agree(self._channel)
-            self._launch_pending()
-        self._pending = unit
-        self._comm.announce(unit.reduce_channel)
-
-    def _launch_pending(self) -> None:
-        if self._pending is not None:
-            self._finish_reduce()
-            self._comm.announce(None)
-            self._pending.launch_reduce()
-            self._reducing, self._pending = self._pending, None
-
-    def _finish_reduce(self) -> None:
-        if self._reducing is not None:
-            self._reducing.finish_reduce()
-            self._reducing = None
+    def _go_on(self, unit: Unit) -> None:
+        """What is due goes with the gathering of the unit that comes next, unless that has been launched before."""
+        if self._prefetching.after_backward:
+            self._launch_ahead(unit)
+        elif self._prefetching.before_backward:
+            self._reductions.flush()
 
     def _finish(self) -> None:
         """At the end of backward."""
         for unit in reversed(self._units):
-            if unit.stage is Stage.IDLE and unit.calls and unit.whole:
-                unit.enter_backward()  # kept since forward, but not reached here: other ranks may have reached it
+            if unit.stage is Stage.IDLE and unit.calls and (unit.whole or unit.gathering):
+                self._gather(unit)  # whole since forward, or gathered ahead, but not reached here: others may have
+                unit.enter_backward()
             if unit.stage is Stage.BACKWARD:
                 self._complete(unit)
             elif unit.kept and self.active:
                 unit.take_leftovers()
-                self._send_after_next(unit)
-        self._comm.agree(self._channel)
-        self._launch_pending()
-        self._finish_reduce()
+                self._reductions.put(unit)
+        self._reductions.finish_all()
         for unit in self._units:
             unit.calls = 0
             unit.reshard()
@@ -170,8 +258,24 @@ class Schedule:
 
     def abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""
-        self._reducing = self._pending = None
-        self._comm.announce(None)
+        self._reductions.abandon()
         self._in_backward = False
+        self._running.clear()
         for unit in self._units:
             unit.abandon()
+
+
+def _holders(unit: Unit) -> Iterator[nn.Module]:
+    """The modules inside the unit's own that hold parameters of it."""
+    params = {param for group in unit.groups for param in group.params}
+    for module in unit.module.modules():
+        if module is not unit.module and any(param in params for param in module.parameters(recurse=False)):
+            yield module
+
+
+def _refuse_to_train_whole(unit: Unit) -> None:
+    if torch.is_grad_enabled() and any(param.requires_grad for group in unit.groups for param in group.params):
+        raise RuntimeError(
+            f"{unit.title} ran forward inside summon_full_params() with gradients, which nobody would average. Train "
+            "outside of it, or run this forward under torch.no_grad()."
+        )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from zero.oss.comm import Comm
 
@@ -36,6 +39,16 @@ class Placement:
 
     def all_groups(self) -> list[Comm]:
         return [self.comm] if self.replicas is None else [self.comm, self.replicas]
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one whose values all start from."""
+        return all(comm.rank == 0 for comm in self.all_groups())
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Collective. Overwrites the tensors of all ranks by those of the first."""
+        for comm in self.all_groups():
+            comm.broadcast(tensors)
 
 
 def as_strategy(given: Any) -> ShardingStrategy:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
+from zero.fsdp.precision import MixedPrecision
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, Residence
 from zero.sdp.bucket import GradBucket, Phase
@@ -26,7 +26,10 @@ class Stage(enum.Enum):
 
 
 class Unit:
-    """The parameters that are gathered together for one module."""
+    """The parameters that are gathered together for one module.
+
+    stays: whether they stay whole from forward to backward.
+    """
 
     def __init__(
         self,
@@ -34,24 +37,47 @@ class Unit:
         module: nn.Module,
         groups: list[FlatGroup],
         *,
-        sent_as: torch.dtype | None = None,
+        precision: MixedPrecision,
+        stays: bool,
         replicas: Comm | None = None,
     ) -> None:
         self.name, self.module, self.groups = name, module, groups
+        self.precision, self.stays = precision, stays
         self.stage = Stage.IDLE
+        self.entrance: nn.Module | None = None
+        """The module by which the running forward came in, if not the unit's own."""
         self.depth = 0
-        """Forwards of the module that are running: more than one where it calls itself."""
+        """Forwards that are running: more than one where a module calls itself."""
         self.calls = 0
         """Forwards whose backward is not yet complete."""
         self.views: list[Tensor] = []
         """What the running forwards see of their inputs: views that tell when backward leaves the unit."""
+        self.reads: list[Unit] = []
+        """Other units whose parameters the module reads."""
+        self.readers = 0
+        """Forwards of others that are running and read parameters of this unit."""
+        self.is_read = False
+        """Whether others read its parameters, so that its gradients are complete at the end of backward only."""
+        self.before: Unit | None = None
+        self.after: Unit | None = None
+        """The units that ran before and after it in the last forward."""
         self.kept = False
         """Whether a backward under no_sync came here since the last that was not."""
-        self.buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
-        self.title = f"unit {name!r}" if name else "the root unit"
-        self.reduce_channel = groups[0].comm.channel(f"the reduction of {self.title}") if groups else None
+        self.buckets = [GradBucket(group, sent_as=precision.reduce_dtype, replicas=replicas) for group in groups]
+        self._announce()
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
+
+    def _announce(self) -> None:
+        self.title = f"unit {self.name!r}" if self.name else "the root unit"
+        self.reduce_channel = self.groups[0].comm.channel(f"the reduction of {self.title}") if self.groups else None
+
+    def move_below(self, prefix: str) -> None:
+        """From now on its module is known by its name in a larger model, where it lies below `prefix`."""
+        self.name = f"{prefix}.{self.name}".rstrip(".")
+        self._announce()
+        for group in self.groups:
+            group.rename([f"{prefix}.{name}" for name in group.names], self.title)
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.stage.value}, {self.groups})"
@@ -62,19 +88,33 @@ class Unit:
     def whole(self) -> bool:
         return all(group.residence is Residence.WHOLE for group in self.groups)
 
-    def unshard(self) -> bool:
-        """Collective. Makes the parameters whole. Returns whether that took a gather."""
+    @property
+    def summoned(self) -> bool:
+        """Whether the parameters are whole because the user asked for it."""
+        return any(group.summoned for group in self.groups)
+
+    @property
+    def gathering(self) -> bool:
+        return any(group.gathering for group in self.groups)
+
+    def launch_unshard(self) -> bool:
+        """Collective. Starts to make the parameters whole. Returns whether that takes a gather."""
         launched = [group for group in self.groups if group.residence is Residence.PART]
         for group in launched:
             group.launch_gather()
-        for group in launched:
-            group.finish_gather()
         return bool(launched)
+
+    def finish_unshard(self) -> None:
+        """Waits until the parameters are whole."""
+        for group in self.groups:
+            if group.gathering:
+                group.finish_gather()
 
     def reshard(self) -> None:
         """Leaves of the parameters this rank's part."""
+        self.finish_unshard()
         for group in self.groups:
-            if group.residence is Residence.WHOLE:
+            if group.residence is Residence.WHOLE and not group.summoned:
                 group.release()
 
     # ------------------------------------------------------------------------------------------- gradients
@@ -84,15 +124,13 @@ class Unit:
             for index in bucket.trained:
                 yield bucket, index, bucket.flat.params[index]
 
-    def enter_backward(self) -> bool:
-        """Collective. From here on autograd may write whole gradients. Returns whether that took a gather."""
-        gathered = self.unshard()
+    def enter_backward(self) -> None:
+        """From here on autograd may write whole gradients; the parameters are whole."""
         self.stage = Stage.BACKWARD
         for bucket in self.buckets:
             bucket.notice_trained()
         for _, _, param in self._trained():
             param.grad = self._put_by(param)
-        return gathered
 
     def _put_by(self, param: nn.Parameter) -> Tensor | None:
         """Puts the gradient of the part by, until this backward's joins it; returns the whole one that no_sync kept.
@@ -177,7 +215,8 @@ class Unit:
                 param.grad = None
         for bucket in self.buckets:
             bucket.abandon()
-        self.depth = 0
+        self.depth = self.readers = 0
+        self.entrance = None
         self.views.clear()
         self.kept = False
         self._leave_backward()

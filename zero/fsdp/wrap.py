@@ -12,18 +12,27 @@ Policy = Any
 
 
 def unit_modules(
-    root: nn.Module, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]] = ()
+    root: nn.Module,
+    policy: Policy,
+    as_one_unit: Sequence[nn.Module | type[nn.Module]] = (),
+    *,
+    apart: Sequence[nn.Module] = (),
+    small: bool = False,
 ) -> dict[str, nn.Module]:
     """The modules that become units, by name, from the outside in; the root, named "", is always the first.
 
     policy: `ModuleWrapPolicy`, `CustomPolicy`, `lambda_auto_wrap_policy` and their like are asked as PyTorch asks them.
     None takes the blocks that a model repeats: the members of an nn.ModuleList that share a class and have submodules
     of their own. What is in no unit belongs to the unit around it.
+    apart: modules that stay as they are, with all in them.
+    small: without a policy, make units also of what else holds much by itself, such as embeddings and output layers.
     as_one_unit: modules, or classes of them, that become units with nothing inside them a unit of its own.
     Raises ValueError for a policy that is none, and for a unit that has no forward to gather it for.
     """
     if policy is None:
         chosen = _repeated_blocks(root)
+        if small:
+            chosen |= _large_leaves(root, chosen)
     elif hasattr(policy, "_run_policy"):
         chosen = set(policy._run_policy(root, set(), {}))
     elif callable(policy):
@@ -37,7 +46,9 @@ def unit_modules(
     classes = tuple(one for one in as_one_unit if isinstance(one, type))
     single = {module for module in root.modules() if isinstance(module, classes) or module in as_one_unit}
     chosen -= {inner for module in single for inner in module.modules()}
-    chosen |= single | {root}
+    chosen |= single
+    chosen -= {inner for module in apart for inner in module.modules()}
+    chosen.add(root)
     units = {name: module for name, module in root.named_modules() if module in chosen}
     for name, module in units.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
@@ -91,6 +102,23 @@ def _repeated_blocks(root: nn.Module) -> set[nn.Module]:
                 if sum(type(other) is type(block) for other in members) > 1:
                     blocks.add(block)
     return blocks
+
+
+def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
+    """Modules outside the blocks that hold a quarter of the largest block's bytes, or more, and share none of it."""
+    inside = {module for block in blocks for module in block.modules()}
+    homes: dict[nn.Parameter, int] = {}
+    for module in root.modules():
+        for param in module.parameters(recurse=False):
+            homes[param] = homes.get(param, 0) + 1
+    largest = max((sum(param.nbytes for param in block.parameters()) for block in blocks), default=0)
+    chosen = set()
+    for module in root.modules():
+        own = [*module.parameters(recurse=False)]
+        leaf = module not in inside and module is not root and own and not [*module.children()]
+        if leaf and all(homes[param] == 1 for param in own) and 4 * sum(param.nbytes for param in own) >= largest:
+            chosen.add(module)
+    return chosen
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -53,19 +53,18 @@ class FlatGroup:
         part_in_whole: bool = False,
         label: str | None = None,
     ) -> None:
-        self.params, self.names, self.layout, self.comm = list(params), list(names), layout, comm
+        self.params, self.layout, self.comm = list(params), layout, comm
         self.residence = Residence.WHOLE
         self._strides = [dense_stride(param) for param in params]
         self._shapes = [param.shape for param in params]
-        self.label = label or f"a bucket of {len(names)} parameters, from {names[0]}"
-        self._channel = comm.channel(f"the gathering of {self.label}")
+        self.rename(names, label or f"a bucket of {len(names)} parameters, from {names[0]}")
         self._handle: Handle | None = None
 
         self._own_part = own_part
         self._summoned: Tensor | None = None
 
         self.full = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
-        self.whole_views = self._views_of_whole(self.full)
+        self.whole_views = self.views_of_whole(self.full)
         with torch.no_grad():
             for param, view in zip(self.params, self.whole_views, strict=True):
                 view.copy_(param)
@@ -78,13 +77,18 @@ class FlatGroup:
         if own_part:
             if compute_dtype not in (None, self.part.dtype):
                 self.full = torch.empty(layout.numel, dtype=compute_dtype, device=self.part.device)
-                self.whole_views = self._views_of_whole(self.full)
+                self.whole_views = self.views_of_whole(self.full)
             self._bind(self.part_views)
             self.full.untyped_storage().resize_(0)
             self.residence = Residence.PART
 
     def __repr__(self) -> str:
         return f"FlatGroup({len(self.params)} x {self.full.dtype}, {self.residence.value}, {self.layout.world} ranks)"
+
+    def rename(self, names: Sequence[str], label: str) -> None:
+        """What errors call the parameters and the group from now on; on every rank at the same point."""
+        self.names, self.label = list(names), label
+        self._channel = self.comm.channel(f"the gathering of {label}")
 
     # ---------------------------------------------------------------------------------------- geometry
 
@@ -105,7 +109,8 @@ class FlatGroup:
         """Shape and stride of parameter `index` when whole."""
         return self._shapes[index], self._strides[index]
 
-    def _views_of_whole(self, full: Tensor) -> list[Tensor]:
+    def views_of_whole(self, full: Tensor) -> list[Tensor]:
+        """Each parameter's place in a flat tensor of the length of the layout, in the parameter's shape."""
         geometry = zip(self._shapes, self._strides, self.layout.offsets, strict=True)
         return [full.as_strided(shape, stride, offset) for shape, stride, offset in geometry]
 
@@ -122,11 +127,13 @@ class FlatGroup:
 
     # --------------------------------------------------------------------------------------- residence
 
-    def launch_gather(self, *, agreed: bool = False, sent_as: torch.dtype | None = None) -> None:
+    def launch_gather(self, *, agreed: bool = False, sent_as: torch.dtype | None = None, conceal: bool = False) -> None:
         """Collective. Starts to bring every other rank's segment into `full`.
 
         agreed: the ranks have just agreed that all come here, and need not compare it again.
         sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision.
+        conceal: until `finish_gather` the parameters are NaN in their own shape, which takes one element of memory and
+            cannot be written to, so that nobody takes for new what has not arrived.
         """
         assert self._handle is None, "a gather is in flight already"
         if self._own_part:
@@ -135,6 +142,9 @@ class FlatGroup:
             with torch.no_grad():
                 self.full[self.layout.segment(self.comm.rank)].copy_(self.part)
             self.residence = Residence.GATHERING
+        if conceal:
+            unknown = self.full.new_full((), torch.nan)
+            self._bind([unknown.expand(shape) for shape in self._shapes])
         channel = None if agreed else self._channel
         if sent_as is None or sent_as.itemsize >= self.full.element_size() or self.comm.world == 1:
             self._handle = self.comm.gather(self.full, self.layout.bounds, channel)
@@ -159,8 +169,7 @@ class FlatGroup:
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
         handle.wait()
-        if self._own_part:
-            self._bind(self.whole_views)
+        self._bind(self.whole_views)
         if self._part_in_whole:
             self.part.untyped_storage().resize_(0)
         self.residence = Residence.WHOLE
@@ -180,15 +189,40 @@ class FlatGroup:
         self.full.untyped_storage().resize_(0)
         self.residence = Residence.PART
 
-    def summon(self) -> None:
-        """Collective. Makes the parameters whole in their own dtype, in a buffer apart, for `dismiss` to end."""
-        assert self._own_part and self.residence is Residence.PART
-        self._summoned = self.part.new_empty(self.layout.numel)
+    def whole_of(self, part: Tensor, to: int | None = None) -> Tensor | None:
+        """Collective. What every rank has a part of, such as `part`, put together in the layout's order, flat.
+
+        part: flat, of this rank's segment. to: the only rank of the group that gets it, None elsewhere; by default all.
+        """
+        assert len(part) == len(self.part)
+        own = self.layout.segment(self.comm.rank)
+        if to is not None and to != self.comm.rank:
+            self.comm.collect([(owner, part if owner == self.comm.rank else None) for owner in self._owners], to)
+            return None
+        whole = part.new_empty(self.layout.numel)
         with torch.no_grad():
-            self._summoned[self.layout.segment(self.comm.rank)] = self.part
-        self.comm.gather(self._summoned, self.layout.bounds, self._channel).wait()
-        self._bind(self._views_of_whole(self._summoned))
-        self.residence = Residence.WHOLE
+            whole[own] = part
+        if to is None:
+            self.comm.gather(whole, self.layout.bounds, self._channel).wait()
+        else:
+            self.comm.collect([(owner, whole[self.layout.segment(owner)]) for owner in self._owners], to)
+        return whole
+
+    @property
+    def _owners(self) -> range:
+        return range(self.comm.world)
+
+    def summon(self, to: int | None = None) -> None:
+        """Collective. Makes the parameters whole in their own dtype, in a buffer apart, for `dismiss` to end.
+
+        to: the only rank of the group that sees them whole; by default all do.
+        """
+        assert self._own_part and self.residence is Residence.PART
+        whole = self.whole_of(self.part, to)
+        self._summoned = self.part[:0] if whole is None else whole
+        if whole is not None:
+            self._bind(self.views_of_whole(whole))
+            self.residence = Residence.WHOLE
 
     @property
     def summoned(self) -> bool:
@@ -198,7 +232,7 @@ class FlatGroup:
     def dismiss(self, *, keep: bool) -> None:
         """Ends `summon`. keep: take over into the part what was written into the whole parameters meanwhile."""
         assert self._summoned is not None
-        if keep:
+        if keep and self.residence is Residence.WHOLE:
             with torch.no_grad():
                 self.part.copy_(self._summoned[self.layout.segment(self.comm.rank)])
         self._summoned = None
@@ -206,13 +240,13 @@ class FlatGroup:
         self.residence = Residence.PART
 
     def _bind(self, views: Sequence[Tensor]) -> None:
+        self._bound = views
         for param, view in zip(self.params, views, strict=True):
             param.data = view
 
     def stray(self) -> str | None:
         """The name of a parameter whose data no longer lies where this group put it, if there is one."""
-        views = self.part_views if self.residence is Residence.PART else self.whole_views
-        for param, view, name in zip(self.params, views, self.names, strict=True):
+        for param, view, name in zip(self.params, self._bound, self.names, strict=True):
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
                 return name
         return None

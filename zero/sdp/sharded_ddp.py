@@ -8,7 +8,7 @@ A backward, on every rank:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -324,10 +324,15 @@ class Reducer:
         self._in_backward = False
 
 
-def describe(module: nn.Module) -> list[str]:
-    """What must be the same on every rank: names, types and shapes of parameters and buffers."""
+def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[str]:
+    """What must be the same on every rank: names, types and shapes of parameters and buffers.
+
+    without: parameters to leave out.
+    """
     told = [
-        (name, param, "trained" if param.requires_grad else "frozen") for name, param in module.named_parameters()
+        (name, param, "trained" if param.requires_grad else "frozen")
+        for name, param in module.named_parameters()
+        if param not in without
     ] + [(name, buffer, "buffer") for name, buffer in module.named_buffers()]
     return [
         f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind}"

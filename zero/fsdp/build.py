@@ -1,0 +1,69 @@
+"""The units of a model: its parameters given memory, made the same on all ranks, laid out and bound, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zero.fsdp.materialise import Materialiser
+from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.strategy import Placement
+from zero.fsdp.unit import Unit
+from zero.fsdp.wrap import params_by_unit
+from zero.oss.flat import FlatGroup
+from zero.oss.partition import Partition, lay_out
+
+
+@dataclass
+class Builder:
+    """Makes units of one model one after another, so that never more than one is whole.
+
+    stays: whether units stay whole from forward to backward.
+    synced: whether all start from the first rank's values.
+    """
+
+    module: nn.Module
+    placement: Placement
+    materialiser: Materialiser
+    precision: MixedPrecision
+    partition: Partition
+    stays: bool
+    synced: bool
+    _loads: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._loads = [0] * self.placement.comm.world
+
+    def units(self, modules: dict[str, nn.Module], without: set[nn.Parameter]) -> list[Unit]:
+        """Collective. The units of these modules by name, the root first; some parameters left as they are."""
+        return [
+            self._unit(name, modules[name], owned)
+            for name, owned in params_by_unit(self.module, modules, without).items()
+        ]
+
+    def _unit(self, name: str, module: nn.Module, owned: list[tuple[str, nn.Parameter]]) -> Unit:
+        owned = self.materialiser.materialise(owned)
+        if self.synced:
+            self.placement.broadcast([param for _, param in owned])
+        groups = self._lay_out(owned, f"unit {name!r}" if name else "the root unit")
+        return Unit(name, module, groups, precision=self.precision, stays=self.stays, replicas=self.placement.replicas)
+
+    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], label: str) -> list[FlatGroup]:
+        """In flat groups of their own parts, those apart that are computed with in another dtype."""
+        return [
+            group
+            for dtype, named in self.precision.apart(self.module, [*owned]).items()
+            for group in lay_out(
+                [param for _, param in named],
+                [name for name, _ in named],
+                self.placement.comm,
+                cut="whole" if self.partition == "whole" else "even",
+                loads=self._loads,
+                own_part=True,
+                compute_dtype=dtype,
+                part_in_whole=self.stays,
+                label=label,
+            )
+        ]

@@ -1,0 +1,63 @@
+"""Finds the parameters that a module reads although they belong to another unit, such as an embedding's weight that
+the output layer multiplies by. No hook tells of such a read: every call of torch is looked at, in one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zero.fsdp.unit import Unit
+
+_GETTERS_THAT_READ = {
+    attribute.__get__
+    for attribute in (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.data, Tensor.shape)
+    if hasattr(attribute, "__get__")
+}
+"""Of attributes. Others, such as dtype and device, are the same for a part."""
+
+_CALLS_THAT_DO_NOT = {"__set__", "register_hook", "requires_grad_", "is_floating_point", "is_complex"}
+
+
+class Lookout(TorchFunctionMode):
+    """While active, calls `found` with the unit of a parameter that is read while it is not whole."""
+
+    def __init__(self, units: Sequence[Unit], found: Callable[[Unit], None]) -> None:
+        super().__init__()
+        self._homes = {param: unit for unit in units for group in unit.groups for param in group.params}
+        self._found = found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _reads(func):
+            for param in _parameters((*args, *(kwargs or {}).values())):
+                unit = self._homes.get(param)
+                if unit is not None and not unit.whole:
+                    self._found(unit)
+        return func(*args, **(kwargs or {}))
+
+
+def can_look(module: nn.Module) -> bool:
+    """Compiled modules must not be looked into: what is traced would have the looking in it."""
+    return not any(
+        isinstance(inner, torch._dynamo.OptimizedModule) or inner._compiled_call_impl is not None
+        for inner in module.modules()
+    )
+
+
+def _reads(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return func in _GETTERS_THAT_READ if name == "__get__" else name not in _CALLS_THAT_DO_NOT
+
+
+def _parameters(values: Sequence[Any]) -> Iterator[nn.Parameter]:
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _parameters(value)

@@ -1,0 +1,67 @@
+"""How far ahead units are gathered, and how many are in flight at once.
+
+Of a unit in flight a rank holds its whole parameters (B bytes), its whole gradients (B), or, while these are on their
+way, the gradients and what comes in (2 B): never more than 2 B. So besides what lies in parts a step takes 2 B times
+the limit at most.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+
+class BackwardPrefetch(enum.Enum):
+    """When, in backward, the unit that comes next is gathered. PyTorch's names; its own enum is understood too."""
+
+    BACKWARD_PRE = "before the gradients of the current unit are computed: overlaps most"
+    BACKWARD_POST = "after that, while they are on their way: one unit less in memory"
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """What an FSDP gathers before it is needed.
+
+    backward_prefetch: a BackwardPrefetch or its name; None gathers each unit when backward reaches it.
+    forward_prefetch: in forward, gather the unit that came next the last time while the current one computes.
+    limit: how many units may be in flight at once, 1 to 3. With 1 a unit's gradients have been reduced before the next
+        is gathered, and nothing is gathered ahead. With 2 either the next unit's parameters or the last one's gradients
+        are on their way while one computes, with 3 both. The root unit, which stays from forward to backward, is not
+        counted; a limit of 1 also makes units of large modules that hold nothing but parameters (embeddings, heads).
+
+    Raises ValueError for what is none of these.
+    """
+
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_POST
+    forward_prefetch: bool = False
+    limit: int = 2
+
+    def __post_init__(self) -> None:
+        when = self.backward_prefetch
+        name = when if isinstance(when, str) else getattr(when, "name", when)
+        if name is not None and name not in BackwardPrefetch.__members__:
+            known = ", ".join(BackwardPrefetch.__members__)
+            raise ValueError(f"backward_prefetch={when!r} is unknown. Choose one of {known}, or None.")
+        if self.limit not in (1, 2, 3):
+            raise ValueError(f"limit={self.limit!r}: how many units are in flight at once is 1, 2 or 3.")
+        object.__setattr__(self, "backward_prefetch", None if name is None else BackwardPrefetch[name])
+
+    @property
+    def before_backward(self) -> bool:
+        return self.limit > 1 and self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+
+    @property
+    def after_backward(self) -> bool:
+        return self.limit > 1 and self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+
+    @property
+    def before_forward(self) -> bool:
+        return self.limit > 1 and self.forward_prefetch
+
+
+MEMORY_FIRST = Prefetch(backward_prefetch=None, limit=1)
+"""One unit at a time."""
+
+SPEED_FIRST = Prefetch(BackwardPrefetch.BACKWARD_PRE, forward_prefetch=True, limit=3)
+"""Whatever can be on its way while something computes is."""

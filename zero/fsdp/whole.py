@@ -1,0 +1,107 @@
+"""Whole parameters and gradients at the user's wish, outside of forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.fsdp.unit import Stage, Unit
+from zero.oss.flat import FlatGroup
+
+
+@contextmanager
+def summoned(units: Sequence[Unit], *, writeback: bool, rank0_only: bool, with_grads: bool) -> Iterator[None]:
+    """Collective. See FSDP.summon_full_params."""
+    if rank0_only and writeback:
+        raise ValueError(
+            "rank0_only=True with writeback=True: what rank 0 writes would not reach the owners of the parts. Pass "
+            "writeback=False, or make the parameters whole on all ranks."
+        )
+    busy = [unit.title for unit in units if unit.stage is not Stage.IDLE or unit.depth or unit.summoned]
+    if busy:
+        raise RuntimeError(
+            f"summon_full_params() was called while {busy[0]} is whole already: within forward, backward or another "
+            "summon_full_params(). Call it between steps, and once."
+        )
+    groups = [group for unit in units for group in unit.groups]
+    gradients: list[_Gradients] = []
+    keep = False
+    try:
+        for unit in units:
+            unit.reshard()  # what a forward without backward may have left whole
+        if with_grads:
+            gradients = [_Gradients(group, to=0 if rank0_only else None) for group in groups]
+        for group in groups:
+            group.summon(to=0 if rank0_only else None)
+        for shown in gradients:
+            shown.show()
+        yield
+        keep = writeback
+    finally:
+        for group in groups:
+            if group.summoned:
+                group.dismiss(keep=keep)
+        for shown in gradients:
+            shown.end(keep=keep)
+
+
+class _Gradients:
+    """A group's gradients, whole for a while. Collective."""
+
+    def __init__(self, group: FlatGroup, to: int | None) -> None:
+        self._group = group
+        self._parts = [param.grad for param in group.params]
+        dtypes = {grad.dtype for grad in self._parts if grad is not None}
+        part = torch.zeros_like(group.part, dtype=dtypes.pop() if dtypes else None)
+        for view, grad in zip(group.views_of_part(part), self._parts, strict=True):
+            if grad is not None:
+                view.copy_(grad)
+        exist = torch.tensor([float(grad is not None) for grad in self._parts], device=part.device)
+        group.comm.all_reduce(exist, maximum=True)
+        self._exist = exist.tolist()
+        self._whole = group.whole_of(part, to)
+
+    def show(self) -> None:
+        if self._whole is not None:
+            for param, view, exists in self._places(self._group.views_of_whole(self._whole)):
+                param.grad = view if exists else None
+
+    def end(self, *, keep: bool) -> None:
+        parts: list[Tensor | None] = list(self._parts)
+        if keep and self._whole is not None:
+            own = self._whole[self._group.layout.segment(self._group.comm.rank)].clone()
+            shown = [param.grad is not None for param in self._group.params]
+            views = self._group.views_of_part(own)
+            parts = [
+                view if grad is not None and index in self._group.spans else None
+                for index, (view, grad) in enumerate(zip(views, shown, strict=True))
+            ]
+        for param in self._group.params:
+            param.grad = None
+        for param, part in zip(self._group.params, parts, strict=True):
+            param.grad = part
+
+    def _places(self, views: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor, float]]:
+        yield from zip(self._group.params, views, self._exist, strict=True)
+
+
+def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: Any) -> Any:
+    """Collective. The module's own state_dict() with copies of whole parameters, gathered unit by unit."""
+    found = module.state_dict(*args, **{**kwargs, "keep_vars": True})
+    whole: dict[nn.Parameter, Tensor] = {}
+    for unit in units:
+        unit.reshard()
+        for group in unit.groups:
+            gathered = group.whole_of(group.part)
+            assert gathered is not None
+            views = group.views_of_whole(gathered)
+            whole |= {param: view.clone() for param, view in zip(group.params, views, strict=True)}
+    for key, value in found.items():
+        if isinstance(value, Tensor):
+            copied = whole.get(value) if isinstance(value, nn.Parameter) else None
+            found[key] = value.detach().clone() if copied is None else copied
+    return found
