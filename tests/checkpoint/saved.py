@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import objects  # noqa: F401 - registers its URLs, in every rank's process
 import torch
 import torch.distributed as dist
 from safetensors import safe_open

@@ -4,6 +4,7 @@ What is stored is whole tensors by name, in pieces; who wrote which piece does n
 nothing to convert between stages, numbers of ranks or cuts: a reader asks for the ranges that it needs.
 
     format      the index, values and names, to JSON and back
+    storage     directories, and object stores through fsspec
     files       safetensors files with checksums; ranges of bytes
     directory   a run's checkpoints, which is the latest, and how one comes to be seen
     agree       what ranks tell one another
@@ -19,6 +20,8 @@ torch.distributed.checkpoint (2.13) was tried as the engine, and serves where it
 - Its own format keeps metadata, step counts and options as pickles. Its safetensors format
   (HuggingFaceStorageWriter) holds tensors only: with a step count beside them, what it wrote could not be read again.
 - Both load a file with an altered byte without complaint, and write where the last good checkpoint is.
+- Its storage over fsspec is private, reads through streams, which copy, and publishes by renaming, which an object
+  store does by copying. fsspec itself is used instead (`storage`).
 - Saving behind training needs a second process group; here the thread sends nothing.
 """
 

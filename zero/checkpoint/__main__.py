@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from zero.checkpoint.files import FileProblem
 from zero.checkpoint.format import Index
 from zero.checkpoint.importing import import_checkpoint
 from zero.checkpoint.source import Range, Source
+from zero.checkpoint.storage import Place, place
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.command == "inspect":
-            _inspect(Path(options.path), tensors=options.tensors, check=options.check)
+            _inspect(place(options.path), tensors=options.tensors, check=options.check)
         elif options.command == "import":
             print(import_checkpoint(options.source, options.path))
         elif options.to == "dcp":
@@ -72,7 +72,7 @@ def _dtype(text: str) -> torch.dtype:
     return _DTYPES[text]
 
 
-def _inspect(path: Path, *, tensors: bool, check: bool) -> None:
+def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
     found = directory.resolve(path)
     with Source(found) as source:
         index = source.index

@@ -3,103 +3,98 @@
 run/00000001/      a checkpoint, whole: it got this name when everything in it was on disk
 run/latest         the name of the newest
 run/.partial-...   one that is being written, or whose writing was interrupted; the next save removes it
+
+Where directories cannot be renamed (object stores), one that is being written has its name from the start, and its
+index, without which it is no checkpoint, is put there last.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import uuid
-from pathlib import Path
 
 from zero.checkpoint.format import INDEX
+from zero.checkpoint.storage import Local, Place
 
 LATEST = "latest"
 _NAME = re.compile(r"\d{8}")
 _PARTIAL = ".partial-"
 
 
-def checkpoints(run: Path) -> list[Path]:
+def checkpoints(run: Place) -> list[Place]:
     """The finished checkpoints of a run, oldest first."""
-    found = [one for one in run.iterdir() if _NAME.fullmatch(one.name) and (one / INDEX).exists()]
-    return sorted(found, key=lambda one: one.name)
+    return [one for one in _numbered(run) if (one / INDEX).exists()]
 
 
-def begin(run: Path) -> Path:
-    """A new directory to write into, beside the run's checkpoints. Removes what interrupted saves have left."""
-    run.mkdir(parents=True, exist_ok=True)
-    for left in run.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    partial = run / f"{_PARTIAL}{uuid.uuid4().hex[:12]}"
-    partial.mkdir()
+def begin(run: Place) -> Place:
+    """A new directory to write into. Removes what interrupted saves have left."""
+    run.make()
+    for left in run.inside():
+        if left.name.startswith(_PARTIAL):
+            left.remove()
+    if run.renames:
+        partial = run / f"{_PARTIAL}{uuid.uuid4().hex[:12]}"
+    else:
+        whole = checkpoints(run)
+        for left in _numbered(run):
+            if left not in whole:
+                left.remove()
+        partial = run / _next(whole)
+    partial.make()
     return partial
 
 
-def discard(partial: Path) -> None:
-    """Removes a directory that came to nothing."""
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def publish(partial: Path, keep: int | None) -> Path:
-    """Gives a directory whose files are on disk its name, makes it the latest, and removes all but the last `keep`."""
+def publish(partial: Place, index: bytes, keep: int | None) -> Place:
+    """Makes a directory whose files are on disk a checkpoint, and the latest; removes all but the last `keep`."""
     run = partial.parent
-    numbers = [int(one.name) for one in run.iterdir() if _NAME.fullmatch(one.name)]
-    final = run / f"{max(numbers, default=0) + 1:08d}"
-    sync(partial)
-    partial.rename(final)
-    sync(run)
-    _point(run, final.name)
+    (partial / INDEX).put(index)
+    final = partial.rename(_next(_numbered(run))) if isinstance(partial, Local) else partial
+    (run / LATEST).put(f"{final.name}\n".encode())
     if keep is not None:
         for old in checkpoints(run)[:-keep]:
-            # Under another name first: half removed, it must not pass for a checkpoint.
-            doomed = run / f"{_PARTIAL}{old.name}-{uuid.uuid4().hex[:6]}"
-            old.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _retire(old)
     return final
 
 
-def _point(run: Path, name: str) -> None:
-    beside = run / f"{_PARTIAL}{LATEST}"
-    with open(beside, "w") as file:
-        file.write(f"{name}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(run / LATEST)
-    sync(run)
+def _numbered(run: Place) -> list[Place]:
+    return sorted((one for one in run.inside() if _NAME.fullmatch(one.name)), key=lambda one: one.name)
 
 
-def sync(directory: Path) -> None:
-    """Puts on disk which files a directory has."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _next(numbered: list[Place]) -> str:
+    return f"{max((int(one.name) for one in numbered), default=0) + 1:08d}"
 
 
-def resolve(path: Path) -> Path:
+def _retire(old: Place) -> None:
+    """Half removed, it must not pass for a checkpoint."""
+    if isinstance(old, Local):
+        old = old.rename(f"{_PARTIAL}{old.name}-{uuid.uuid4().hex[:6]}")
+    else:
+        (old / INDEX).remove()
+    old.remove()
+
+
+def resolve(path: Place) -> Place:
     """The checkpoint that a path means: itself, or the latest of the run. Raises ValueError where there is none."""
-    if (path / INDEX).is_file():
+    if (path / INDEX).exists():
         return path
     try:
-        name = (path / LATEST).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        name = (path / LATEST).read().decode().strip()
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         name = ""
     if not name:
         raise ValueError(f"{path} {_what_is_there(path)}")
     found = path / name
-    if not _NAME.fullmatch(name) or not (found / INDEX).is_file():
+    if not _NAME.fullmatch(name) or not (found / INDEX).exists():
         raise ValueError(f"{path / LATEST} names {name!r}, which is no checkpoint; {path} {_what_is_there(path)}")
     return found
 
 
-def _what_is_there(path: Path) -> str:
-    if not path.is_dir():
+def _what_is_there(path: Place) -> str:
+    if not path.is_directory():
         return "is not there" if not path.exists() else "is no directory"
     names = [one.name for one in checkpoints(path)]
     if names:
         return f"has the checkpoints {', '.join(names)}: choose one of these by its full path"
-    if any(path.glob("*.safetensors")):
+    if any(one.name.endswith(".safetensors") for one in path.inside()):
         return f"has no {INDEX}: it is half a checkpoint, or another library's (`python -m zero.checkpoint import`)"
     return "has no checkpoint in it: nothing was saved there, or its first save was interrupted"

@@ -22,6 +22,7 @@ from zero.checkpoint.files import Chunk, SafeFile, write
 from zero.checkpoint.format import Entry, Geometry, Index, decode
 from zero.checkpoint.progress import Progress
 from zero.checkpoint.source import Range, Source
+from zero.checkpoint.storage import Local, mounted, place
 
 SINGLE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
@@ -36,18 +37,19 @@ def export(
 ) -> list[Path]:
     """Writes the weights as `model.safetensors`, or as shards with `model.safetensors.index.json`. Returns the files.
 
-    path: a run's directory, or one checkpoint's. out: a directory; files of these names must not be there yet.
+    path: a run's directory, or one checkpoint's, or its URL. out: a mounted directory; files of these names must not be
+        there yet.
     max_shard_size: bytes; a larger tensor gets a file of its own.
     dtype: of floating-point tensors, by default as they are stored. Where masters were stored, a dtype of more bits
         than the parameter's takes the master.
 
     Raises ValueError where the checkpoint is damaged or `out` has weights already; nothing is left there then.
     """
-    directory_out = Path(out)
+    directory_out = mounted(out, "the directory to export to")
     found = [one.name for one in directory_out.glob("model*.safetensors*")] if directory_out.is_dir() else []
     if found:
         raise ValueError(f"{directory_out} has {found[0]} already. Choose another directory, or remove its weights.")
-    with Source(directory.resolve(Path(path))) as source:
+    with Source(directory.resolve(place(path))) as source:
         entries = weights(source.index, dtype)
         source.check((_whole(entry) for entry in entries.values()), shown=True)
         shards = _shards({name: _size(entry, dtype) for name, entry in entries.items()}, max_shard_size)
@@ -58,7 +60,7 @@ def export(
             with Progress("exporting", total) as progress:
                 for file, members in zip(names, shards, strict=True):
                     chunks = [_chunk(source, name, entries[name], dtype) for name in members]
-                    write(Path(partial) / file, chunks, {}, progress.advance)
+                    write(Local(Path(partial)) / file, chunks, {}, progress.advance)
             if len(shards) > 1:
                 homes = {name: file for file, members in zip(names, shards, strict=True) for name in members}
                 told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
@@ -66,7 +68,7 @@ def export(
                 names = [*names, SHARD_INDEX]
             for file in names:
                 (Path(partial) / file).rename(directory_out / file)
-            directory.sync(directory_out)
+            Local(directory_out).sync()
     return [directory_out / file for file in names]
 
 
@@ -130,7 +132,8 @@ def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
     """
     import torch.distributed.checkpoint as dcp
 
-    with Source(directory.resolve(Path(path))) as source, tempfile.TemporaryDirectory(dir=Path(out).parent) as beside:
+    target = mounted(out, "the directory to export to")
+    with Source(directory.resolve(place(path))) as source, tempfile.TemporaryDirectory(dir=target.parent) as beside:
         index = source.index
         entries = {f"model/{name}": entry for name, entry in weights(index, None).items()}
         entries |= {path: entry for path, entry in index.tensors.items() if path.startswith("optimizer/")}
@@ -138,7 +141,7 @@ def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
         file = Path(beside) / "all.safetensors"
         with Progress("exporting", sum(entry.geometry.nbytes for entry in entries.values())) as progress:
             chunks = [_chunk(source, path, entry, None) for path, entry in entries.items()]
-            write(file, chunks, {}, progress.advance)
+            write(Local(file), chunks, {}, progress.advance)
         mapped = _mapped(file)
         told: dict[str, Any] = {"model": {name: mapped[f"model/{name}"] for name in weights(index, None)}}
         for number, optimizer in enumerate(index.optimizers):
@@ -150,12 +153,12 @@ def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
             groups = [{**decode(group["options"]), "params": group["params"]} for group in optimizer.groups]
             key = "optim" if len(index.optimizers) == 1 else f"optim.{number}"
             told[key] = {"state": state, "param_groups": groups}
-        dcp.save(told, checkpoint_id=out, no_dist=True)
+        dcp.save(told, checkpoint_id=target, no_dist=True)
 
 
 def _mapped(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, as views of the file mapped to memory."""
-    with SafeFile(path) as file:
+    with SafeFile(Local(path)) as file:
         data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
         return {
             key: data[file.data_offset + low :][: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)

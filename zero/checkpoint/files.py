@@ -13,11 +13,9 @@ writes is the same.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.format import DTYPES, NAMES
+from zero.checkpoint.storage import Place, Writer
 
 BLOCK = 1 << 22
 """Bytes that have one checksum."""
@@ -56,37 +55,54 @@ class Chunk:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write(path: Path, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], None]) -> None:
-    """Writes the chunks and syncs them to disk.
+def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], None]) -> None:
+    """Writes the chunks; they are on disk when it returns.
 
     tick: told the bytes written, as they are.
     """
     chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every piece is aligned
     nbytes = sum(chunk.nbytes for chunk in chunks)
-    # The checksums are known at the end, but their length is known now, and so is the header's.
-    blocks = -(-nbytes // BLOCK)
-    start = 8 + len(_header(chunks, metadata, [0] * blocks))
-    with open(path, "wb", buffering=0) as file:
-        file.seek(start)
-        sums = _Checksums()
-        for chunk in chunks:
-            for values in chunk.values():
-                for data in host_bytes(values):
-                    for low in range(0, len(data), _CACHED):
-                        some = data[low : low + _CACHED]
-                        sums.add(some)
-                        _write_all(file.fileno(), some)
-                        tick(len(some))
-        assert sums.length == nbytes, "chunks gave other bytes than they announced"
-        header = _header(chunks, metadata, sums.finish())
-        file.seek(0)
-        _write_all(file.fileno(), memoryview(len(header).to_bytes(8, "little") + header))
-        os.fsync(file.fileno())
+    with place.write() as file:
+        if place.renames:
+            # The checksums are known at the end, but their length is known now, and so is the header's.
+            blocks = -(-nbytes // BLOCK)
+            file.seek(8 + len(_header(chunks, metadata, [0] * blocks)))
+            sums = _Checksums()
+            for some in _stream(chunks):
+                sums.add(some)
+                _write_all(file, some)
+                tick(len(some))
+            file.seek(0)
+            _write_header(file, chunks, metadata, sums, nbytes)
+        else:  # from front to back, so that all is gone through once before, for the checksums
+            sums = _Checksums()
+            for some in _stream(chunks):
+                sums.add(some)
+            _write_header(file, chunks, metadata, sums, nbytes)
+            for some in _stream(chunks):
+                _write_all(file, some)
+                tick(len(some))
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def _stream(chunks: Sequence[Chunk]) -> Iterator[memoryview]:
+    for chunk in chunks:
+        for values in chunk.values():
+            for data in host_bytes(values):
+                for low in range(0, len(data), _CACHED):
+                    yield data[low : low + _CACHED]
+
+
+def _write_header(
+    file: Writer, chunks: Sequence[Chunk], metadata: dict[str, str], sums: _Checksums, nbytes: int
+) -> None:
+    assert sums.length == nbytes, "chunks gave other bytes than they announced"
+    header = _header(chunks, metadata, sums.finish())
+    _write_all(file, memoryview(len(header).to_bytes(8, "little") + header))
+
+
+def _write_all(file: Writer, data: memoryview) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]
+        data = data[file.write(data) :]
 
 
 def _header(chunks: Sequence[Chunk], metadata: dict[str, str], sums: Sequence[int]) -> bytes:
@@ -142,35 +158,35 @@ class SafeFile:
     expected: its size and its header's checksum, from the index.
     """
 
-    def __init__(self, path: Path, expected: dict[str, Any] | None = None) -> None:
-        self.path = path
+    def __init__(self, place: Place, expected: dict[str, Any] | None = None) -> None:
+        self.place = place
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
+            self._reader = place.open()
         except OSError as error:
-            raise FileProblem(f"{path} cannot be read ({error.strerror})") from None
+            raise FileProblem(f"{place} cannot be read ({error.strerror or error})") from None
         try:
             self._read_header(expected)
         except BaseException:
-            os.close(self._descriptor)
+            self._reader.close()
             raise
 
     def __enter__(self) -> SafeFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        os.close(self._descriptor)
+        self._reader.close()
 
     def _read_header(self, expected: dict[str, Any] | None) -> None:
-        size = os.fstat(self._descriptor).st_size
+        size = self._reader.size
         if expected is not None and size != expected["bytes"]:
-            raise FileProblem(f"{self.path} has {size} bytes, not the {expected['bytes']} that were written")
-        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+            raise FileProblem(f"{self.place} has {size} bytes, not the {expected['bytes']} that were written")
+        length = int.from_bytes(self._bytes(0, min(size, 8)), "little")
         if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-            raise FileProblem(f"{self.path} is no safetensors file, or not a whole one")
-        header = os.pread(self._descriptor, length, 8)
+            raise FileProblem(f"{self.place} is no safetensors file, or not a whole one")
+        header = self._bytes(8, length)
         self.identity = {"bytes": size, "header_crc32": zlib.crc32(header)}
         if expected is not None and self.identity != expected:
-            raise FileProblem(f"{self.path} has another header than was written: it was altered")
+            raise FileProblem(f"{self.place} has another header than was written: it was altered")
         self.data_offset = 8 + length
         self._nbytes = size - self.data_offset
         try:
@@ -181,9 +197,9 @@ class SafeFile:
             self._block = int(self.metadata.get("block_bytes", BLOCK))
             self._sums = None if sums is None else [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FileProblem(f"{self.path} has a header that is not of safetensors ({error!r})") from None
+            raise FileProblem(f"{self.place} has a header that is not of safetensors ({error!r})") from None
         if self._sums is not None and (self._block < 1 or len(self._sums) * self._block < self._nbytes):
-            raise FileProblem(f"{self.path} lacks checksums")
+            raise FileProblem(f"{self.place} lacks checksums")
 
     def _piece(self, told: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:
         """Dtype, shape, and where it starts in the data."""
@@ -217,26 +233,30 @@ class SafeFile:
             found = 0
             for at in range(low, high, _CACHED):
                 data = as_bytes(buffer[: min(_CACHED, high - at)])
-                self._read_into(data, at)
+                self._read_into(data, self.data_offset + at)
                 found = zlib.crc32(data, found)
             if found != self._sums[number]:
                 at = self.data_offset + low
                 raise FileProblem(
-                    f"{self.path} was altered: bytes {at} to {at + high - low} are not those that were written"
+                    f"{self.place} was altered: bytes {at} to {at + high - low} are not those that were written"
                 )
             tick(high - low)
 
     def read(self, target: Tensor, low: int) -> None:
         """Fills a flat, contiguous tensor on the CPU with the data from byte `low`."""
-        self._read_into(as_bytes(target), low)
+        self._read_into(as_bytes(target), self.data_offset + low)
 
-    def _read_into(self, data: memoryview, low: int) -> None:
-        at = self.data_offset + low
+    def _bytes(self, at: int, length: int) -> bytes:
+        data = bytearray(length)
+        self._read_into(memoryview(data), at)
+        return bytes(data)
+
+    def _read_into(self, data: memoryview, at: int) -> None:
         while data:
             try:
-                count = os.preadv(self._descriptor, [data], at)
+                count = self._reader.read_into(data, at)
             except OSError as error:
-                raise FileProblem(f"{self.path} cannot be read ({error.strerror})") from None
+                raise FileProblem(f"{self.place} cannot be read ({error.strerror or error})") from None
             if count == 0:
-                raise FileProblem(f"{self.path} ends before byte {at + len(data)}: it is not whole")
+                raise FileProblem(f"{self.place} ends before byte {at + len(data)}: it is not whole")
             data, at = data[count:], at + count

@@ -20,6 +20,7 @@ from zero.checkpoint import directory
 from zero.checkpoint.files import SafeFile
 from zero.checkpoint.format import Index, OptimizerIndex, encode, geometry_of, tensor_problem
 from zero.checkpoint.parts import Held
+from zero.checkpoint.storage import Local, Place, mounted, place
 from zero.checkpoint.write import Share, seal, write_file
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -38,7 +39,7 @@ class Found:
     load: Callable[[str], Tensor] | None = None
 
 
-def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
+def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path | str:
     """Makes a checkpoint in the run's directory `path` of another library's. Returns it.
 
     source: a file of torch.save (read with weights_only=True): a state_dict, or a dictionary of one ("model",
@@ -47,7 +48,7 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
 
     One tensor is in memory at a time. Raises ValueError for what is none of these.
     """
-    given = Path(source)
+    given = mounted(source, "what is imported")
     if given.is_dir() and (given / ".metadata").is_file():
         found = _of_dcp(given)
     elif given.is_dir() or given.suffix == ".safetensors":
@@ -56,10 +57,10 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
         found = _of_torch(given)
     else:
         raise ValueError(f"{given} is not there.")
-    return _write(found, Path(path))
+    return _write(found, place(path)).public
 
 
-def _write(found: Found, run: Path) -> Path:
+def _write(found: Found, run: Place) -> Place:
     for path, tensor in found.tensors.items():
         problem = tensor_problem(tensor if found.load is None else tensor.new_empty(0, device="cpu"))
         if problem:
@@ -76,7 +77,7 @@ def _write(found: Found, run: Path) -> Path:
         index = Index(None, 1, tied=found.tied, optimizers=found.optimizers, extra=found.extra)
         return seal(partial, index, keep=None)
     except BaseException:
-        directory.discard(partial)
+        partial.remove()
         raise
 
 
@@ -192,7 +193,7 @@ def _of_safetensors(path: Path) -> Found:
     homes: dict[str, Path] = {}
     found = Found()
     for one in files:
-        with SafeFile(one) as file:
+        with SafeFile(Local(one)) as file:
             for key, (dtype, shape, _) in file.pieces.items():
                 if key in homes:
                     raise ValueError(f"{key!r} is in {homes[key]} and in {one}: give one model's files only.")
@@ -201,7 +202,7 @@ def _of_safetensors(path: Path) -> Found:
 
     def load(path: str) -> Tensor:
         key = path.removeprefix("model/")
-        with SafeFile(homes[key]) as file:
+        with SafeFile(Local(homes[key])) as file:
             dtype, shape, low = file.pieces[key]
             flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
             file.check([(low, low + flat.nbytes)], lambda _: None)

@@ -13,7 +13,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from zero.checkpoint.files import FileProblem
 from zero.checkpoint.format import Entry, Geometry, Index, OptimizerIndex, decode
 from zero.checkpoint.parts import Held, Stepped, Training, flat_of, inner, kind
 from zero.checkpoint.source import Range, Source
+from zero.checkpoint.storage import place
 from zero.oss import OSS
 
 _LISTED = 8
@@ -44,7 +44,7 @@ def load(
 
         extra = zero.checkpoint.load("run", model, optimizer)
 
-    path: a run's directory, for its latest checkpoint, or one checkpoint's.
+    path: a run's directory, for its latest checkpoint, or one checkpoint's; or such a URL of fsspec's.
     model, optimizer: built as for training, at any stage. Without an optimizer only parameters and buffers are taken.
     process_group: of a plain model; a wrapped one knows its own.
 
@@ -60,8 +60,9 @@ def load(
     """
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
-    given = Path(os.path.abspath(path))
-    ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}"], training.problem)
+    given, unknown = _attempt(lambda: place(path))
+    ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}"], unknown or training.problem)
+    assert given is not None
     source, problem = _attempt(lambda: Source(directory.resolve(given)))
     ranks.compare("the checkpoints found", [str(source.directory), source.digest] if source else [], problem)
     assert source is not None
@@ -323,6 +324,6 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
     except (FileProblem, ValueError) as error:
         return None, f"{error}."
     except OSError as error:
-        return None, f"{error.filename} cannot be read ({error.strerror})."
+        return None, f"{error.filename or 'the checkpoint'} cannot be read ({error.strerror or error})."
     except Exception as error:  # of the user's optimizer or modules: the other ranks must hear of it
         return None, f"{type(error).__name__}: {error}."

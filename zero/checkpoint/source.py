@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from zero.checkpoint.files import BUFFER, FileProblem, SafeFile
 from zero.checkpoint.format import INDEX, Entry, Geometry, Index
 from zero.checkpoint.progress import Progress
+from zero.checkpoint.storage import Place
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Range:
 class Source:
     """Raises FileProblem for all that is wrong with the checkpoint's files."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Place) -> None:
         self.directory = directory
         try:
-            text = (directory / INDEX).read_bytes()
+            text = (directory / INDEX).read()
             self.digest = hashlib.sha256(text).hexdigest()
             self.index = Index.loads(text.decode())
         except OSError as error:
-            raise FileProblem(f"{directory / INDEX} cannot be read ({error.strerror})") from None
+            raise FileProblem(f"{directory / INDEX} cannot be read ({error.strerror or error})") from None
         except ValueError as error:
             raise FileProblem(f"{directory / INDEX} {error}") from None
         self._stack = ExitStack()
@@ -117,14 +117,14 @@ class Source:
                 file = self._open(piece.file)
                 dtype, shape, _ = file.pieces.get(piece.key, (None, (), 0))
                 if dtype != one.entry.geometry.dtype or torch.Size(shape).numel() != piece.stop - piece.start:
-                    raise FileProblem(f"{file.path} has no {piece.key} of the dtype and size that {INDEX} tells")
+                    raise FileProblem(f"{file.place} has no {piece.key} of the dtype and size that {INDEX} tells")
                 low, high = file.range(piece.key, start - piece.start, stop - piece.start)
                 yield piece.file, low, high, start - one.start
 
     def _open(self, name: str) -> SafeFile:
         if name not in self._files:
             expected = self.index.files.get(name)
-            if expected is None or Path(name).name != name:
+            if expected is None or "/" in name or name == "..":
                 raise FileProblem(f"{self.directory / INDEX} tells of {name!r}, which is none of its files")
             self._files[name] = self._stack.enter_context(SafeFile(self.directory / name, expected))
         return self._files[name]

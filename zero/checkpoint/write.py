@@ -25,14 +25,15 @@ from torch.optim import Optimizer
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, FileProblem, SafeFile, write
-from zero.checkpoint.format import INDEX, Entry, Geometry, Index, OptimizerIndex, Piece, encode
+from zero.checkpoint.format import Entry, Geometry, Index, OptimizerIndex, Piece, encode
 from zero.checkpoint.parts import Held, Training, kind
 from zero.checkpoint.progress import Progress
+from zero.checkpoint.storage import Place, place
 
 _PATIENCE = 60.0
 """Seconds that the first rank's thread goes on waiting for other ranks' files once the program has come to its end."""
 
-_unfinished: dict[Path, Saving] = {}
+_unfinished: dict[Place, Saving] = {}
 _staging: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
@@ -50,8 +51,9 @@ def save(
 
         zero.checkpoint.save("run", model, optimizer, extra={"step": 100})
 
-    path: the run's directory, on a file system that all ranks see. Each save makes a numbered checkpoint in it, and
-        `run/latest` names the newest once it is whole and on disk; until then the one before is the latest.
+    path: the run's directory, on a file system that all ranks see, or a URL of fsspec's ("s3://bucket/run"). Each save
+        makes a numbered checkpoint in it, and `run/latest` names the newest once it is whole and on disk; until then
+        the one before is the latest.
     model, optimizer: at any stage, as they are trained; several optimizers as a list.
     extra: JSON values, tuples, and small tensors, such as a scheduler's or GradScaler's state_dict() or
         torch.get_rng_state(). Each entry is kept once if it is the same on all ranks, otherwise one a rank.
@@ -61,22 +63,22 @@ def save(
     process_group: of a plain model; a wrapped one knows its own.
 
     Memory: what this rank owns is written from where it lies, BUFFER (16 MiB) at a time from devices; with wait=False
-    there is one copy of it besides.
+    there is one copy of it besides. fsspec's file systems have buffers of their own.
 
     Raises CheckpointError, on every rank, where the ranks' models or paths differ, for what cannot be stored, and where
     a rank cannot write; checkpoints that are there stay.
     """
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
-    run = Path(os.path.abspath(path))
+    run, unknown = _attempt(path, lambda: place(path))
     share, told, problem = _share(training, {} if extra is None else extra, keep)
     lines = _told(training, run, keep, wait)
-    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, problem, told)
+    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, told)
     earlier = _unfinished.get(run)
     if earlier is not None:
         earlier.wait()
     begun, problem = _attempt(run, lambda: directory.begin(run)) if ranks.first else (None, None)
-    partial = Path(ranks.exchange(str(begun) if begun else None, problem)[0])
+    partial = run / ranks.exchange(begun.name if begun else None, problem)[0]
     saving = Saving(training, share, partial, extras, keep)
     if wait:
         saving._write_now()
@@ -126,38 +128,31 @@ def _nbytes(held: Held) -> int:
     return (held.stop - held.start) * held.whole.dtype.itemsize
 
 
-def write_file(partial: Path, rank: int, share: Share, flat: Callable[[Held], Tensor], *, shown: bool) -> None:
-    """Writes a rank's file under its name, once it is on disk. flat: gives what is held."""
-    path = partial / _file(rank)
-    beside = path.with_suffix(".part")
-    try:
-        with Progress("saving", share.nbytes, shown) as progress:
-            write(beside, share.chunks(flat), share.metadata(), progress.advance)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    beside.rename(path)
+def write_file(partial: Place, rank: int, share: Share, flat: Callable[[Held], Tensor], *, shown: bool) -> None:
+    """Writes a rank's file, to disk. flat: gives what is held."""
+    with Progress("saving", share.nbytes, shown) as progress:
+        write(partial / _file(rank), share.chunks(flat), share.metadata(), progress.advance)
 
 
 class Saving:
     """A save, under way or done."""
 
     def __init__(
-        self, training: Training, share: Share, partial: Path, extras: list[dict[str, Any]], keep: int | None
+        self, training: Training, share: Share, partial: Place, extras: list[dict[str, Any]], keep: int | None
     ) -> None:
         self._ranks, self._share, self._partial, self._keep = training.ranks, share, partial, keep
         self._head = _head(training, extras) if self._ranks.first else None
         self._thread: threading.Thread | None = None
-        self._final: Path | None = None
+        self._final: Place | None = None
         self._problem: str | None = None
         self._done = False
 
     @property
-    def path(self) -> Path:
-        """The checkpoint. Raises RuntimeError before it is whole."""
+    def path(self) -> Path | str:
+        """The checkpoint, for `load`; a URL where the run's was one. Raises RuntimeError before it is whole."""
         if self._final is None:
             raise RuntimeError("the checkpoint is still being written. Call wait() first.")
-        return self._final
+        return self._final.public
 
     def wait(self) -> None:
         """Collective. Returns when the checkpoint is whole and on disk, and the latest.
@@ -171,8 +166,8 @@ class Saving:
         self._done = True
         if _unfinished.get(self._partial.parent) is self:
             del _unfinished[self._partial.parent]
-        told = self._ranks.exchange(str(self._final) if self._final else None, self._problem)
-        self._final = Path(told[0])
+        told = self._ranks.exchange(self._final.name if self._final else None, self._problem)
+        self._final = self._partial.parent / told[0]
 
     # --------------------------------------------------------------------------------------------- the two ways
 
@@ -195,9 +190,12 @@ class Saving:
         def work() -> None:
             _give_way()
             self._write_file(lambda held: copies[_key(held)])
-            if self._ranks.first:
+            if not self._ranks.first:
+                self._tell()
+            else:
                 if self._problem is None:
-                    self._problem = self._await_others()
+                    told, problem = _attempt(self._partial, self._await_others)
+                    self._problem = told or problem
                 if self._problem is None:
                     self._publish()
                 else:
@@ -226,38 +224,42 @@ class Saving:
     # ------------------------------------------------------------------------------------------------- the steps
 
     def _write_file(self, flat: Callable[[Held], Tensor]) -> None:
-        """Writes this rank's file; what goes wrong is in `_problem`, and on disk for the first rank to see."""
-        if not self._ranks.writes:
-            return
-        rank, path = self._ranks.rank, self._partial / _file(self._ranks.rank)
-        _, self._problem = _attempt(
-            path, lambda: write_file(self._partial, rank, self._share, flat, shown=self._ranks.first)
-        )
-        if self._problem is not None and not self._ranks.first:
-            _attempt(path, lambda: self._failure(self._ranks.rank).write_text(self._problem or ""))
+        """Writes this rank's file; what goes wrong is in `_problem`."""
+        rank = self._ranks.rank
+        if self._ranks.writes:
+            _, self._problem = _attempt(
+                self._partial / _file(rank),
+                lambda: write_file(self._partial, rank, self._share, flat, shown=self._ranks.first),
+            )
 
-    def _failure(self, rank: int) -> Path:
-        return self._partial / f"{_file(rank)}.failed"
+    def _tell(self) -> None:
+        """Has the first rank's thread know that this rank's file is there, or what went wrong."""
+        report = self._partial / _report(self._ranks.rank)
+        if self._ranks.writes:
+            _attempt(report, lambda: report.put((self._problem or "").encode()))
 
     def _await_others(self) -> str | None:
-        """Until the files of all ranks are there; the problem of one that has failed."""
-        ended = None
-        while True:
-            missing = False
-            for rank in range(self._ranks.world):
-                if self._failure(rank).exists():
-                    return self._failure(rank).read_text() or f"rank {rank} could not write {_file(rank)}."
-                missing = missing or not (self._partial / _file(rank)).exists()
-            if not missing:
-                return None
+        """Until all ranks have reported; the problem of one that has failed. Removes the reports."""
+        ended, pause = None, 0.01
+        missing = {_report(rank) for rank in range(1, self._ranks.world)}
+        while missing:
+            for report in [one for one in self._partial.inside() if one.name in missing]:
+                missing.remove(report.name)
+                problem = report.read().decode()
+                if problem:
+                    return problem
+                report.remove()
             if not threading.main_thread().is_alive():
                 ended = ended or time.monotonic()
                 if time.monotonic() - ended > _PATIENCE:
                     return "other ranks have not written their files before the program ended."
-            time.sleep(0.02)
+            if missing:
+                time.sleep(pause)
+                pause = min(2 * pause, self._partial.look_every)
+        return None
 
     def _publish(self) -> None:
-        def work() -> Path:
+        def work() -> Place:
             assert self._head is not None
             return seal(self._partial, self._head, keep=self._keep)
 
@@ -267,7 +269,7 @@ class Saving:
 
     def _discard(self) -> None:
         if self._ranks.first:
-            directory.discard(self._partial)
+            self._partial.remove()
 
 
 # ---------------------------------------------------------------------------------------------------------- the index
@@ -302,17 +304,12 @@ def _groups(training: Training, optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def seal(partial: Path, head: Index, *, keep: int | None) -> Path:
+def seal(partial: Place, head: Index, *, keep: int | None) -> Place:
     """Writes the index, when all files are there, and publishes the checkpoint. Returns where it is then."""
-    index = _complete(head, partial)
-    with open(partial / INDEX, "w") as file:
-        file.write(index.dumps())
-        file.flush()
-        os.fsync(file.fileno())
-    return directory.publish(partial, keep)
+    return directory.publish(partial, _complete(head, partial).dumps().encode(), keep)
 
 
-def _complete(index: Index, partial: Path) -> Index:
+def _complete(index: Index, partial: Place) -> Index:
     """Adds what the files of all ranks hold, as their headers tell."""
     wholes: dict[str, Geometry] = {}
     pieces: dict[str, list[Piece]] = {}
@@ -359,7 +356,7 @@ def _share(training: Training, extra: dict[str, Any], keep: int | None) -> tuple
     return Share(held, values) if training.ranks.writes else nothing, told, None
 
 
-def _told(training: Training, run: Path, keep: int | None, wait: bool) -> list[str]:
+def _told(training: Training, run: Place | None, keep: int | None, wait: bool) -> list[str]:
     lines = [f"path {run}", f"keep {keep}, wait {wait}", f"stage {training.stage}"]
     lines += [f"optimizer {kind(one)}" for one in training.optimizers]
     if not training.problem:
@@ -367,14 +364,14 @@ def _told(training: Training, run: Path, keep: int | None, wait: bool) -> list[s
     return lines
 
 
-def _attempt(path: Path, work: Callable[[], Any]) -> tuple[Any, str | None]:
+def _attempt(path: Any, work: Callable[[], Any]) -> tuple[Any, str | None]:
     """What the work returned, or what went wrong with the disk, in words for the user."""
     try:
         return work(), None
     except FileProblem as error:
         return None, f"{error}."
     except OSError as error:
-        return None, f"{error.filename or path} could not be written ({error.strerror}). Nothing was changed."
+        return None, f"{error.filename or path} could not be written ({error.strerror or error}). Nothing was changed."
     except Exception as error:  # the other ranks must hear of it
         return None, f"{path} could not be written ({type(error).__name__}: {error})."
 
@@ -391,3 +388,7 @@ def _without_tensor(held: Held) -> Held:
 
 def _file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
+
+
+def _report(rank: int) -> str:
+    return f"rank-{rank:05d}.report"

@@ -1,0 +1,154 @@
+"""Checkpoints behind URLs: what holds on a mounted file system holds in an object store."""
+
+import objects
+import pytest
+import torch
+from saved import Config, adam, differences, load_and_go_on, read_plainly, save_and_go_on, tiny
+
+import ranks
+import zero
+from zero.checkpoint.__main__ import main
+from zero.checkpoint.export import export
+
+CONFIG = Config()
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A folder, and the URL of the objects in it."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    return folder, f"objects://{folder}"
+
+
+def test_any_stage_and_world_through_objects(store):
+    folder, url = store
+    at_save, _ = ranks.run(save_and_go_on, 3, (f"{url}/run", 3, CONFIG))[0]
+    assert not differences(at_save, read_plainly(folder / "run" / "00000001"))
+    for stage, world in [(0, 1), (2, 2), (3, 4)]:
+        then, _ = ranks.run(load_and_go_on, world, ([(f"{url}/run", stage, CONFIG)],))[0][0]
+        assert not differences(at_save, then)
+
+
+def several(rank, world, url):
+    model, optimizer = zero.setup(tiny(300), adam(), stage=3)
+    told = []
+    for step in range(4):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        saving = zero.checkpoint.save(url, model, optimizer, extra={"step": step}, keep=2, wait=step % 2 == 0)
+    saving.wait()
+    told.append(saving.path)
+    told.append(zero.checkpoint.load(saving.path, model, optimizer))
+    return told
+
+
+def test_keeps_the_last_and_writes_behind_training(store):
+    folder, url = store
+    assert ranks.run(several, 2, (f"{url}/run",)) == [[f"{url}/run/00000004", {"step": 3}]] * 2
+    assert sorted(one.name for one in (folder / "run").iterdir()) == ["00000003", "00000004", "latest"]
+    assert sorted(one.name for one in (folder / "run" / "00000004").iterdir()) == [
+        "index.json",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]
+
+
+def full(rank, world, url, folder):
+    model, optimizer = zero.setup(tiny(300), adam(), stage=3)
+    zero.checkpoint.save(url, model, optimizer, extra={"step": 1})
+    if rank == 0:
+        (folder / objects.FULL).write_text("")
+    told = []
+    for wait in [True, False]:
+        with pytest.raises(zero.checkpoint.CheckpointError) as caught:
+            zero.checkpoint.save(url, model, optimizer, wait=wait).wait()
+        told.append(str(caught.value))
+    assert zero.checkpoint.load(url, model, optimizer) == {"step": 1}
+    return told
+
+
+def test_a_store_that_takes_no_more(store):
+    folder, url = store
+    for messages in ranks.run(full, 2, (f"{url}/run", folder)):
+        assert all("no more room for rank-0000" in message for message in messages), messages
+    assert sorted(one.name for one in (folder / "run").iterdir()) == ["00000001", "latest"]
+
+
+def test_half_a_save_is_no_checkpoint_and_is_removed_by_the_next(store):
+    folder, url = store
+    zero.checkpoint.save(f"{url}/run", tiny(), extra={"step": 1})
+    half = folder / "run" / "00000002"
+    half.mkdir()
+    (half / "rank-00000.safetensors").write_bytes(b"half")
+    (half / "rank-00007.safetensors").write_bytes(b"half")
+    assert zero.checkpoint.load(f"{url}/run", tiny()) == {"step": 1}
+    zero.checkpoint.save(f"{url}/run", tiny(), extra={"step": 2})
+    assert sorted(one.name for one in half.iterdir()) == ["index.json", "rank-00000.safetensors"]
+    assert zero.checkpoint.load(f"{url}/run", tiny()) == {"step": 2}
+
+
+def test_altered_missing_and_truncated_objects(store):
+    folder, url = store
+    zero.checkpoint.save(f"{url}/run", tiny())
+    file = folder / "run" / "00000001" / "rank-00000.safetensors"
+    data = file.read_bytes()
+    model = tiny()
+    model[0].weight.data.fill_(5.0)
+    for damaged, expected in [
+        (data[:-1] + bytes([data[-1] ^ 1]), "was altered"),
+        (data[:99], "has 99 bytes"),
+        (None, "cannot be read"),
+    ]:
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        with pytest.raises(zero.checkpoint.CheckpointError, match=expected):
+            zero.checkpoint.load(f"{url}/run", model)
+        assert (model[0].weight == 5).all()
+
+
+def test_nothing_at_a_url(store):
+    _, url = store
+    with pytest.raises(zero.checkpoint.CheckpointError, match=f"{url}/run is not there"):
+        zero.checkpoint.load(f"{url}/run", tiny())
+
+
+@pytest.mark.parametrize("url", ["nothing://run", "s3://bucket/run"])
+def test_a_url_that_cannot_be_served(url):
+    pattern = "Protocol not known" if url.startswith("nothing") else "s3fs"
+    for work in [zero.checkpoint.save, zero.checkpoint.load]:
+        with pytest.raises(zero.checkpoint.CheckpointError, match=pattern):
+            work(url, tiny())
+
+
+def test_a_file_url_is_a_path(tmp_path):
+    zero.checkpoint.save(f"file://{tmp_path}/run", tiny())
+    assert sorted(one.name for one in (tmp_path / "run").iterdir()) == ["00000001", "latest"]
+    zero.checkpoint.load(tmp_path / "run", tiny())
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def test_in_and_out_of_memory(tmp_path, capsys):
+    model = tiny()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    assert main(["import", str(tmp_path / "weights.pt"), "memory://run"]) == 0
+    assert capsys.readouterr().out == "memory://run/00000001\n"
+    assert main(["inspect", "memory://run", "--check"]) == 0
+    assert "every byte is as it was written" in capsys.readouterr().out
+    export("memory://run", tmp_path / "out")
+    other = tiny()
+    with torch.no_grad():
+        other[0].weight.fill_(5.0)
+    zero.checkpoint.load("memory://run", other)
+    assert not differences(dict(model.state_dict()), dict(other.state_dict()))
+
+
+def test_what_is_exported_and_imported_is_mounted(tmp_path, capsys):
+    zero.checkpoint.save(tmp_path / "run", tiny())
+    for command in [
+        ["export", str(tmp_path / "run"), "memory://out"],
+        ["import", "memory://weights.pt", str(tmp_path)],
+    ]:
+        assert main(command) == 1
+        assert "must be on a mounted file system" in capsys.readouterr().err

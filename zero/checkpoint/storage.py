@@ -1,0 +1,296 @@
+"""Where checkpoints lie: in directories, or behind the URLs of fsspec ("s3://bucket/run", "gs://...", "memory://...").
+
+    Local    a directory or file that is mounted. Read by positions, straight into the memory that it is for. What is
+             written is on disk when the call returns; names appear and change at once (rename).
+    Remote   an object, or what its name begins with. Read by ranges. An object is there whole or not at all, but there
+             are no directories to rename and no files to sync.
+
+Both have the same few operations. fsspec's own LocalFileSystem could stand in for the first, but it copies what it
+reads, knows no fsync, and replaces files by copying them where a rename would do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+AT_A_TIME = 1 << 24
+"""Bytes that are asked of an object store at a time."""
+
+
+class Reader(Protocol):
+    """A file that is open for reading."""
+
+    size: int
+
+    def read_into(self, data: memoryview, at: int) -> int:
+        """Fills as much of the memory as one read gives, from byte `at`; returns how much, 0 past the end."""
+
+    def close(self) -> None: ...
+
+
+class Writer(Protocol):
+    """A file that is being written."""
+
+    def write(self, data: memoryview, /) -> int | None: ...
+
+    def seek(self, at: int, /) -> int: ...
+
+
+class Place(Protocol):
+    """A directory or file, or the name of one that is to be.
+
+    renames: whether a directory can be given another name, all that is in it at once. `write` files are seekable then.
+    look_every: seconds from one look to the next, at most, where something is waited for.
+    """
+
+    renames: ClassVar[bool]
+    look_every: ClassVar[float]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parent(self) -> Place: ...
+
+    @property
+    def public(self) -> Path | str:
+        """What `place` makes it from."""
+
+    def __truediv__(self, name: str) -> Place: ...
+
+    def inside(self) -> list[Place]:
+        """What is in a directory."""
+
+    def exists(self) -> bool: ...
+
+    def is_directory(self) -> bool: ...
+
+    def make(self) -> None:
+        """Makes the directory, and those around it."""
+
+    def remove(self) -> None:
+        """Removes it with all that is in it, as far as that can be done."""
+
+    def read(self) -> bytes:
+        """All of a small file."""
+
+    def put(self, data: bytes) -> None:
+        """Makes a small file, or replaces it: others see the one or the other, whole."""
+
+    def open(self) -> Reader: ...
+
+    def write(self) -> Any:
+        """A context with a Writer; what was written is there for good when it is left."""
+
+
+def place(path: str | os.PathLike[str]) -> Place:
+    """What a path or URL means. Raises ValueError or ImportError for a URL that fsspec cannot serve."""
+    text = os.fspath(path)
+    mounted = re.fullmatch(r"(?:file|local)://(.*)", text)
+    if mounted is None and "://" in text:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # not everyone needs it
+
+        system, inside = url_to_fs(text)
+        return Remote(text.rstrip("/"), system, inside.rstrip("/"))
+    return Local(Path(os.path.abspath(mounted[1] if mounted else text)))
+
+
+def mounted(path: str | os.PathLike[str], what: str) -> Path:
+    """A path that cannot be a URL. Raises ValueError where it is one."""
+    found = place(path)
+    if not isinstance(found, Local):
+        raise ValueError(f"{found} is a URL: {what} must be on a mounted file system. Copy it from there or to there.")
+    return found.path
+
+
+# -------------------------------------------------------------------------------------------------------------- local
+
+
+@dataclass(frozen=True)
+class Local:
+    path: Path
+
+    renames: ClassVar[bool] = True
+    look_every: ClassVar[float] = 0.02
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def parent(self) -> Local:
+        return Local(self.path.parent)
+
+    @property
+    def public(self) -> Path:
+        return self.path
+
+    def __truediv__(self, name: str) -> Local:
+        return Local(self.path / name)
+
+    def inside(self) -> list[Place]:
+        return [Local(one) for one in self.path.iterdir()]
+
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def is_directory(self) -> bool:
+        return self.path.is_dir()
+
+    def make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def remove(self) -> None:
+        with suppress(OSError):
+            if self.path.is_dir():
+                shutil.rmtree(self.path, ignore_errors=True)
+            else:
+                self.path.unlink()
+
+    def read(self) -> bytes:
+        return self.path.read_bytes()
+
+    def put(self, data: bytes) -> None:
+        beside = self.path.with_name(f".partial-{self.name}-{uuid.uuid4().hex[:6]}")
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.path)
+        self.parent.sync()
+
+    def open(self) -> Reader:
+        return _LocalReader(self.path)
+
+    @contextmanager
+    def write(self) -> Iterator[Writer]:
+        with open(self.path, "wb", buffering=0) as file:
+            yield file
+            os.fsync(file.fileno())
+
+    def rename(self, name: str) -> Local:
+        """Gives a directory another name in the same one, for good."""
+        self.sync()
+        renamed = Local(self.path.rename(self.path.with_name(name)))
+        self.parent.sync()
+        return renamed
+
+    def sync(self) -> None:
+        """Puts on disk which files a directory has."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _LocalReader:
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, data: memoryview, at: int) -> int:
+        return os.preadv(self._descriptor, [data], at)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------------- remote
+
+
+@dataclass(frozen=True)
+class Remote:
+    """url: as the user wrote it, and what was added. system: fsspec's. path: what that calls the URL."""
+
+    url: str
+    system: Any = field(compare=False)
+    path: str
+
+    renames: ClassVar[bool] = False
+    look_every: ClassVar[float] = 0.5
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Remote:
+        return Remote(self.url.rpartition("/")[0], self.system, self.path.rpartition("/")[0])
+
+    @property
+    def public(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> Remote:
+        return Remote(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
+
+    def inside(self) -> list[Place]:
+        self._look_anew()
+        try:
+            found = self.system.ls(self.path, detail=False)
+        except FileNotFoundError:  # of a directory without objects
+            return []
+        names = {one.rstrip("/").rpartition("/")[2] for one in found}
+        return [self / name for name in sorted(names - {self.name})]  # some list the directory itself as well
+
+    def exists(self) -> bool:
+        self._look_anew()
+        return bool(self.system.exists(self.path))
+
+    def is_directory(self) -> bool:
+        self._look_anew()
+        return bool(self.system.isdir(self.path))
+
+    def make(self) -> None:
+        self.system.makedirs(self.path, exist_ok=True)
+
+    def remove(self) -> None:
+        with suppress(Exception):
+            self.system.rm(self.path, recursive=True)
+
+    def read(self) -> bytes:
+        return bytes(self.system.cat_file(self.path))
+
+    def put(self, data: bytes) -> None:
+        self.system.pipe_file(self.path, data)
+
+    def open(self) -> Reader:
+        self._look_anew()
+        return _RemoteReader(self.system, self.path)
+
+    def write(self) -> Any:
+        return self.system.open(self.path, "wb")
+
+    def _look_anew(self) -> None:
+        """Other ranks write too: what was there a moment ago tells nothing."""
+        self.system.invalidate_cache()
+
+
+class _RemoteReader:
+    def __init__(self, system: Any, path: str) -> None:
+        self._system, self._path = system, path
+        self.size = int(system.size(path))
+
+    def read_into(self, data: memoryview, at: int) -> int:
+        stop = min(at + len(data), at + AT_A_TIME, self.size)
+        found = self._system.cat_file(self._path, start=at, end=stop) if at < stop else b""
+        data[: len(found)] = found
+        return len(found)
+
+    def close(self) -> None:
+        pass
