@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ranks
 import zero
-from zero.plan import Cost, Options, Plan, Sizes
+from zero.plan import Cost, Options, Plan, Sizes, layouts
 from zero.plan.meter import Meter
 from zero.plan.needs import measure_optimizer
 
@@ -245,6 +245,17 @@ def test_a_hybrid_is_cut_within_and_repeated_across():
     alone = zero.plan(sizes, world_size=4).cost(3)
     assert (hybrid.world, hybrid.resident, hybrid.peak) == (16, alone.resident, alone.peak)
     assert hybrid.sent - alone.sent == pytest.approx(2 * alone.gradients * 3 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize("world", [11, 300])
+def test_of_many_ranks_with_unequal_parts_the_one_that_needs_most_is_found(monkeypatch, world):
+    shapes = [[(n, 64 + 7 * n) for n in range(unit, 90, 9)] for unit in (5, 2, 3, 4, 7)]
+    sizes, options = Sizes.of_shapes(shapes), Options(partition="whole")
+    plan = zero.plan(sizes, world_size=world, options=options)
+    monkeypatch.setattr(layouts, "_FEW", world)
+    of_each = zero.plan(sizes, world_size=world, options=options)
+    for found, expected in zip(plan.costs, of_each.costs, strict=True):
+        assert found.peak == pytest.approx(expected.peak, rel=0.02), found
 
 
 def test_the_lowest_stage_that_fits_is_taken_and_why():

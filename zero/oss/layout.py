@@ -20,10 +20,16 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 ALIGNMENT = 64
 """Bytes. Parameters start, and by default are cut, on multiples of this."""
+
+Loads = list[int] | NDArray[np.int64]
+"""What each rank owns already."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +98,15 @@ def even(numels: Sequence[int], world: int, *, align: int, granularity: int | No
     With a `granularity`, parameters are cut only at multiples of that many elements from their start, and the
     segments are as equal as this allows. Without one, cuts fall on multiples of `align` and are exactly equal.
     """
+    return _even(tuple(numels), world, align, granularity)
+
+
+@lru_cache(maxsize=64)  # the blocks of a model are alike
+def _even(numels: tuple[int, ...], world: int, align: int, granularity: int | None) -> Layout:
     offsets, end = _place(numels, align)
     if granularity is None or align % granularity == 0:
         length = _round_up(end, align * world) // world
-        return Layout(
-            tuple(numels), offsets, tuple(range(0, world * length + 1, length) if length else [0] * (world + 1))
-        )
+        return Layout(numels, offsets, tuple(range(0, world * length + 1, length) if length else [0] * (world + 1)))
     bounds = [0]
     for rank in range(1, world):
         target = end * rank // world
@@ -108,12 +117,12 @@ def even(numels: Sequence[int], world: int, *, align: int, granularity: int | No
         if cut - start >= (numels[index] if offsets else 0):
             cut = stop
         bounds.append(max(cut, bounds[-1]))
-    return Layout(tuple(numels), offsets, (*bounds, end))
+    return Layout(numels, offsets, (*bounds, end))
 
 
 def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: int) -> Layout:
     """Cuts the buffer between parameters only: parameter i goes to rank owners[i]. Owners must not decrease."""
-    assert all(a <= b for a, b in pairwise(owners)), "parameters must come in the order of owners"
+    assert [*owners] == sorted(owners), "parameters must come in the order of owners"
     offsets, end = _place(numels, align)
     bounds = [0]
     for offset, owner in zip(offsets, owners, strict=True):
@@ -121,15 +130,17 @@ def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: in
     return Layout(tuple(numels), offsets, (*bounds, *[end] * (world + 1 - len(bounds))))
 
 
-def assign(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+def assign(sizes: Sequence[int], loads: Loads) -> list[int]:
     """An owner for each parameter, so that the loads come out as equal as whole parameters allow.
 
     Longest processing time first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969): the largest
     parameter goes to the rank with the least so far, in whatever order the parameters arrived. `loads` is what each
     rank owns already.
     """
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
+    held = np.asarray(loads)
+    # Of as many parameters as there are, no rank gets one but so many that own least. In order they are a heap.
+    least = held.argsort(kind="stable")[: len(sizes)]
+    heap = [*zip(held[least].tolist(), least.tolist(), strict=True)]
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         load, rank = heap[0]

@@ -13,7 +13,7 @@ from torch import nn
 from zero.oss import layout
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, alignment, alike
-from zero.oss.layout import Layout
+from zero.oss.layout import Layout, Loads
 
 Partition = Literal["auto", "even", "whole"]
 
@@ -84,7 +84,7 @@ def arrange(
     world: int,
     *,
     cut: Literal["even", "whole"],
-    loads: list[int],
+    loads: Loads,
     granularity: int | None = None,
     limit: int | None = None,
     limit_numel: int | None = None,
@@ -131,7 +131,7 @@ def lay_out(
     comm: Comm,
     *,
     cut: Literal["even", "whole"],
-    loads: list[int],
+    loads: Loads,
     granularity: int | None = None,
     limit: int | None = None,
     limit_numel: int | None = None,

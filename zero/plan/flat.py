@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
-import numpy as np
 import torch
-from torch import nn
 
 from zero.oss.layout import Layout
-from zero.oss.partition import Arrangement
 from zero.sdp.bucket import travels_alone
 
 
@@ -19,7 +17,6 @@ from zero.sdp.bucket import travels_alone
 class Flat:
     """Bytes on one rank, unless said otherwise.
 
-    names: of the parameters, in the order of the layout.
     itemsize: of the dtype that is computed with.
     whole, part: the buffer of all parameters, in the dtype that is computed with, and this rank's segment of it in the
         dtype that is stepped.
@@ -27,7 +24,8 @@ class Flat:
     owned: elements of trained parameters in the segment, padding left out.
     largest: elements of the largest part of a parameter that any rank has.
     tensors: how many trained parameters the segment has something of.
-    gradients: of each parameter, whole; 0 where it is not trained.
+    gradients: of each parameter, whole, in the order of the layout; 0 where it is not trained.
+    taken: of all gradients.
     alone: of those gradients, what is sent each by itself.
     cast: what those take in the dtype that they are sent in, where it is another than they were written in.
     small, small_written: the message of all others, as it is sent, and as it is put together where that differs.
@@ -36,7 +34,6 @@ class Flat:
     sent: what leaves this rank.
     """
 
-    names: tuple[str, ...]
     itemsize: int
     whole: int
     part: int
@@ -45,6 +42,7 @@ class Flat:
     largest: int
     tensors: int
     gradients: tuple[int, ...]
+    taken: int
     alone: int
     cast: int
     small: int
@@ -55,24 +53,19 @@ class Flat:
     sums_dtype: torch.dtype
     sent: int
 
-    @property
-    def taken(self) -> int:
-        return sum(self.gradients)
 
-
+@lru_cache(maxsize=64)  # the blocks of a model are alike
 def size_up(
-    params: Sequence[nn.Parameter],
-    names: Sequence[str],
-    arranged: Arrangement,
+    layout: Layout,
     rank: int,
     *,
+    stored: torch.dtype,
+    trained: bool,
     computed: torch.dtype | None = None,
     stepped: torch.dtype | None = None,
     sent_as: torch.dtype | None = None,
 ) -> Flat:
-    """params, names: the list that was arranged. computed, stepped: dtypes, where not the parameters' own."""
-    members, layout = [params[i] for i in arranged.members], arranged.layout
-    stored, trained = members[0].dtype, members[0].requires_grad
+    """stored: the parameters' own dtype. computed, stepped, sent_as: other dtypes, where there are."""
     floating = stored.is_floating_point
     computed = computed if computed is not None and floating else stored
     stepped = stepped if stepped is not None and floating else stored
@@ -82,14 +75,13 @@ def size_up(
     low, high = layout.bounds[rank : rank + 2]
     spans = layout.spans(rank) if trained else ()
     numels = layout.numels if trained else ()
-    alone = [numel for numel in numels if travels_alone(numel * size)]
+    alone = sum(numel for numel in numels if travels_alone(numel * size))
     pieces, largest = _pieces(layout) if trained else (0, 0)
     own = sum(span.numel for span in spans) + len(spans)
     total = sum(numels) + pieces
     large = [span.numel for span in spans if travels_alone(layout.numels[span.index] * size)]
     most = max([own - sum(large), *large])  # of one message, what this rank gets
     return Flat(
-        names=tuple(names[i] for i in arranged.members),
         itemsize=size,
         whole=layout.numel * size,
         part=(high - low) * stepped.itemsize,
@@ -98,10 +90,11 @@ def size_up(
         largest=largest,
         tensors=len(spans),
         gradients=tuple(numel * size if trained else 0 for numel in layout.numels),
-        alone=sum(alone) * size,
-        cast=sum(alone) * sent_as.itemsize if sent_as is not computed else 0,
-        small=(total - sum(alone)) * sent_as.itemsize,
-        small_written=(total - sum(alone)) * size if sent_as is not computed else 0,
+        taken=sum(numels) * size,
+        alone=alone * size,
+        cast=alone * sent_as.itemsize if sent_as is not computed else 0,
+        small=(total - alone) * sent_as.itemsize,
+        small_written=(total - alone) * size if sent_as is not computed else 0,
         widened=2 * sums_dtype.itemsize * most if sums_dtype is not sent_as else 0,
         received=own * world * sent_as.itemsize if world > 1 else 0,
         sums=own * sums_dtype.itemsize,
@@ -110,15 +103,17 @@ def size_up(
     )
 
 
-@lru_cache(maxsize=256)  # the blocks of a model are alike
 def _pieces(layout: Layout) -> tuple[int, int]:
     """How many pieces parameters are cut into, over all ranks, and the elements of the largest."""
-    starts, numels = np.asarray(layout.offsets, dtype=np.int64), np.asarray(layout.numels, dtype=np.int64)
-    cuts = np.unique(np.asarray(layout.bounds[1:-1], dtype=np.int64))
-    around = np.searchsorted(starts, cuts, side="right") - 1
-    cuts = cuts[(cuts > starts[around]) & (cuts < starts[around] + numels[around])]
-    points = np.sort(np.concatenate([starts, starts + numels, cuts]))
-    between = points[1:] - points[:-1]
-    within = np.searchsorted(starts, points[:-1], side="right") - 1
-    sizes = between[points[:-1] < starts[within] + numels[within]]
-    return len(numels) + len(cuts), int(sizes.max(initial=0))
+    number, largest = 0, 0
+    for start, numel in zip(layout.offsets, layout.numels, strict=True):
+        stop = start + numel
+        low, high = bisect_right(layout.bounds, start), bisect_left(layout.bounds, stop)
+        if low < high:
+            points = sorted({start, *layout.bounds[low:high], stop})
+            number += len(points) - 1
+            largest = max(largest, *(after - before for before, after in pairwise(points)))
+        else:
+            number += 1
+            largest = max(largest, numel)
+    return number, largest

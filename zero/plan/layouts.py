@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero.oss.layout import Layout
 from zero.oss.partition import Arrangement, arrange, bucket_limit, cut_for
 from zero.plan.flat import Flat, size_up
 from zero.plan.sizes import Group, Options, Sizes
@@ -34,8 +36,10 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat group on one rank, and what is stepped of it: the parameters themselves, or masters."""
+    """A flat group on one rank: its parameters' names in the order of the layout, its sizes, and the dtype that is
+    stepped: the parameters' own, or that of masters."""
 
+    names: tuple[str, ...]
     flat: Flat
     stepped: torch.dtype
     mastered: bool = False
@@ -65,59 +69,105 @@ class Layouts:
             kept.append(Kept(name, cast, numel, numel * dtype.itemsize, trained, stepped, wider))
         return kept
 
+    @property
+    def _cut(self) -> Literal["even", "whole"]:
+        return cut_for(self.options.partition, self.optim, self.options.granularity)
+
+    @property
+    def _cut_of_units(self) -> Literal["even", "whole"]:
+        return cut_for(self.options.partition, self.optim)
+
     @cached_property
     def _buckets(self) -> list[Arrangement]:
         params = [one.param for one in self.kept[::-1]]
         return arrange(
             params,
             self.world,
-            cut=cut_for(self.options.partition, self.optim, self.options.granularity),
-            loads=[0] * self.world,
+            cut=self._cut,
+            loads=np.zeros(self.world, dtype=np.int64),
             granularity=self.options.granularity,
             limit=self.options.bucket_bytes or bucket_limit(params),
         )
 
     @cached_property
     def _units(self) -> list[tuple[Group, Arrangement]]:
-        cut: Literal["even", "whole"] = "whole" if cut_for(self.options.partition, self.optim) == "whole" else "even"
-        loads = [0] * self.world
+        loads = np.zeros(self.world, dtype=np.int64)
         return [
             (group, one)
             for group in self.sizes.groups
-            for one in arrange(group.params, self.world, cut=cut, loads=loads)
+            for one in arrange(group.params, self.world, cut=self._cut_of_units, loads=loads)
         ]
 
     def buckets(self, rank: int) -> list[Bucket]:
         """The flat groups of OSS, in the order in which they are filled."""
         kept = self.kept[::-1]
-        params, names = [one.param for one in kept], [one.name for one in kept]
         buckets = []
         for one in self._buckets:
             first = kept[one.members[0]]
-            flat = size_up(params, names, one, rank, stepped=first.stepped, sent_as=self.options.reduce_dtype)
-            buckets.append(Bucket(flat, first.stepped, first.mastered))
+            flat = size_up(
+                one.layout,
+                rank,
+                stored=first.param.dtype,
+                trained=first.trained,
+                stepped=first.stepped,
+                sent_as=self.options.reduce_dtype,
+            )
+            names = tuple(kept[i].name for i in one.members)
+            buckets.append(Bucket(names, flat, first.stepped, first.mastered))
         return buckets
 
     def units(self, rank: int) -> dict[str, list[Bucket]]:
         """The flat groups of FSDP's units; the root unit is first."""
         units: dict[str, list[Bucket]] = {"": []}
         for group, one in self._units:
-            sent_as = self.options.precision.reduce_dtype
-            flat = size_up(group.params, group.names, one, rank, computed=group.dtype, sent_as=sent_as)
-            units.setdefault(group.unit, []).append(Bucket(flat, group.params[one.members[0]].dtype))
+            first = group.params[one.members[0]]
+            flat = size_up(
+                one.layout,
+                rank,
+                stored=first.dtype,
+                trained=first.requires_grad,
+                computed=group.dtype,
+                sent_as=self.options.precision.reduce_dtype,
+            )
+            names = tuple(group.names[i] for i in one.members)
+            units.setdefault(group.unit, []).append(Bucket(names, flat, first.dtype))
         return units
 
-    def fullest(self) -> list[int]:
-        """The ranks among which the one is that needs most: of all, and for its largest bucket."""
-        even = cut_for(self.options.partition, self.optim, self.options.granularity) == "even"
-        if even and self.options.granularity is None:
+    def fullest(self, stage: str) -> list[int]:
+        """The ranks among which the one is that needs most."""
+        if stage == "0":
+            return [0]
+        return self._fullest_of_units if stage.startswith("3") else self._fullest_of_buckets
+
+    @cached_property
+    def _fullest_of_buckets(self) -> list[int]:
+        if self.options.granularity is None and self._cut == "even":
             return [0]  # segments are equal, and padding is at the end
+        kept = self.kept[::-1]
+        return self._fullest((one.layout, kept[one.members[0]].stepped.itemsize) for one in self._buckets)
+
+    @cached_property
+    def _fullest_of_units(self) -> list[int]:
+        if self._cut_of_units == "even":
+            return [0]
+        return self._fullest((one.layout, group.params[one.members[0]].itemsize) for group, one in self._units)
+
+    def _fullest(self, layouts: Iterable[tuple[Layout, int]]) -> list[int]:
+        """Of layouts, each with the bytes of an element: the rank that owns most of all, and most of one."""
         if self.world <= _FEW:
             return [*range(self.world)]
-        loads, largest = np.zeros(self.world, dtype=np.int64), np.zeros(self.world, dtype=np.int64)
-        for one in self._buckets:
-            bounds = np.asarray(one.layout.bounds, dtype=np.int64)
-            segments = (bounds[1:] - bounds[:-1]) * self.kept[::-1][one.members[0]].stepped.itemsize
-            loads += segments
-            largest = np.maximum(largest, segments)
-        return sorted({int(loads.argmax()), int(largest.argmax())})
+        total, largest = [0] * self.world, [0] * self.world
+        for layout, itemsize in layouts:
+            for rank, numel in _occupied(layout):
+                total[rank] += numel * itemsize
+                largest[rank] = max(largest[rank], numel * itemsize)
+        first = max(range(self.world), key=lambda rank: (total[rank], largest[rank]))
+        return [first] if largest[first] == max(largest) else [first, largest.index(max(largest))]
+
+
+def _occupied(layout: Layout) -> Iterator[tuple[int, int]]:
+    """The ranks that own anything, and how many elements."""
+    bounds, rank = layout.bounds, 0
+    while (rank := bisect_right(bounds, bounds[rank], rank) - 1) < len(bounds) - 1:
+        yield rank, bounds[rank + 1] - bounds[rank]
+        rank += 1

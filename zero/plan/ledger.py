@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zero.plan.needs import Activations
 
 
@@ -32,15 +34,16 @@ class Ledger:
         """A forward, or as much of it as is run at once."""
         self.touch(self._activations.forward)
 
-    def arrive(self, name: str, gradient: int) -> None:
-        """Backward computes one more gradient, which is held; activations go as it proceeds."""
+    def arrive(self, names: Sequence[str], gradients: Sequence[int]) -> None:
+        """Backward computes one gradient after another, which are held; activations go as it proceeds."""
         if not self._activations.order:
-            self.take(gradient)
+            self.take(sum(gradients))
             return
-        self.give(self._left)
-        self.touch(self._activations.before.get(name, 0))
-        self._left = self._activations.after.get(name, 0)
-        self.take(gradient + self._left)
+        for name, gradient in zip(names, gradients, strict=True):
+            self.give(self._left)
+            self.touch(self._activations.before.get(name, 0))
+            self._left = self._activations.after.get(name, 0)
+            self.take(gradient + self._left)
 
     def end_backward(self) -> None:
         self.give(self._left)

@@ -72,12 +72,13 @@ def plan(
     for world in worlds:
         layouts = Layouts(sizes, world, optimizer, options)
         within = layouts if options.replicas == 1 else Layouts(sizes, world // options.replicas, optimizer, options)
-        jobs = [Job(layouts, rank, activations, needs) for rank in layouts.fullest()]
-        jobs_within = (
-            jobs if within is layouts else [Job(within, rank, activations, needs) for rank in within.fullest()]
-        )
+        jobs: dict[tuple[int, int], Job] = {}
         for stage, cost_of in STAGES.items():
-            by_rank = [cost_of(job) for job in (jobs_within if stage.startswith("3") else jobs)]
+            laid_out = within if stage.startswith("3") else layouts
+            by_rank = [
+                cost_of(jobs.setdefault((laid_out.world, rank), Job(laid_out, rank, activations, needs)))
+                for rank in laid_out.fullest(stage)
+            ]
             costs.append(max(by_rank, key=lambda cost: cost.peak))
     return Plan(sizes.numel, tuple(costs), memory, activations=batch is not None)
 

@@ -7,7 +7,9 @@ first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import groupby
 
 import torch
 
@@ -92,7 +94,7 @@ def _whole_gradients(job: Job, ledger: Ledger, *, copies: bool) -> int:
     ledger.take(0 if alone else gradients)
     ledger.forward()
     for name in job.order(trained):
-        ledger.arrive(name, trained[name])
+        ledger.arrive([name], [trained[name]])
         ledger.give(0 if alone or copies else trained[name])
     ledger.end_backward()
     return gradients
@@ -113,7 +115,7 @@ def _of_oss(job: Job) -> tuple[int, int, int]:
 def _backward_by_buckets(job: Job, ledger: Ledger) -> int:
     """A backward of ShardedDDP; the bytes of the gradients that stay."""
     buckets, reduction = job.buckets, Reduction(ledger)
-    place = {name: number for number, bucket in enumerate(buckets) for name in bucket.flat.names}
+    place = {name: number for number, bucket in enumerate(buckets) for name in bucket.names}
     gradients = _gradients(buckets)
     largest, largest_bucket = max(gradients.values(), default=0), max(bucket.flat.whole for bucket in buckets)
     taken, launched = [0] * len(buckets), 0
@@ -124,7 +126,7 @@ def _backward_by_buckets(job: Job, ledger: Ledger) -> int:
 
     for name in job.order(reversed(gradients)):
         number = place[name]
-        ledger.arrive(name, gradients[name])
+        ledger.arrive([name], [gradients[name]])
         taken[number] += gradients[name]
         make_room(number)
         while launched < len(buckets) and taken[launched] == buckets[launched].flat.taken:
@@ -181,12 +183,10 @@ def _fsdp(job: Job, *, kept: bool) -> Cost:
 def _backward_by_units(job: Job, ledger: Ledger, gathering: Gathering, *, kept: bool) -> int:
     """A backward of FSDP; the bytes of the gradients that stay."""
     units, reduction = job.units, Reduction(ledger)
-    unit_of = {name: unit for unit, buckets in units.items() for bucket in buckets for name in bucket.flat.names}
+    unit_of = {name: unit for unit, buckets in units.items() for bucket in buckets for name in bucket.names}
     gradients = _gradients(bucket for buckets in units.values() for bucket in buckets)
     order = [*job.order(name for name in job.layouts.sizes.params if name in gradients)]
-    missing = dict.fromkeys(units, 0)
-    for name in order:
-        missing[unit_of[name]] += 1
+    missing = Counter(unit_of[name] for name in order)
     entered, pending = {""}, ""
 
     def launch_pending() -> None:
@@ -201,16 +201,16 @@ def _backward_by_units(job: Job, ledger: Ledger, gathering: Gathering, *, kept: 
             gathering.agree()
             launch_pending()
 
-    for name in order:
-        unit = unit_of[name]
+    for unit, group in groupby(order, key=unit_of.__getitem__):
         if unit not in entered:
             entered.add(unit)
             if not kept:
                 gathering.unshard(units[unit])
                 launch_pending()
                 pending = ""
-        ledger.arrive(name, gradients[name])
-        missing[unit] -= 1
+        names = [*group]
+        ledger.arrive(names, [gradients[name] for name in names])
+        missing[unit] -= len(names)
         if unit and not missing[unit]:
             complete(unit)
             pending = unit
@@ -231,6 +231,6 @@ def _gradients(buckets: Iterable[Bucket]) -> dict[str, int]:
     return {
         name: nbytes
         for bucket in buckets
-        for name, nbytes in zip(bucket.flat.names, bucket.flat.gradients, strict=True)
+        for name, nbytes in zip(bucket.names, bucket.flat.gradients, strict=True)
         if nbytes
     }
