@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
-COMMUNICATING = "zero/oss/comm.py"
+COMMUNICATING = "zero/oss/collectives.py"
 COMMUNICATION = re.compile(
     "all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|gather|i?recv|i?send|monitored_barrier"
     "|new_group|new_subgroups|reduce|scatter|split_group|_coalescing_manager"
@@ -154,7 +154,7 @@ def test_rule_sees_a_violation(rule, path, source):
         ("zero/setup.py", "from .checkpoint import save\nfrom .oss.comm import gather\ngather()"),
         ("zero/sdp/bucket.py", "from . import _note\nfrom ..oss import flat\nfrom ._note import _x\nflat.bind(), _x"),
         ("zero/sdp/bucket.py", "import torch.distributed as dist\ndist.get_rank(), dist.ReduceOp.SUM, x.reduce()"),
-        ("zero/oss/comm.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        ("zero/oss/collectives.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("zero/oss/flat.py", "object.__setattr__(self, 'x', 1)\nself.id"),
     ],
 )

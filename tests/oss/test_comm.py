@@ -10,6 +10,7 @@ import torch.distributed as dist
 from reference import refusal
 
 import ranks
+from zero.oss.collectives import Collectives
 from zero.oss.comm import Comm, Traffic, traffic
 
 WORLDS = [2, 3, 4]
@@ -23,7 +24,7 @@ def as_on(backend):
         yield
     else:
         with (
-            mock.patch.object(Comm, "_backend", return_value=backend),
+            mock.patch.object(Collectives, "backend", return_value=backend),
             mock.patch.object(Comm, "_checks", return_value=False),
         ):
             yield

@@ -1,0 +1,26 @@
+"""Sums over the ranks, added up in the order of ranks, so that they do not depend on timing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sum_in_rank_order(received: Sequence[Sequence[Tensor]]) -> Tensor:
+    """received: what every rank has, by rank, of one message after another. Returns one sum after another, flat."""
+    total = wide(received[0][0][:0]).new_empty(sum(len(rows[0]) for rows in received))
+    low = 0
+    for rows in received:
+        sums = total[low : low + len(rows[0])]
+        torch.add(wide(rows[0]), wide(rows[1]), out=sums)
+        for row in rows[2:]:
+            sums += row
+        low += len(sums)
+    return total
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """16-bit floats as float32, to be added up; all else as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

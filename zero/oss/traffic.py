@@ -1,0 +1,45 @@
+"""Bytes that this process sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of payload that this rank sent. A segment that goes to W - 1 other ranks counts W - 1 times.
+
+    What the other ranks of a host read from this rank's memory counts as sent. Not counted: how a process group's ranks
+    first learn of each other, and what frames or pads a message.
+    """
+
+    gather: int = 0
+    reduce: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gather + self.reduce + self.other
+
+    def __add__(self, more: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) + getattr(more, f.name) for f in fields(self)))
+
+    def __sub__(self, less: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) - getattr(less, f.name) for f in fields(self)))
+
+
+_sent = Traffic()
+
+
+def traffic() -> Traffic:
+    """What this process has sent through `zero` so far; subtract two readings to see what lies between.
+
+    What others send, such as the all-reduce of `DistributedDataParallel`, is not in it.
+    """
+    return _sent
+
+
+def count(*, gather: int = 0, reduce: int = 0, other: int = 0) -> None:
+    """Adds to what this process has sent."""
+    global _sent
+    _sent = _sent + Traffic(gather, reduce, other)
