@@ -110,7 +110,7 @@ class SideBySide:
         found, expected = zero.full_state_dict(self.model), self.plain.state_dict()
         assert list(found) == list(expected)
         different = [name for name in expected if not close(found[name], expected[name], self.tolerance)]
-        assert not different, "other weights than the reference"
+        assert not different, f"other weights than the reference: {different}"
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:

@@ -64,7 +64,8 @@ def at_stage(stage: str) -> tuple[nn.Module, Any, int]:
     if stage == "2":
         wrapped, optimizer = zero.setup(model(), Adam, stage=2)
         return wrapped, optimizer, optimizer.bucket_bytes
-    wrapped = zero.FSDP(model(), auto_wrap_policy=policy, reshard_after_forward=stage == "3")
+    prefetch = {"3 memory first": zero.MEMORY_FIRST, "3 speed first": zero.SPEED_FIRST}.get(stage)
+    wrapped = zero.FSDP(model(), auto_wrap_policy=policy, reshard_after_forward=stage != "3 kept", prefetch=prefetch)
     return wrapped, Adam(wrapped.parameters()), wrapped.unit_bytes
 
 
@@ -124,6 +125,8 @@ AT_REST = {  # parameters, gradients, optimizer, as functions of W
     "1": lambda world: (1, 1, 2 / world),
     "2": lambda world: (1, 1 / world, 2 / world),
     "3": lambda world: (1 / world, 1 / world, 2 / world),
+    "3 memory first": lambda world: (1 / world, 1 / world, 2 / world),
+    "3 speed first": lambda world: (1 / world, 1 / world, 2 / world),
     "3 kept": lambda world: (1 / world, 1 / world, 2 / world),
 }
 
@@ -141,6 +144,8 @@ PEAKS = {  # in bytes of the parameters, and how many times B more
     "1": lambda world: (2 + 2 / world, 1),
     "2": lambda world: (1 + 3 / world, 2),
     "3": lambda world: (4 / world, 4),
+    "3 memory first": lambda world: (4 / world, 2),
+    "3 speed first": lambda world: (4 / world, 4),
     "3 kept": lambda world: (1 + 3 / world, 2),
 }
 

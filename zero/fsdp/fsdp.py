@@ -156,8 +156,7 @@ class FSDP(nn.Module):
         """The module's own forward. Collective."""
         if self._buffers_in_step is not None:
             self._buffers_in_step.before_forward()
-        with self._schedule.looking(self.module):
-            output = self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
         if self._buffers_in_step is not None:
             self._buffers_in_step.after_forward(reduced=self._schedule.active)
         return output

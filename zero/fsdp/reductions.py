@@ -42,7 +42,7 @@ class Reductions:
             self._launch()
 
     def flush(self) -> None:
-        """Collective. Sends what is due now: after the gathering that announces it, or else by an agreement to do so."""
+        """Collective. Sends what is due now, after the gathering that announces it or else by an agreement to do so."""
         if self._announced_by is not None:
             self._announced_by.finish_unshard()
             self._launch()

@@ -11,7 +11,7 @@ which its units ran the last time; ranks whose orders differ are told so when a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Schedule:
         self._last = self._root
         """The unit whose forward began last."""
         self._looked: set[bool] = set()
+        self._looking = ExitStack()
         self._hooks: list[RemovableHandle] = []
         for unit in units:
             for module in (unit.module, *_holders(unit)):
@@ -105,6 +106,8 @@ class Schedule:
         self._running.append(unit)
         if self._in_backward:
             return
+        if unit is self._root and unit.entrance is None:
+            self._look_out()
         if unit is not self._root and unit is not self._last:
             self._last.after, unit.before = unit, self._last
         self._last = unit
@@ -168,6 +171,7 @@ class Schedule:
         for other in unit.reads:
             other.readers -= 1
         if unit is self._root:
+            self._looking.close()
             unit.before = None if self._last is unit else self._last
             for ahead in self._units:
                 if ahead.gathering:
@@ -176,12 +180,12 @@ class Schedule:
             for other in (unit, *unit.reads):
                 self._rest(other)
 
-    def looking(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """For the first forward in training and the first in evaluation: finds what modules read of other units."""
-        if module.training in self._looked or not can_look(module):
-            return nullcontext()
-        self._looked.add(module.training)
-        return Lookout(self._units, self._found)
+    def _look_out(self) -> None:
+        """In the first forward in training and the first in evaluation: finds what modules read of other units."""
+        training = self._root.module.training
+        if training not in self._looked and can_look(self._root.module):
+            self._looked.add(training)
+            self._looking.enter_context(Lookout(self._units, self._found))
 
     def _found(self, other: Unit) -> None:
         """The innermost unit that runs reads parameters of another, which is gathered with it from here on."""
@@ -260,6 +264,7 @@ class Schedule:
         """Forgets what an exception ended before its end; the model can go on."""
         self._reductions.abandon()
         self._in_backward = False
+        self._looking.close()
         self._running.clear()
         for unit in self._units:
             unit.abandon()

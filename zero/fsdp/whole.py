@@ -67,26 +67,18 @@ class _Gradients:
 
     def show(self) -> None:
         if self._whole is not None:
-            for param, view, exists in self._places(self._group.views_of_whole(self._whole)):
+            views = self._group.views_of_whole(self._whole)
+            for param, view, exists in zip(self._group.params, views, self._exist, strict=True):
                 param.grad = view if exists else None
 
     def end(self, *, keep: bool) -> None:
         parts: list[Tensor | None] = list(self._parts)
         if keep and self._whole is not None:
             own = self._whole[self._group.layout.segment(self._group.comm.rank)].clone()
-            shown = [param.grad is not None for param in self._group.params]
-            views = self._group.views_of_part(own)
-            parts = [
-                view if grad is not None and index in self._group.spans else None
-                for index, (view, grad) in enumerate(zip(views, shown, strict=True))
-            ]
-        for param in self._group.params:
-            param.grad = None
+            stay = [p.grad is not None and i in self._group.spans for i, p in enumerate(self._group.params)]
+            parts = [view if stays else None for view, stays in zip(self._group.views_of_part(own), stay, strict=True)]
         for param, part in zip(self._group.params, parts, strict=True):
             param.grad = part
-
-    def _places(self, views: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor, float]]:
-        yield from zip(self._group.params, views, self._exist, strict=True)
 
 
 def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,159 @@
+"""Whole parameters and gradients outside of forward and backward: summon_full_params, apply, state_dict."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ranks
+import zero
+from models import CASES, GPT, OddMLP
+from sidebyside import SideBySide, close, data, stage_3
+
+
+def odd_batch(rank: int, step: int) -> tuple[Tensor, bool]:
+    return data(5, 13, rank=rank, step=step), bool((rank + step) % 2)
+
+
+def side_by_side(rank: int, world: int, partition: str = "even") -> SideBySide:
+    torch.manual_seed(0)
+    build = partial(stage_3, partition=partition)
+    both = SideBySide(OddMLP(), build, tolerance=0.0 if world == 2 else 1e-5)
+    both.step(lambda model: model(*odd_batch(rank, 0)).square().mean())
+    both.zero_grad()
+    both.backward(lambda model: model(*odd_batch(rank, 1)).square().mean())
+    return both
+
+
+def with_grads(rank: int, world: int, partition: str) -> None:
+    both = side_by_side(rank, world, partition)
+    inner, plain = both.each()
+    with both.model.summon_full_params(with_grads=True):
+        for param, expected in zip(inner.parameters(), plain.parameters(), strict=True):
+            average = both._averages.get(expected)
+            assert close(param, expected, both.tolerance)
+            assert (param.grad is None) == (average is None)
+            if average is not None:
+                assert close(param.grad, average, both.tolerance)
+                param.grad.mul_(0.5)
+                both._averages[expected] = average * 0.5
+    both.update()  # by the gradients that were halved
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("partition", ["even", "whole"])
+def test_gradients_are_whole_too_and_what_is_written_is_stepped(world, partition):
+    ranks.run(with_grads, world, args=(partition,))
+
+
+def without_writeback(rank: int, world: int) -> None:
+    both = side_by_side(rank, world)
+    inner, _ = both.each()
+    with both.model.summon_full_params(writeback=False, with_grads=True):
+        for param in inner.parameters():
+            param.data.zero_()
+            param.grad = None
+    both.update()
+
+
+def test_without_writeback_changes_are_lost():
+    ranks.run(without_writeback)
+
+
+def on_rank_0(rank: int, world: int) -> None:
+    both = side_by_side(rank, world)
+    inner, plain = both.each()
+    parts = [param.detach().clone() for param in inner.parameters()]
+    with both.model.summon_full_params(writeback=False, rank0_only=True, with_grads=True):
+        for param, part, expected in zip(inner.parameters(), parts, plain.parameters(), strict=True):
+            assert torch.equal(param, part) if rank else close(param, expected, both.tolerance)
+            if not rank and both._averages.get(expected) is not None:
+                assert close(param.grad, both._averages[expected], both.tolerance)
+    both.update()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_only_rank_0_may_see_them_whole(world):
+    ranks.run(on_rank_0, world)
+
+
+def writeback_from_rank_0(rank: int, world: int) -> None:
+    with zero.FSDP(GPT()).summon_full_params(rank0_only=True):
+        pass
+
+
+def twice(rank: int, world: int) -> None:
+    model = zero.FSDP(GPT())
+    with model.summon_full_params(), model.summon_full_params():
+        pass
+
+
+class Summoning(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with self.around[0].summon_full_params():
+            return super().forward(x)
+
+
+def within_forward(rank: int, world: int) -> None:
+    inner = Summoning(3, 3)
+    model = zero.FSDP(inner)
+    inner.around = [model]
+    model(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        (writeback_from_rank_0, ValueError, ["rank0_only=True with writeback=True", "writeback=False"]),
+        (twice, RuntimeError, ["another", "between steps"]),
+        (within_forward, RuntimeError, ["within forward", "between steps"]),
+    ],
+    ids=["writeback", "twice", "forward"],
+)
+def test_what_cannot_be_done_is_refused_on_every_rank(function, error, words):
+    ranks.expect_error(function, 2, error, *words, timeout=15)
+
+
+def initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.orthogonal_(module.weight)
+
+
+def apply(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    plain = GPT()
+    model = zero.FSDP(copy.deepcopy(plain))
+    torch.manual_seed(5 + rank)
+    assert model.apply(initialise) is model
+    torch.manual_seed(5)
+    plain.apply(initialise)
+    found = zero.full_state_dict(model)
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.flat_groups)
+
+
+def test_apply_sees_whole_parameters_and_leaves_what_it_did_on_rank_0():
+    ranks.run(apply)
+
+
+def copies(rank: int, world: int) -> None:
+    case = CASES["gpt"]
+    inner = case.model()
+    model = zero.FSDP(inner, ignored_parameters=[inner.norm.weight])
+    weights = model.state_dict()
+    storages = {name: value.untyped_storage().data_ptr() for name, value in weights.items()}
+    assert storages["head.weight"] == storages["tokens.weight"]
+    assert len(set(storages.values())) == len(storages) - 1
+    for value in weights.values():
+        value.zero_()
+    assert all(bool(value.any()) for name, value in model.state_dict().items() if "bias" not in name)
+    dist.barrier()
+
+
+def test_a_state_dict_is_made_of_copies_each_by_itself_but_for_tied_ones():
+    ranks.run(copies)
