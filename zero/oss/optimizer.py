@@ -3,7 +3,8 @@
 A step, on every rank:
     take gradients      the part's share of each param.grad, as views (or what ShardedDDP has put there)
     step                the user's optimizer, over this rank's parts only
-    gather              every rank's segment reaches every rank, in the flat buffers that the parameters lie in
+    gather              every rank's segment reaches every rank, in the flat buffers that the parameters lie in;
+                        waited for in the step, or where the next forward needs them (ShardedDDP)
 
 A part is a view of the parameter's own memory. With a master dtype it lies in a tensor of that dtype beside it, one a
 flat group and of the length of this rank's segment, and the parameter is the rounded master.
@@ -23,6 +24,9 @@ from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import as_groups, called, describe, master_problem, names, options, sent_dtype, told_options
 from zero.oss.partition import Partition, bucket_limit, cut_for, lay_out, partition_problem
+
+_COMPRESSED_AT_ONCE = 2
+"""Flat groups whose copies of fewer bits exist at a time."""
 
 
 class OSS(Optimizer):
@@ -79,6 +83,7 @@ class OSS(Optimizer):
         self._granularity = granularity
         self._master_dtype = master_dtype
         self.gradients_arrive_in_parts = False
+        self._leaves_gathers = False
         self._step_channel = self._comm.channel("the step of OSS")
         self._whole_state: dict[str, Any] | None = None
 
@@ -122,6 +127,7 @@ class OSS(Optimizer):
 
         The optimizer's state comes along; gradients are cleared.
         """
+        self.finish_gathers()
         whole = state.consolidate(self, None) if self.optim.state or self._masters else None
         self._clear_layout()
         self._add_flat_groups(self.param_groups, numel)
@@ -204,6 +210,23 @@ class OSS(Optimizer):
         """From now on gradients are put into the parts (by ShardedDDP), not taken from `param.grad`."""
         self.gradients_arrive_in_parts = True
 
+    def leave_gathers(self) -> None:
+        """From now on `step` leaves its gathers in flight, where transfers run beside the computing (so not over Gloo).
+
+        Until they are finished the parameters are NaN.
+        """
+        self._leaves_gathers = True
+
+    def finish_gathers(self, flats: Sequence[FlatGroup] | None = None) -> None:
+        """Waits for what a step left in flight, of these flat groups or of all; does nothing where nothing is.
+
+        Raises RuntimeError where parameters were moved or replaced since the step.
+        """
+        gathering = [flat for flat in self._flat_groups if flat.gathering and (flats is None or flat in flats)]
+        self._refuse_strays(gathering)
+        for flat in gathering:
+            flat.finish_gather()
+
     def rename(self, given: dict[nn.Parameter, str]) -> None:
         """Gives the parameters the names that errors call them by."""
         for flat in self._flat_groups:
@@ -228,7 +251,8 @@ class OSS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_strays()
+        self.finish_gathers()
+        self._refuse_strays(self._flat_groups)
         self._take_gradients()
         self._share_options(self.param_groups, self.optim.param_groups)
         self._refresh_masters()
@@ -244,11 +268,19 @@ class OSS(Optimizer):
         # What was trained once may have been stepped now, though it is frozen since its gradient came.
         self._trained |= {flat for flat in self._flat_groups if any(param.requires_grad for param in flat.params)}
         self._comm.agree(self._step_channel)
-        changed = [flat for flat in self._flat_groups if flat in self._trained]
-        for flat in changed:
-            flat.launch_gather(agreed=True, sent_as=self._sent_as)
-        for flat in changed:
-            flat.finish_gather()
+        in_flight: list[FlatGroup] = []
+        for flat in reversed(self._flat_groups):  # as forward needs them
+            if flat in self._trained:
+                if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
+                    in_flight.pop(0).finish_gather()
+                flat.launch_gather(agreed=True, sent_as=self._sent_as, conceal=self._is_left(flat))
+                in_flight.append(flat)
+        for flat in in_flight:
+            if not self._is_left(flat):
+                flat.finish_gather()
+
+    def _is_left(self, flat: FlatGroup) -> bool:
+        return self._leaves_gathers and self._comm.runs_beside(flat.full)
 
     def _refresh_masters(self) -> None:
         """Takes over what was written into the parameters since the last step, such as loaded weights."""
@@ -312,8 +344,8 @@ class OSS(Optimizer):
                         "around ShardedDDP. Run the last backward before step() outside no_sync(), or call reduce()."
                     )
 
-    def _refuse_strays(self) -> None:
-        for flat in self._flat_groups:
+    def _refuse_strays(self, flats: Sequence[FlatGroup]) -> None:
+        for flat in flats:
             stray = flat.stray()
             if stray is not None:
                 raise RuntimeError(

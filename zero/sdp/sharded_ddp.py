@@ -9,7 +9,7 @@ A backward, on every rank:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from zero.oss.groups import sent_dtype
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import GradBucket
 from zero.sdp.buffers import BufferSync
+from zero.sdp.gathers import PendingGathers, finish_all
 from zero.sdp.tensors import at_end_of_backward, in_a_backward, tensors_in
 
 
@@ -42,6 +43,11 @@ class ShardedDDP(nn.Module):
         default an eighth of the model, between 1 and 32 MiB.
     reduce_fp16: gradients travel as float16 (True) or as the dtype given, such as torch.bfloat16, and are added up in
         float32.
+    overlap_param_gather: where transfers run beside the computing (NCCL; over Gloo it changes nothing), `step` leaves
+        its gathers in flight, and the next forward waits for what it reads, when it reads it. Until then parameters are
+        NaN to those who read them past this wrapper and past the module's own methods: by references that were kept,
+        such as the optimizer's `param_groups`. Reading through the wrapper (`parameters()`, `.module`, ...) waits, and
+        so do forwards and state dicts of the inner module.
 
     Collective: the constructor, forward (if there are buffers), backward, `reduce`, `sync_buffers`.
     Raises ValueError, on every rank, where the module and the optimizer do not belong together or ranks differ.
@@ -57,8 +63,10 @@ class ShardedDDP(nn.Module):
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int | None = None,
         reduce_fp16: bool | torch.dtype = False,
+        overlap_param_gather: bool = False,
     ) -> None:
         super().__init__()
+        self._gathers: PendingGathers | None = None
         self.module = module
         self._optimizers: list[OSS] = (
             [*sharded_optimizer] if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
@@ -66,7 +74,8 @@ class ShardedDDP(nn.Module):
         known = process_group is None and bool(self._optimizers) and isinstance(self._optimizers[0], OSS)
         self._comm = self._optimizers[0].comm if known else Comm(process_group)
         names = {param: name for name, param in module.named_parameters()}
-        told = [f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}", *describe(module)]
+        options = f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}"
+        told = [f"{options}, overlap_param_gather {overlap_param_gather}", *describe(module)]
         sent_as, problem = sent_dtype(reduce_fp16, "reduce_fp16")
         self._comm.compare("the models given to ShardedDDP", told, problem or self._misfit(names))
         if sync_models_at_startup:
@@ -78,6 +87,8 @@ class ShardedDDP(nn.Module):
                 optimizer.set_bucket_size(reduce_buffer_size)
             optimizer.rename(names)
         self._reducer = Reducer(module, self._optimizers, self._comm, sent_as)
+        if overlap_param_gather:
+            self._gathers = PendingGathers(module, self._optimizers)
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
         """What is wrong between module, optimizers and group, in words for the user."""
@@ -124,7 +135,8 @@ class ShardedDDP(nn.Module):
         self._reducer.before_forward()
         if self._buffers_in_step is not None:
             self._buffers_in_step.before_forward()
-        output = self.module(*args, **kwargs)
+        with nullcontext() if self._gathers is None else self._gathers.finished_as_read():
+            output = self._inner(*args, **kwargs)
         if self._buffers_in_step is not None:
             self._buffers_in_step.after_forward(reduced=self._reducer.active)
         if torch.is_grad_enabled():
@@ -149,21 +161,37 @@ class ShardedDDP(nn.Module):
 
     def sync_buffers(self) -> None:
         """Collective. Overwrites the buffers by those of rank 0 now."""
-        self._comm.broadcast([*self.module.buffers()])
+        self._comm.broadcast([*self._inner.buffers()])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients everywhere: the parameters' and the optimizers' parts."""
-        super().zero_grad(set_to_none)
+        self._inner.zero_grad(set_to_none)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
 
     # ------------------------------------------------------------------------------------------ the module
 
+    @property
+    def _inner(self) -> nn.Module:
+        """The module, whether or not its parameters have arrived."""
+        inner = self._modules["module"]
+        assert inner is not None
+        return inner
+
     def __getattr__(self, name: str) -> Any:
-        try:
+        if name in self.__dict__["_modules"]:  # `.module`, whose parameters are anybody's from now on
+            self._finish_gathers()
             return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+        return getattr(self.module, name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; `parameters()` and `modules()` come from here, too."""
+        self._finish_gathers()
+        yield from super().named_modules(*args, **kwargs)
+
+    def _finish_gathers(self) -> None:
+        if self._gathers is not None:
+            self._gathers.finish()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, under the module's own names."""
@@ -254,6 +282,7 @@ class Reducer:
 
     def _begin(self, _: Tensor | None = None) -> None:
         if not self._in_backward:
+            finish_all(self._optimizers)  # of a graph from before the last step
             self._in_backward = True
             at_end_of_backward(self._finish)
 
