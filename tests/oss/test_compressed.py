@@ -9,6 +9,7 @@ from torch.optim import SGD, Adam
 import ranks
 import zero
 from atstage import at_stage, own_elements
+from zero.plan.meter import Meter
 
 MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 DTYPES = {"fp16": (True, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16)}
@@ -115,6 +116,31 @@ def _lesser(rank, world):
 
 def test_parameters_of_16_bits_are_sent_as_they_are():
     ranks.run(_lesser, 2)
+
+
+SIDE, LAYERS = 512, 8
+
+
+def _copies(rank, world, option):
+    """Bytes that a step takes for a moment, over those of a bucket in 16 bits; each layer is a bucket."""
+    with Meter() as memory:
+        model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
+        optimizer = zero.OSS(model.parameters(), SGD, broadcast_fp16=option, lr=0.1)
+        optimizer.set_bucket_size(0)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        before = memory.live()
+        memory.reset_peak()
+        optimizer.step()
+        return (memory.peak() - before) / (2 * SIDE * SIDE)
+
+
+def test_no_more_than_two_buckets_are_rounded_at_a_time():
+    for took in ranks.run(_copies, 2, args=(True,)):
+        assert 1 <= took <= 2.2  # of 8; messages take the rest
+    for took in ranks.run(_copies, 2, args=(False,)):
+        assert took <= 0.2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

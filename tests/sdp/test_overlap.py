@@ -21,6 +21,7 @@ import ranks
 import zero
 from sidebyside import data
 from zero.oss.collectives import Collectives
+from zero.plan.meter import Meter
 
 WIDTH = 24
 OPTIMIZERS = {
@@ -422,6 +423,31 @@ def _differs(rank, world):
 
 def test_ranks_that_choose_differently_are_refused():
     expect_error(_differs, ValueError, "overlap_param_gather True", "overlap_param_gather False")
+
+
+def _memory(rank, world):
+    """At the peak of a step and of the forward after it, with overlap and without."""
+    peaks = []
+    for overlap in (False, True):
+        with Meter() as memory:
+            net = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
+            optimizer = zero.OSS(net.parameters(), SGD, lr=0.1)
+            model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=0, overlap_param_gather=overlap)
+            for _ in range(2):
+                model(torch.ones(1, 200)).sum().backward()
+                optimizer.step()
+            before = memory.live()
+            memory.reset_peak()
+            optimizer.step()
+            model(torch.ones(1, 200))
+            peaks.append(memory.peak() - before)
+    return sum(param.nbytes for param in model.parameters()), *peaks
+
+
+def test_what_is_in_flight_takes_no_second_copy():
+    for parameters, waited, overlapped in run(_memory):
+        assert overlapped <= waited + 0.01 * parameters
+        assert overlapped < 0.2 * parameters
 
 
 def _traces(rank, world):
