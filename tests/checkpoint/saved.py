@@ -75,13 +75,13 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     else:
         by_param = {param: optimizer.state.get(param, {}) for param in names}
     if isinstance(model, zero.FSDP):
-        by_param = {param: {} for param in names} | gathered_state(model, optimizer)
+        by_param |= gathered_state(model, optimizer)  # what it ignores stays as it is
     for param, state in by_param.items():
         for key, value in state.items():
             path = f"model/{names[param]}" if key == "master" else f"{names[param]}/{key}"
             found[path] = value.clone() if isinstance(value, Tensor) else value
     for name, value in inner.state_dict(keep_vars=True).items():
-        if value in names:  # tied
+        if isinstance(value, Tensor) and value in names:  # tied
             found[f"model/{name}"] = found[f"model/{names[value]}"]
     return found
 

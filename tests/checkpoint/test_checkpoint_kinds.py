@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from saved import CASE, Config, adam, differences, read_plainly, steps, tiny, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -205,15 +206,187 @@ def test_not_while_parameters_are_summoned(tmp_path):
     ranks.expect_error(summoned, 2, "CheckpointError", "Save and load between steps", args=(str(tmp_path),))
 
 
-def compiled_and_plain(rank, world, path):
-    model = CASE.model()
-    zero.checkpoint.save(path, torch.compile(model))
-    zero.checkpoint.load(path, model)
+# ------------------------------------------------------------------------------------------------------ stage 3's kinds
+
+
+class Experts(nn.Module):
+    """Each rank runs the expert of its number; the last is run by none."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x):
+        return self.experts[dist.get_rank() if dist.is_initialized() else 0](x)
+
+
+def with_experts():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), Experts(), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def experts():
+    return zero.FSDP(with_experts(), as_one_unit=[Experts])
+
+
+def mixed():
+    precision = zero.MixedPrecision(param_dtype=torch.bfloat16, keep_fp32=(nn.BatchNorm1d,))
+    return zero.FSDP(tiny(), mixed_precision=precision)
+
+
+def mixed_buffers():
+    precision = zero.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    return zero.FSDP(tiny(), mixed_precision=precision)
+
+
+def from_meta():
+    with torch.device("meta"):
+        model = tiny()
+    return zero.FSDP(model)
+
+
+def ignoring():
+    model = tiny()
+    return zero.FSDP(model, ignored_parameters=[model[0].weight, model[2].bias])
+
+
+def compiled_inside():
+    model = tiny()
+    model[0] = torch.compile(model[0], backend="eager")
+    return zero.FSDP(model)
+
+
+KINDS = {kind.__name__: kind for kind in [experts, mixed, mixed_buffers, from_meta, ignoring, compiled_inside]}
+
+
+def built(kind, first):
+    model = KINDS[kind]()
+    optimizer = adam()(model.parameters())
+    train(model, optimizer, first)
+    return model, optimizer
+
+
+def go_on(model, optimizer):
+    train(model, optimizer, 2)
+    return whole(model, optimizer)
+
+
+def save_kind(rank, world, path, kind):
+    model, optimizer = built(kind, 2)
+    zero.checkpoint.save(path, model, optimizer)
+    return whole(model, optimizer), go_on(model, optimizer)
+
+
+def load_kind(rank, world, path, kind):
+    model, optimizer = built(kind, 1)
+    zero.checkpoint.load(path, model, optimizer)
+    return whole(model, optimizer), go_on(model, optimizer)
+
+
+def without_wrapper(names):
+    """Names as the user's module has them. A compiled submodule is one more module for the helpers of these tests."""
+    return {name.replace("_orig_mod.", ""): value for name, value in names.items()}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_a_compiled_model_has_the_names_of_its_module(tmp_path):
-    compiled_and_plain(0, 1, tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_stage_3(kind, tmp_path):
+    at_save, in_the_end = map(without_wrapper, ranks.run(save_kind, 2, (str(tmp_path), kind))[0])
+    then, later = map(without_wrapper, ranks.run(load_kind, 2, (str(tmp_path), kind))[0])
+    assert not differences(at_save, then) and not differences(in_the_end, later)
+    then, _ = map(without_wrapper, ranks.run(load_kind, 3, (str(tmp_path), kind))[2])
+    assert not differences(at_save, then)
+    assert not differences(at_save, read_plainly(tmp_path / "00000001"))
+    plain = with_experts() if kind == "experts" else tiny()
+    optimizer = adam()(plain.parameters())
+    zero.checkpoint.load(tmp_path, plain, optimizer)
+    assert not differences(at_save, whole(plain, optimizer))
+
+
+# ------------------------------------------------------------------------------- what no wrapper keeps the same on all
+
+
+def diverged(rank, world, path, place):
+    model = ignoring() if place == "ignored" else tiny()
+    if place == "state":
+        model.requires_grad_(False)[2].bias.requires_grad_(True)
+    optimizer = adam()([param for param in model.parameters() if param.requires_grad])
+    train(model, optimizer)
+    name = "0.weight" if place == "ignored" else "2.bias"
+    param = dict(getattr(model, "module", model).named_parameters())[name]
+    with torch.no_grad():
+        changed = optimizer.state[param]["exp_avg"] if place == "state" else param
+        changed.view(-1)[0] += rank
+    zero.checkpoint.save(path, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("place", "path"),
+    [("ignored", "model/0.weight"), ("plain", "model/2.bias"), ("state", "optimizer/0/2.bias/exp_avg")],
+)
+def test_what_differs_between_ranks_is_not_taken_for_the_same(place, path, tmp_path):
+    messages = ("no wrapper synchronises differ between ranks", f"rank 1 has {path}")
+    ranks.expect_error(diverged, 2, "CheckpointError", *messages, args=(str(tmp_path), place))
+    assert not list(tmp_path.iterdir())
+
+
+# -------------------------------------------------------------------------------------------------------- torch.compile
+
+
+def compile_part(model):
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+COMPILED = {
+    "all": lambda model: torch.compile(model, backend="eager"),
+    "under OSS": lambda model: torch.compile(model, backend="eager"),
+    "a submodule": compile_part,
+    "inside FSDP": lambda model: zero.FSDP(torch.compile(model, backend="eager")),
+    "around FSDP": lambda model: torch.compile(zero.FSDP(model), backend="eager"),
+    "inside DDP": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
+}
+
+
+class Counting(nn.Linear):
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def counting():
+    torch.manual_seed(0)
+    return nn.Sequential(Counting(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def to_and_from_compiled(rank, world, path):
+    for how, wrap in COMPILED.items():
+        saved, plain, loaded = counting(), counting(), counting()
+        saved[0].seen = 3
+        inner = (saved[0], loaded[0])
+        stage_1 = how == "under OSS"
+        optims = (
+            [zero.OSS(one.parameters(), torch.optim.SGD, lr=0.1) for one in (saved, loaded)] if stage_1 else [None] * 2
+        )
+        saved, loaded = wrap(saved), wrap(loaded)
+        with torch.no_grad():
+            for param in saved.parameters():
+                param.fill_(7.0)
+        zero.checkpoint.save(f"{path}/{how}", saved, optims[0])
+        zero.checkpoint.load(f"{path}/{how}", plain)
+        assert all((param == 7).all() for param in plain.parameters()) and plain[0].seen == 3, how
+        zero.checkpoint.save(f"{path}/{how} back", plain)
+        zero.checkpoint.load(f"{path}/{how} back", loaded)
+        assert all((param == 7).all() for param in loaded.parameters()) and inner[1].seen == 3, how
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_compiled_models_have_the_names_of_their_modules(tmp_path):
+    ranks.run(to_and_from_compiled, 2, (str(tmp_path),))
 
 
 class Refuses(nn.Linear):
@@ -235,3 +408,31 @@ def refusing(rank, world, path):
 
 def test_what_one_rank_raises_is_raised_on_all(tmp_path):
     ranks.expect_error(refusing, 2, "CheckpointError", "no, thank you", args=(str(tmp_path),), timeout=20.0)
+
+
+class Choosy(Counting):
+    def set_extra_state(self, state):
+        if state["seen"] > 5:
+            raise RuntimeError("too many")
+        super().set_extra_state(state)
+
+
+def refused_by_one(rank, world, path):
+    model = zero.FSDP(nn.Sequential(Counting(2, 2), (Choosy if rank == 1 else Counting)(2, 2)))
+    optimizer = adam()(model.parameters())
+    for seen, value in [(1, 1.0), (9, 2.0)]:
+        for module in model.module:
+            module.seen = seen
+        for param in model.parameters():
+            param.data.fill_(value)
+        zero.checkpoint.save(f"{path}/{seen}", model, optimizer)
+    zero.checkpoint.load(f"{path}/1", model, optimizer)
+    before = whole(model, optimizer)
+    with pytest.raises(zero.checkpoint.CheckpointError, match=r"too many.*rank 1"):
+        zero.checkpoint.load(f"{path}/9", model, optimizer)
+    assert not differences(before, whole(model, optimizer))
+    assert [module.seen for module in model.module] == [1, 1]
+
+
+def test_modules_that_took_their_extra_state_get_theirs_back_when_another_refuses(tmp_path):
+    ranks.run(refused_by_one, 2, (str(tmp_path),))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from contextlib import suppress
 
 from zero.checkpoint.format import INDEX
 from zero.checkpoint.storage import Local, Place
@@ -51,8 +52,9 @@ def publish(partial: Place, index: bytes, keep: int | None) -> Place:
     final = partial.rename(_next(_numbered(run))) if isinstance(partial, Local) else partial
     (run / LATEST).put(f"{final.name}\n".encode())
     if keep is not None:
-        for old in checkpoints(run)[:-keep]:
-            _retire(old)
+        with suppress(Exception):  # the new one is there; what cannot be removed now, the next save removes
+            for old in checkpoints(run)[:-keep]:
+                _retire(old)
     return final
 
 

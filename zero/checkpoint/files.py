@@ -147,6 +147,14 @@ def host_bytes(flat: Tensor) -> Iterator[memoryview]:
         yield as_bytes(flat.detach()[low : low + step].cpu().contiguous())
 
 
+def checksum(flat: Tensor) -> int:
+    """The CRC-32 of a flat tensor's bytes."""
+    found = 0
+    for data in host_bytes(flat):
+        found = zlib.crc32(data, found)
+    return found
+
+
 def as_bytes(flat: Tensor) -> memoryview:
     """The memory of a flat, contiguous tensor on the CPU."""
     return memoryview(flat.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -254,12 +255,15 @@ def _digest(told: dict[str, Any]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ values
 
+_ARRAYS = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+"""Dtypes of numpy, by name, that torch has too."""
+
 _TAG = "$"
 """In a JSON object: what it stands for, where that is no JSON value."""
 
 
 def encode(value: Any, where: str) -> Any:
-    """A value as JSON: JSON's own, and tuples, dictionaries with other keys, Counters and small tensors.
+    """A value as JSON: JSON's own, and tuples, dictionaries with other keys, Counters, small tensors and arrays.
 
     Raises ValueError, naming `where`, for anything else.
     """
@@ -277,6 +281,12 @@ def encode(value: Any, where: str) -> Any:
             return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
         items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
         return {_TAG: "Counter" if isinstance(value, Counter) else "dict", "items": items}
+    if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS:
+        return {
+            **encode(torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), ndmin=1)), where),
+            "shape": list(value.shape),
+            _TAG: "array",
+        }
     if isinstance(value, Tensor) and _plain(value):
         told = {_TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape)}
         if value.dim() == 0 and not value.dtype.is_complex and value.dtype.itemsize != 1:
@@ -303,6 +313,8 @@ def decode(told: Any) -> Any:
     if kind in ("dict", "Counter"):
         items = {decode(key): decode(item) for key, item in told["items"]}
         return Counter(items) if kind == "Counter" else items
+    if kind == "array":
+        return decode({**told, _TAG: "tensor"}).numpy()
     dtype = DTYPES[told["dtype"]]
     if "value" in told:
         return torch.tensor(told["value"], dtype=dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero.checkpoint import directory
 from zero.checkpoint.files import SafeFile
 from zero.checkpoint.format import Index, OptimizerIndex, encode, geometry_of, tensor_problem
-from zero.checkpoint.parts import Held
+from zero.checkpoint.parts import Held, own_name
 from zero.checkpoint.storage import Local, Place, mounted, place
 from zero.checkpoint.write import Share, seal, write_file
 
@@ -118,6 +118,7 @@ def _of_dictionary(told: dict[str, Any], where: str) -> Found:
 
 
 def _take_model(found: Found, weights: dict[str, Tensor]) -> None:
+    weights = {own_name(name): tensor for name, tensor in weights.items()}
     wrapped = all(name.startswith(_WRAPPER) for name in weights)  # saved through DistributedDataParallel
     seen: dict[tuple[Any, ...], str] = {}
     for given, tensor in weights.items():

@@ -1,13 +1,14 @@
 """What one rank has of a model and its optimizers, at every stage.
 
     stage               parameters                     optimizer state      written by
-    0  plain, DDP       whole, the same on all ranks   whole, the same      rank 0; under DDP each rank an equal share
+    0  plain, DDP       whole, the same on all ranks   whole, the same      each rank an equal share
     1  OSS              whole, the same                this rank's parts    the owner of each part
     2  OSS, ShardedDDP  whole, the same                this rank's parts    the owner of each part
     3  FSDP             this rank's parts              this rank's parts    the owner of each part
 
 Buffers, and parameters that no flat group holds, are whole on every rank; of buffers those of rank 0 count, as in
-training.
+training. Parameters that no wrapper keeps the same on all ranks (a plain module's, those that FSDP ignores) are
+compared before they are written.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Training:
     module: the innermost, whose names are used.
     tensors: its parameters and buffers, each once, by the name that they are stored under.
     tied: further names of them, and the name that each is stored under.
-    values: of its state_dict what is no tensor, by name.
+    values: of its state_dict what is no tensor, by name; holders: the modules that gave it.
+    common: once `share` was called, what all ranks have whole and share the writing of.
     """
 
     def __init__(
@@ -92,6 +94,8 @@ class Training:
         self.tensors: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}
         self.values: dict[str, Any] = {}
+        self.holders: dict[str, nn.Module] = {}
+        self.common: list[Held] = []
         self.problem: str | None = None
         self._name_tensors()
         self._names = {tensor: name for name, tensor in self.tensors.items()}
@@ -109,7 +113,8 @@ class Training:
     def _name_tensors(self) -> None:
         known = {*self.module.parameters(), *self.module.buffers()}
         stored: dict[Tensor, str] = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        for given, value in self.module.state_dict(keep_vars=True).items():
+            name = own_name(given)
             if isinstance(value, Tensor) and value in known:
                 if value in stored:
                     self.tied[name] = stored[value]
@@ -121,6 +126,7 @@ class Training:
                         self.problem = f"{name!r} {problem}."
             elif name.rpartition(".")[2] == "_extra_state":
                 self.values[name] = value
+                self.holders[name] = self.module.get_submodule(given.rpartition(".")[0])
             else:
                 self.problem = (
                     f"{name!r} of the module's state_dict is none of its parameters and buffers, but was made by a "
@@ -222,23 +228,27 @@ class Training:
         Raises ValueError, in words for the user, for state whose place in the whole is not known.
         """
         held: list[Held] = []
-        common: list[Held] = []
+        self.common.clear()
         for name, tensor in self.tensors.items():
             if tensor in self._homes:
                 held += filter(None, [self.owned(name)])
             elif isinstance(tensor, nn.Parameter):
-                common += filter(None, [self.resident(name)])
+                self.common += filter(None, [self.resident(name)])
             elif self.ranks.rank == 0:
                 held += filter(None, [self.resident(name)])
         held += self.masters()
         values = []
         for number, optimizer in enumerate(self.optimizers):
-            values.append(self._state(optimizer, f"optimizer/{number}", held, common))
-        return held + self._divided(common), values
+            values.append(self._state(optimizer, f"optimizer/{number}", held))
+        return held + self._divided(), values
 
-    def _state(
-        self, optimizer: Optimizer, prefix: str, held: list[Held], common: list[Held]
-    ) -> dict[str, dict[str, Any]]:
+    @property
+    def trusts(self) -> bool:
+        """Whether there are parameters that should be the same on all ranks, but that no wrapper keeps the same."""
+        loose = any(isinstance(one, nn.Parameter) and one not in self._homes for one in self.tensors.values())
+        return loose and not self._copied and self.ranks.all > 1
+
+    def _state(self, optimizer: Optimizer, prefix: str, held: list[Held]) -> dict[str, dict[str, Any]]:
         """Adds this rank's tensors to what it alone holds or to what all have in common; returns what is no tensor."""
         state = inner(optimizer).state
         strangers = [key for key in state if not isinstance(key, Tensor)]
@@ -253,17 +263,17 @@ class Training:
                 if not isinstance(key, str) or "/" in key:
                     raise ValueError(f"{path}: names of state must be strings without a slash.")
                 if isinstance(value, Tensor) and value.dim():
-                    (common if one.shared else held).append(_placed(path, one, value))
+                    (self.common if one.shared else held).append(_placed(path, one, value))
                 elif one.start == 0 and (self.ranks.rank == 0 or not one.shared):
                     values.setdefault(one.name, {})[key] = encode(value, path)
         return values
 
-    def _divided(self, common: list[Held]) -> list[Held]:
-        """This rank's share of what is the same on all ranks. A plain module's ranks are not known to be the same."""
-        if self.ranks.world == 1 or (self.stage == 0 and not self._copied):
-            return common if self.ranks.first else []
+    def _divided(self) -> list[Held]:
+        """This rank's share of what is the same on all ranks."""
+        if self.ranks.world == 1:
+            return self.common if self.ranks.first else []
         kinds: dict[torch.dtype, list[Held]] = {}
-        for one in common:
+        for one in self.common:
             kinds.setdefault(one.whole.dtype, []).append(one)
         mine = []
         for dtype, same in kinds.items():
@@ -272,6 +282,11 @@ class Training:
                 one = same[span.index]
                 mine.append(replace(one, start=span.start, stop=span.stop, offset=span.start))
         return mine
+
+
+def own_name(name: str) -> str:
+    """A name in a model as it is without torch.compile, which puts modules into one of its own."""
+    return ".".join(atom for atom in name.split(".") if atom != "_orig_mod")
 
 
 def inner(optimizer: Optimizer) -> Optimizer:

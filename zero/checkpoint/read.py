@@ -2,9 +2,12 @@
 
     compare   every rank reads the index and compares it with its model and optimizers
     check     every rank reads the bytes that it needs and compares them with their checksums
-    take      every rank reads them again, into the parameters and the optimizer's state, in place
+    values    every rank takes what is no tensor; modules that set extra state get theirs back if another refuses
+    take      every rank reads the tensors again, into the parameters and the optimizer's state, in place
 
-Ranks agree after each that all can go on; until the last nothing is changed.
+Ranks agree after each that all can go on. Until the last nothing is changed for good. The last has no way back, for
+that would be a second copy of everything: but all that it reads was read a moment before from files that are still
+open, so that only a disk that fails just then can stop it, or the optimizer's own load_state_dict. It says so.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,11 +25,16 @@ from torch.optim import Optimizer
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import FileProblem
-from zero.checkpoint.format import Entry, Geometry, Index, OptimizerIndex, decode
+from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, decode
 from zero.checkpoint.parts import Held, Stepped, Training, flat_of, inner, kind
 from zero.checkpoint.source import Range, Source
 from zero.checkpoint.storage import place
 from zero.oss import OSS
+
+_HALF = (
+    "It went wrong while tensors were being taken: model and optimizer are partly as before and partly as saved. Load "
+    "this or another checkpoint before they are used."
+)
 
 _LISTED = 8
 """How many names an error lists."""
@@ -56,7 +65,9 @@ def load(
     BUFFER (16 MiB), and, for a tensor whose dimensions lie in another order than those stored, that tensor.
 
     Raises CheckpointError, on every rank and before anything is changed, for files that are missing, truncated or
-    altered, and for a checkpoint of another model or optimizer.
+    altered, for a checkpoint of another model or optimizer, and where a module refuses its extra state. Only a disk
+    that fails after it was read once, and an optimizer that refuses what its class has saved, leave the model partly
+    loaded; the error, on every rank, says so, and another load makes it whole.
     """
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
@@ -72,8 +83,14 @@ def load(
         ranks.exchange(None, found)
         _, problem = _attempt(lambda: source.check(plan.ranges(), shown=ranks.first))
         ranks.exchange(None, problem)
+        _, problem = _attempt(plan.take_values)
+        try:
+            ranks.exchange(None, problem)
+        except CheckpointError:
+            plan.give_values_back()
+            raise
         _, problem = _attempt(lambda: plan.take(source))
-        ranks.exchange(None, problem and f"{problem} It went wrong while it was being taken: load another checkpoint.")
+        ranks.exchange(None, problem and f"{problem} {_HALF}")
     return _extra(source.index, training)
 
 
@@ -95,12 +112,22 @@ class Plan:
         for state in self._state:
             yield from state.ranges()
 
+    def take_values(self) -> None:
+        """What is no tensor: modules may refuse theirs, and can be given back what they had."""
+        for state in self._state:
+            state.decode()
+        for name, told in self._index.values.items():
+            self._training.holders[name].set_extra_state(decode(told))
+
+    def give_values_back(self) -> None:
+        for name, value in self._training.values.items():
+            with suppress(Exception):  # one that refuses what it gave itself is lost, the others are not
+                self._training.holders[name].set_extra_state(value)
+
     @torch.no_grad()
     def take(self, source: Source) -> None:
         for one, held in self._taken:
             _fill(source, one, held)
-        for name, told in self._index.values.items():
-            self._training.module.get_submodule(name.rpartition(".")[0]).set_extra_state(decode(told))
         for state in self._state:
             state.take(source)
 
@@ -177,6 +204,7 @@ class _State:
         self.problem = _optimizer_misfit(training, optimizer, stored, names)
         self._tensors: list[tuple[Stepped, str, Range]] = []
         self._values: list[tuple[Stepped, str, Any]] = []
+        self._options: list[dict[str, Any]] = []
         if self.problem is None:
             for one in training.stepped(optimizer):
                 self._plan(one, names[one.name])
@@ -201,20 +229,24 @@ class _State:
     def ranges(self) -> Iterable[Range]:
         return (one for _, _, one in self._tensors)
 
+    def decode(self) -> None:
+        """What is no tensor, from JSON."""
+        self._values = [(one, key, decode(told)) for one, key, told in self._values]
+        self._options = [decode(group["options"]) for group in self._stored.groups]
+
     def take(self, source: Source) -> None:
         before = inner(self._optimizer).state
         taken: dict[Tensor, dict[str, Any]] = {}
-        for one, key, told in self._values:
-            taken.setdefault(one.tensor, {})[key] = decode(told)
+        for one, key, value in self._values:
+            taken.setdefault(one.tensor, {})[key] = value
         for one, key, needed in self._tensors:
             tensor = _room(one, needed, before.get(one.tensor, {}).get(key))
             _fill(source, needed, Held(key, needed.wanted, needed.start, needed.stop, tensor))
             taken.setdefault(one.tensor, {})[key] = tensor
-        options = [decode(group["options"]) for group in self._stored.groups]
         if isinstance(self._optimizer, OSS):
-            self._optimizer.take_parts(taken, options)  # type: ignore[arg-type]
+            self._optimizer.take_parts(taken, self._options)  # type: ignore[arg-type]
         else:
-            _hand_over(self._optimizer, taken, options)
+            _hand_over(self._optimizer, taken, self._options)
 
 
 def _stored_names(training: Training, index: Index) -> dict[str, str]:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.checkpoint import directory
-from zero.checkpoint.files import Chunk, FileProblem, SafeFile, write
-from zero.checkpoint.format import Entry, Geometry, Index, OptimizerIndex, Piece, encode
+from zero.checkpoint.files import Chunk, FileProblem, SafeFile, checksum, write
+from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Piece, encode
 from zero.checkpoint.parts import Held, Training, kind
 from zero.checkpoint.progress import Progress
 from zero.checkpoint.storage import Place, place
@@ -66,7 +66,8 @@ def save(
     there is one copy of it besides. fsspec's file systems have buffers of their own.
 
     Raises CheckpointError, on every rank, where the ranks' models or paths differ, for what cannot be stored, and where
-    a rank cannot write; checkpoints that are there stay.
+    a rank cannot write; checkpoints that are there stay. So do parameters that no wrapper synchronises (of a plain
+    module, or that FSDP ignores) where ranks have come to have others: save those by a `process_group` of one rank.
     """
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
@@ -74,6 +75,8 @@ def save(
     share, told, problem = _share(training, {} if extra is None else extra, keep)
     lines = _told(training, run, keep, wait)
     extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, told)
+    if training.trusts:
+        ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", _sums(training.common))
     earlier = _unfinished.get(run)
     if earlier is not None:
         earlier.wait()
@@ -166,7 +169,11 @@ class Saving:
         self._done = True
         if _unfinished.get(self._partial.parent) is self:
             del _unfinished[self._partial.parent]
-        told = self._ranks.exchange(self._final.name if self._final else None, self._problem)
+        try:
+            told = self._ranks.exchange(self._final.name if self._final else None, self._problem)
+        except CheckpointError:
+            self._discard()  # again, now that no rank writes there any more
+            raise
         self._final = self._partial.parent / told[0]
 
     # --------------------------------------------------------------------------------------------- the two ways
@@ -362,6 +369,10 @@ def _told(training: Training, run: Place | None, keep: int | None, wait: bool) -
     if not training.problem:
         lines += [f"{name}: {training.whole(name)}" for name in training.tensors]
     return lines
+
+
+def _sums(common: Sequence[Held]) -> list[str]:
+    return [f"{held.path} with checksum {checksum(held.flat()):08x}" for held in common]
 
 
 def _attempt(path: Any, work: Callable[[], Any]) -> tuple[Any, str | None]:
