@@ -386,6 +386,32 @@ def test_inner_derivatives_by_the_parameters_are_those_of_plain_torch():
     ranks.run(_by_parameters, 2)
 
 
+def _inner(rank, world):
+    """By the input, by parameters, by both, and a backward for the input alone: bytes sent meanwhile."""
+    model = built(critic)
+    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
+    sent = []
+    for step, by in enumerate(["input", "parameters", "both", "backward"]):
+        inputs = data(4, WIDTH, rank=rank, step=step).requires_grad_()
+        scores = wrapped(inputs)
+        before = zero.traffic()
+        wanted = {"input": [inputs], "parameters": [*model.parameters()], "both": [inputs, *model.parameters()]}
+        if by == "backward":
+            scores.sum().backward(inputs=[inputs], retain_graph=True)
+        else:
+            torch.autograd.grad(scores.sum(), wanted[by], create_graph=step % 2 == 0, retain_graph=True)
+        sent.append((zero.traffic() - before).total)
+        assert all(optimizer.part(param).grad is None for param in model.parameters())
+        scores.mean().backward()  # which is reduced as ever
+        assert (zero.traffic() - before).reduce > 0
+        optimizer.zero_grad()
+    return sent
+
+
+def test_an_inner_derivative_sends_nothing():
+    assert ranks.run(_inner, 2) == [[0] * 4] * 2
+
+
 def _graph_of_gradients(rank, world):
     wrapped, _ = sharded(built(critic), OPTIMIZERS["sgd"])
     with warnings.catch_warnings():

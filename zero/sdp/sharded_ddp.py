@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from zero.oss.comm import Comm
 from zero.oss.groups import sent_dtype
@@ -21,7 +23,7 @@ from zero.oss.optimizer import OSS
 from zero.sdp.bucket import GradBucket
 from zero.sdp.buffers import BufferSync
 from zero.sdp.gathers import PendingGathers, finish_all
-from zero.sdp.tensors import at_end_of_backward, in_a_backward, tensors_in
+from zero.sdp.tensors import at_end_of_backward, in_a_backward, nearest_leaf, tensors_in, writes_into
 
 
 class ShardedDDP(nn.Module):
@@ -256,7 +258,12 @@ class Reducer:
         if self.active:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._begin)
+                    tensor.register_hook(partial(self._reached, nearest_leaf(tensor)))
+
+    def _reached(self, leaf: Node | None, _: Tensor) -> None:
+        """A backward is at an output: one that leaves gradients, on all ranks, or an inner torch.autograd.grad."""
+        if leaf is None or writes_into(leaf):
+            self._begin()
 
     def _hook_trained(self) -> None:
         for bucket in self._buckets:
@@ -280,7 +287,7 @@ class Reducer:
         if bucket.complete:
             self._launch_complete()
 
-    def _begin(self, _: Tensor | None = None) -> None:
+    def _begin(self) -> None:
         if not self._in_backward:
             finish_all(self._optimizers)  # of a graph from before the last step
             self._in_backward = True

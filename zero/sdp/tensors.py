@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -62,3 +64,25 @@ def in_a_backward() -> bool:
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Has autograd call the function when the backward that is running now is complete."""
     Variable._execution_engine.queue_callback(function)
+
+
+def nearest_leaf(tensor: Tensor) -> Node | None:
+    """The node by which a backward from the tensor writes into the `grad` of some leaf, such as a parameter."""
+    nodes = deque([get_gradient_edge(tensor).node])
+    seen: set[Node] = set()
+    while nodes:
+        node = nodes.popleft()
+        if hasattr(node, "variable"):
+            return node
+        following = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(following)
+        nodes += following
+    return None
+
+
+def writes_into(leaf: Node) -> bool:
+    """Whether the backward that is running now writes into the leaf's `grad`. torch.autograd.grad does not."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # it is what torch.autograd.grad was asked for
+        return False
