@@ -1,0 +1,133 @@
+"""`extra`: schedulers, scalers and random number generators, so that a run goes on as if it were not interrupted."""
+
+import random
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from saved import adam, tiny
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+
+import ranks
+import zero
+
+SCHEDULERS = {
+    "MultiStepLR": partial(schedulers.MultiStepLR, milestones=[1, 4, 4]),  # keeps a Counter
+    "CosineAnnealingLR": partial(schedulers.CosineAnnealingLR, T_max=7),
+    "OneCycleLR": partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=9),
+    "CosineAnnealingWarmRestarts": partial(schedulers.CosineAnnealingWarmRestarts, T_0=2),
+    "ReduceLROnPlateau": partial(schedulers.ReduceLROnPlateau, patience=0, threshold=10.0),  # keeps infinities
+    "SequentialLR": lambda optimizer: schedulers.SequentialLR(
+        optimizer,
+        [schedulers.LinearLR(optimizer, total_iters=2), schedulers.ExponentialLR(optimizer, gamma=0.5)],
+        milestones=[3],
+    ),
+    "LambdaLR": partial(schedulers.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+}
+
+
+class Run:
+    """A training with everything that remembers: dropout, draws of all three generators, scheduler, scaler."""
+
+    def __init__(self, stage, scheduler, seed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        self.model, self.optimizer = zero.setup(model, torch.optim.Adam, stage=stage, lr=1e-2)
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.scaler = zero.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.drawn = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+
+    def step(self):
+        inputs = torch.randn(5, 4) + random.random() + np.random.random() + self.drawn.random()
+        self.optimizer.zero_grad()
+        loss = self.model(inputs).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        plateau = isinstance(self.scheduler, schedulers.ReduceLROnPlateau)
+        self.scheduler.step(loss.item()) if plateau else self.scheduler.step()
+        return loss.item(), self.optimizer.param_groups[0]["lr"], self.scaler.get_scale()
+
+    def extra(self):
+        return {
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.get_state(),
+            "random": random.getstate(),
+            "drawn": self.drawn.bit_generator.state,
+        }
+
+    def take(self, extra):
+        self.scheduler.load_state_dict(extra["scheduler"])
+        self.scaler.load_state_dict(extra["scaler"])
+        torch.set_rng_state(extra["torch"])
+        np.random.set_state(extra["numpy"])
+        random.setstate(extra["random"])
+        self.drawn.bit_generator.state = extra["drawn"]
+
+
+def interrupted_and_not(rank, world, path, stage, scheduler):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, on schedulers that are called in an order it does not expect
+        run = Run(stage, scheduler, seed=rank)
+        for _ in range(2):
+            run.step()
+        zero.checkpoint.save(path, run.model, run.optimizer, extra=run.extra())
+        expected = [run.step() for _ in range(4)]
+        other = Run(stage, scheduler, seed=100 + rank)
+        other.step()
+        other.take(zero.checkpoint.load(path, other.model, other.optimizer))
+        assert [other.step() for _ in range(4)] == expected
+        assert len({rate for _, rate, _ in expected}) > 1 and len({scale for _, _, scale in expected}) > 1
+        return expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "scheduler"), [(number % 4, scheduler) for number, scheduler in enumerate(SCHEDULERS)]
+)
+def test_a_run_goes_on_as_if_it_had_not_been_interrupted(stage, scheduler, tmp_path):
+    first, second = ranks.run(interrupted_and_not, 2, (str(tmp_path), stage, scheduler))
+    assert [loss for loss, _, _ in first] != [loss for loss, _, _ in second], "ranks drew the same numbers"
+
+
+def test_values_of_every_kind_come_back_as_they_were(tmp_path):
+    extra = {
+        "none": None,
+        "large": 1 << 100,
+        "infinite": float("-inf"),
+        "nested": {"a": [(1, {"b": (2.5, "c")})], "$": 1},
+        "keys": {1: "one", (2, 3): "pair"},
+        "array": np.arange(6, dtype=np.uint32).reshape(2, 3)[:, ::-1],
+        "no array": np.zeros((0, 3)),
+        "one": np.array(7.0, dtype=np.float32),
+        "big-endian": np.arange(3, dtype=">i4"),
+        "flags": np.array([True, False]),
+        "tensor": torch.arange(4, dtype=torch.bfloat16).view(2, 2),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+    }
+    zero.checkpoint.save(tmp_path, tiny(), extra=extra)
+    found = zero.checkpoint.load(tmp_path, tiny())
+    assert list(found) == list(extra)
+    for name, value in extra.items():
+        assert type(found[name]) is type(value), name
+        if isinstance(value, np.ndarray):
+            assert found[name].dtype == value.dtype.newbyteorder("=") and found[name].shape == value.shape
+            assert np.array_equal(found[name], value)
+            assert found[name].flags.writeable
+        elif isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value)
+        else:
+            assert found[name] == value
+
+
+@pytest.mark.parametrize("value", [np.array(["a"]), np.array([object()], dtype=object), {1, 2}, adam])
+def test_what_cannot_be_kept_is_named(value, tmp_path):
+    with pytest.raises(zero.checkpoint.CheckpointError, match=r"extra\['a'\]\['b'\]"):
+        zero.checkpoint.save(tmp_path, tiny(), extra={"a": {"b": value}})
