@@ -1,7 +1,17 @@
 """Three steps out of running out of memory under data parallelism, each resting on the one before."""
 
 from zero import checkpoint
-from zero.fsdp import FSDP, MEMORY_FIRST, SPEED_FIRST, BackwardPrefetch, MixedPrecision, Prefetch, ShardingStrategy
+from zero.fsdp import (
+    FSDP,
+    MEMORY_FIRST,
+    SPEED_FIRST,
+    BackwardPrefetch,
+    CPUOffload,
+    DiskOffload,
+    MixedPrecision,
+    Prefetch,
+    ShardingStrategy,
+)
 from zero.oss import OSS, GradScaler, Traffic, traffic
 from zero.plan import plan
 from zero.sdp import ShardedDDP
@@ -9,6 +19,8 @@ from zero.setup import full_state_dict, setup
 
 __all__ = [
     "BackwardPrefetch",
+    "CPUOffload",
+    "DiskOffload",
     "FSDP",
     "GradScaler",
     "MEMORY_FIRST",

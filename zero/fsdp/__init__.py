@@ -1,6 +1,7 @@
 """Stage 3: stage 2, and parameters that live only with their owner."""
 
 from zero.fsdp.fsdp import FSDP
+from zero.fsdp.offload import CPUOffload, DiskOffload
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import MEMORY_FIRST, SPEED_FIRST, BackwardPrefetch, Prefetch
 from zero.fsdp.strategy import ShardingStrategy
@@ -10,6 +11,8 @@ __all__ = [
     "MEMORY_FIRST",
     "SPEED_FIRST",
     "BackwardPrefetch",
+    "CPUOffload",
+    "DiskOffload",
     "MixedPrecision",
     "Prefetch",
     "ShardingStrategy",

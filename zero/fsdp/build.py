@@ -12,7 +12,7 @@ from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import params_by_unit
-from zero.oss.flat import FlatGroup
+from zero.oss.flat import FlatGroup, Home
 from zero.oss.partition import Partition, lay_out
 
 
@@ -22,6 +22,8 @@ class Builder:
 
     stays: whether units stay whole from forward to backward.
     synced: whether all start from the first rank's values.
+    home: where parts lie, if not beside what is computed with.
+    `problem`: what kept parts from being put there, in words for the user.
     """
 
     module: nn.Module
@@ -31,6 +33,8 @@ class Builder:
     partition: Partition
     stays: bool
     synced: bool
+    home: Home | None = None
+    problem: str | None = field(init=False, default=None)
     _loads: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,10 +51,18 @@ class Builder:
         owned = self.materialiser.materialise(owned)
         if self.synced:
             self.placement.broadcast([param for _, param in owned])
-        groups = self._lay_out(owned, f"unit {name!r}" if name else "the root unit")
+        label = f"unit {name!r}" if name else "the root unit"
+        try:
+            groups = self._lay_out(owned, label, self.home)
+        except OSError as error:
+            self.problem = self.problem or (
+                f"there is no room for the parts of {label} in {self.home}: {error}. Free some, or choose another "
+                "directory."
+            )
+            groups = self._lay_out(owned, label, None)  # so that this rank comes to where all ranks are told
         return Unit(name, module, groups, precision=self.precision, stays=self.stays, replicas=self.placement.replicas)
 
-    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], label: str) -> list[FlatGroup]:
+    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], label: str, home: Home | None) -> list[FlatGroup]:
         """In flat groups of their own parts, those apart that are computed with in another dtype."""
         return [
             group
@@ -64,6 +76,7 @@ class Builder:
                 own_part=True,
                 compute_dtype=dtype,
                 part_in_whole=self.stays,
+                home=home,
                 label=label,
             )
         ]

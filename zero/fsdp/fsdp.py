@@ -13,6 +13,7 @@ from zero.fsdp import whole
 from zero.fsdp.build import Builder
 from zero.fsdp.guard import Guard
 from zero.fsdp.materialise import Materialiser
+from zero.fsdp.offload import CPUOffload, Disk, DiskOffload
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
@@ -54,6 +55,7 @@ class FSDP(nn.Module):
     reshard_after_forward: False is SHARD_GRAD_OP: parameters stay from forward to backward, which sends less.
     mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own.
     prefetch: what is gathered ahead, and how many units are in flight at once; see Prefetch, MEMORY_FIRST, SPEED_FIRST.
+    offload: where parts lie at rest: CPUOffload, DiskOffload.
     param_init_fn: gives values to a module that was built on the meta device, instead of its `reset_parameters`. Units
         get memory one at a time, values on rank 0 only, and are never whole anywhere else than there.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
@@ -79,6 +81,7 @@ class FSDP(nn.Module):
         reshard_after_forward: bool = True,
         mixed_precision: MixedPrecision | None = None,
         prefetch: Prefetch | None = None,
+        offload: CPUOffload | DiskOffload | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,
@@ -102,13 +105,15 @@ class FSDP(nn.Module):
         problem = problem or partition_problem(partition) or self._misfit(inside)
         problem = problem or _unusable(module, ignored | taken, synced=sync_module_states)
         told = [
-            f"{strategy}, reshard_after_forward {not stays}, partition {partition}, {precision}, {self._prefetch}",
+            f"{strategy}, reshard_after_forward {not stays}, partition {partition}, {precision}, {self._prefetch}, "
+            f"offload {type(offload).__name__}",
             f"units {', '.join(modules)}",
             *describe(module, without=taken),
         ]
         for comm in self.comms:
             comm.compare("the models given to FSDP", told, problem)
 
+        home = offload.home() if offload else None
         for name, one in inside.items():
             one._hand_over(module, name)
         precision.prepare(module)
@@ -120,13 +125,15 @@ class FSDP(nn.Module):
             partition,
             stays=stays,
             synced=sync_module_states,
+            home=home,
         )
         self._units: list[Unit] = [*builder.units(modules, ignored | taken), *adopted]
         if sync_module_states:
             self._placement.broadcast([*ignored, *module.buffers()])
-        self._schedule = Schedule(self._units, self._comm, self._prefetch)
+        self._comm.compare("the models given to FSDP", [], builder.problem)
+        self._guard = Guard(self._units, self._comm, home if isinstance(home, Disk) else None)
+        self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
         self._buffers_in_step = BufferSync(module, self.comms) if broadcast_buffers else None
-        self._guard = Guard(self._units)
 
     def _misfit(self, inside: dict[str, FSDP]) -> str | None:
         if "" in inside:

@@ -8,81 +8,124 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zero.fsdp.offload import Disk
+from zero.fsdp.scaling import Scaling
 from zero.fsdp.unit import Stage, Unit
+from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.partition import NEED_ALL, NEED_WHOLE
 
-_guards: WeakSet[Guard] = WeakSet()
+_guards: list[ReferenceType[Guard]] = []
+"""Of every FSDP that lives, in the order in which they were made, which is the same on all ranks."""
 _registered: list[Any] = []
 
 
 class Guard:
     """Checks every step of any optimizer that holds parameters of these units, as long as it lives.
 
-    The step raises RuntimeError for whole parameters, for gradients left by no_sync, for state of other shapes than the
-    parts', and for optimizers that need whole parameters where they are cut.
+    The step raises RuntimeError for whole parameters, for gradients left by no_sync or scaled by each rank for itself,
+    for state of other shapes than the parts', and for optimizers that need whole parameters where they are cut. It is
+    collective, so that all ranks raise.
+
+    disk: takes over steps on parts that lie in files.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], comm: Comm, disk: Disk | None = None) -> None:
+        self._scaling = Scaling(units, comm)
+        self._disk = disk
         self._places: dict[nn.Parameter, tuple[Unit, FlatGroup, int]] = {
             param: (unit, group, index)
             for unit in units
             for group in unit.groups
             for index, param in enumerate(group.params)
         }
-        _guards.add(self)
+        _guards[:] = [known for known in _guards if known() is not None]
+        _guards.append(ref(self))
         if not _registered:
             _registered.append(register_optimizer_step_pre_hook(_before_step))
+            _registered.append(register_optimizer_step_post_hook(_after_step))
 
     def dismiss(self) -> None:
         """Looks at no more steps."""
-        _guards.discard(self)
+        _guards[:] = [known for known in _guards if known() is not self]
 
-    def check(self, optimizer: Optimizer) -> None:
-        units = {self._places[p][0] for group in optimizer.param_groups for p in group["params"] if p in self._places}
-        for unit in units:
-            if unit.stage is Stage.IDLE and not any(group.summoned for group in unit.groups):
+    def after_backward(self) -> None:
+        """Backward is complete: gradients are as they should be."""
+        self._scaling.remember()
+
+    def _held(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return [param for group in optimizer.param_groups for param in group["params"] if param in self._places]
+
+    def before_step(self, optimizer: Optimizer, *, closure: bool) -> None:
+        """Collective, if the optimizer holds any of these parameters."""
+        params = self._held(optimizer)
+        if not params:
+            return
+        self._scaling.compare(self._problem(optimizer, params))
+        if self._disk is not None:
+            self._disk.before_step(optimizer, params, closure=closure)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._disk is not None:
+            self._disk.after_step(optimizer, self._held(optimizer))
+
+    def _problem(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
+        """Why the step cannot be taken, in words for the user; None if it can."""
+        for unit in {self._places[param][0]: None for param in params}:
+            if unit.stage is Stage.IDLE and not unit.summoned:
                 unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
-        for param_group in optimizer.param_groups:
-            for param in param_group["params"]:
-                place = self._places.get(param)
-                if place is not None and param.grad is not None:
-                    self._check_param(optimizer, param, *place)
+        for param in params:
+            problem = self._problem_of(optimizer, param) if param.grad is not None else None
+            if problem is not None:
+                return problem
+        return None
 
-    def _check_param(self, optimizer: Optimizer, param: nn.Parameter, unit: Unit, group: FlatGroup, index: int) -> None:
+    def _problem_of(self, optimizer: Optimizer, param: nn.Parameter) -> str | None:
+        unit, group, index = self._places[param]
         name, kind = group.names[index], type(optimizer).__name__
         if group.summoned or unit.stage is not Stage.IDLE:
-            raise RuntimeError(
+            return (
                 f"{name!r} is whole, not this rank's part, while {kind}.step() is called: backward is not complete, or "
                 "this is inside summon_full_params(). Step after backward, outside it."
             )
         if unit.unreduced(param):
-            raise RuntimeError(
+            return (
                 f"{name!r} has a gradient that was not reduced: the last backward ran under no_sync(). Run the last "
                 "backward before step() outside it."
             )
         cut = group.layout.numels[index] != param.numel() != 0
         if cut and type(optimizer) in NEED_WHOLE | NEED_ALL:
-            raise RuntimeError(
+            return (
                 f"{kind} needs each parameter whole, but {name!r} is cut between ranks. Wrap the model with "
                 "FSDP(partition='whole')."
             )
         whole_shape, _ = group.whole_shape(index)
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape == whole_shape != param.shape:
-                raise RuntimeError(
+                return (
                     f"the state {key!r} of {name!r} has the shape of the whole parameter, {list(whole_shape)}, but "
                     f"this rank steps a part of shape {list(param.shape)}. It was made before wrapping, or loaded "
                     "whole: wrap before the first step, and load state of the same parts."
                 )
+        return None
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for guard in list(_guards):
-        guard.check(optimizer)
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
+    for guard in _alive():
+        guard.before_step(optimizer, closure=closure)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for guard in _alive():
+        guard.after_step(optimizer)
+
+
+def _alive() -> list[Guard]:
+    return [guard for known in _guards if (guard := known()) is not None]

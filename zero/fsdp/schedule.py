@@ -32,11 +32,15 @@ class Schedule:
     A unit runs while its module does, or one of those inside it that hold its parameters: so other methods of the model
     than forward find parameters whole too, as far as they call modules.
 
+    after_backward: called when a backward is complete on this rank.
     `active`: whether gradients are reduced now, or kept (no_sync).
     """
 
-    def __init__(self, units: list[Unit], comm: Comm, prefetch: Prefetch) -> None:
+    def __init__(
+        self, units: list[Unit], comm: Comm, prefetch: Prefetch, *, after_backward: Callable[[], None]
+    ) -> None:
         self.active = True
+        self._after_backward = after_backward
         self._units = units
         self._root = units[0]
         self._prefetching = prefetch
@@ -259,6 +263,7 @@ class Schedule:
             unit.calls = 0
             unit.reshard()
         self._in_backward = False
+        self._after_backward()
 
     def abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""

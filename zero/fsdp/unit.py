@@ -172,10 +172,14 @@ class Unit:
             if bucket.phase is Phase.REDUCING:
                 params = bucket.flat.params
 
-                def deliver(index: int, gradient: Tensor | None, params: list[nn.Parameter] = params) -> None:
+                part = bucket.flat.part
+
+                def deliver(
+                    index: int, gradient: Tensor | None, params: list[nn.Parameter] = params, part: Tensor = part
+                ) -> None:
                     resting = self._resting.pop(params[index], None)
                     if gradient is not None:
-                        gradient = gradient.to(params[index].dtype)
+                        gradient = gradient.to(part)
                     if resting is not None and gradient is not None:
                         gradient = resting.add_(gradient)
                     params[index].grad = resting if gradient is None else gradient

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,16 @@ class Residence(enum.Enum):
     PART = "in part"
 
 
+class Home(Protocol):
+    """Where the parts of groups lie that are not kept beside the whole: in the memory of the CPU, in files."""
+
+    def place(self, part: Tensor) -> Tensor:
+        """A copy of the part, there. Raises OSError where there is no room."""
+
+    def used(self, part: Tensor) -> None:
+        """Called when a part that was placed has been read or written, and will not be for a while."""
+
+
 class FlatGroup:
     """Parameters of one dtype on one device, laid in one buffer and bound to it.
 
@@ -38,6 +49,7 @@ class FlatGroup:
     compute_dtype: the dtype of `full`, where it is not the parameters' own; only with `own_part`.
     part_in_whole: while WHOLE, free `part` too and keep it in `full` alone: less memory where groups stay whole for
         long, for one copy more. Only where both have one dtype.
+    home: where `part` lies, if not beside `full`; only with `own_part`.
     label: what errors call the group.
     """
 
@@ -51,6 +63,7 @@ class FlatGroup:
         own_part: bool = False,
         compute_dtype: torch.dtype | None = None,
         part_in_whole: bool = False,
+        home: Home | None = None,
         label: str | None = None,
     ) -> None:
         self.params, self.layout, self.comm = list(params), layout, comm
@@ -70,13 +83,14 @@ class FlatGroup:
                 view.copy_(param)
             self._bind(self.whole_views)
             own = self.full[layout.segment(comm.rank)]
-            self.part = own.clone() if own_part else own
+            self.part = home.place(own) if home else own.clone() if own_part else own
         self.spans = {span.index: span for span in layout.spans(comm.rank)}
         self.part_views = self.views_of_part(self.part)
-        self._part_in_whole = part_in_whole and compute_dtype in (None, self.part.dtype)
+        self._home = home
+        self._part_in_whole = part_in_whole and home is None and compute_dtype in (None, self.part.dtype)
         if own_part:
             if compute_dtype not in (None, self.part.dtype):
-                self.full = torch.empty(layout.numel, dtype=compute_dtype, device=self.part.device)
+                self.full = torch.empty(layout.numel, dtype=compute_dtype, device=self.full.device)
                 self.whole_views = self.views_of_whole(self.full)
             self._bind(self.part_views)
             self.full.untyped_storage().resize_(0)
@@ -140,11 +154,13 @@ class FlatGroup:
             assert self.residence is Residence.PART
             self.full.untyped_storage().resize_(self.full.nbytes)
             with torch.no_grad():
-                self.full[self.layout.segment(self.comm.rank)].copy_(self.part)
+                self.full[self.layout.segment(self.comm.rank)].copy_(self.part, non_blocking=True)
+            self._part_used()
             self.residence = Residence.GATHERING
         if conceal:
             unknown = self.full.new_full((), torch.nan)
             self._bind([unknown.expand(shape) for shape in self._shapes])
+            self.residence = Residence.GATHERING
         channel = None if agreed else self._channel
         if sent_as is None or sent_as.itemsize >= self.full.element_size() or self.comm.world == 1:
             self._handle = self.comm.gather(self.full, self.layout.bounds, channel)
@@ -169,7 +185,8 @@ class FlatGroup:
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
         handle.wait()
-        self._bind(self.whole_views)
+        if self._bound is not self.whole_views:
+            self._bind(self.whole_views)
         if self._part_in_whole:
             self.part.untyped_storage().resize_(0)
         self.residence = Residence.WHOLE
@@ -197,9 +214,10 @@ class FlatGroup:
         assert len(part) == len(self.part)
         own = self.layout.segment(self.comm.rank)
         if to is not None and to != self.comm.rank:
-            self.comm.collect([(owner, part if owner == self.comm.rank else None) for owner in self._owners], to)
+            sent = part.to(self.full.device)
+            self.comm.collect([(owner, sent if owner == self.comm.rank else None) for owner in self._owners], to)
             return None
-        whole = part.new_empty(self.layout.numel)
+        whole = self.full.new_empty(self.layout.numel, dtype=part.dtype)
         with torch.no_grad():
             whole[own] = part
         if to is None:
@@ -207,6 +225,10 @@ class FlatGroup:
         else:
             self.comm.collect([(owner, whole[self.layout.segment(owner)]) for owner in self._owners], to)
         return whole
+
+    def _part_used(self) -> None:
+        if self._home is not None:
+            self._home.used(self.part)
 
     @property
     def _owners(self) -> range:
@@ -235,6 +257,7 @@ class FlatGroup:
         if keep and self.residence is Residence.WHOLE:
             with torch.no_grad():
                 self.part.copy_(self._summoned[self.layout.segment(self.comm.rank)])
+        self._part_used()
         self._summoned = None
         self._bind(self.part_views)
         self.residence = Residence.PART

@@ -12,7 +12,7 @@ from torch import nn
 
 from zero.oss import layout
 from zero.oss.comm import Comm
-from zero.oss.flat import FlatGroup, alignment, alike
+from zero.oss.flat import FlatGroup, Home, alignment, alike
 from zero.oss.layout import Layout, Loads
 
 Partition = Literal["auto", "even", "whole"]
@@ -138,6 +138,7 @@ def lay_out(
     own_part: bool = False,
     compute_dtype: torch.dtype | None = None,
     part_in_whole: bool = False,
+    home: Home | None = None,
     label: str | None = None,
 ) -> list[FlatGroup]:
     """The parameters, bound into flat groups; see `arrange` for which, and FlatGroup for the other options."""
@@ -149,6 +150,7 @@ def lay_out(
             comm,
             own_part=own_part,
             part_in_whole=part_in_whole,
+            home=home,
             label=label,
             compute_dtype=compute_dtype if params[arranged.members[0]].is_floating_point() else None,
         )

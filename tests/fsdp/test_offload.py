@@ -1,0 +1,160 @@
+"""Parts in the memory of the CPU and in files. Without a GPU, CPUOffload has nothing to move."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import SGD, Adafactor, Adam, AdamW
+
+import ranks
+import zero
+from models import CASES
+from sidebyside import SideBySide, sgd, stage_3
+from zero.fsdp.offload import Disk
+
+
+def fused_adam(params: Any) -> Adam:
+    return Adam(params, lr=1e-2, fused=True)
+
+
+def train(rank: int, world: int, offload: Any, optim: Any, options: dict[str, Any], name: str = "mlp") -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    both = SideBySide(case.model(), partial(stage_3, offload=offload, **options), optim)
+    for step in range(3):
+        batch = case.batch(rank, step)
+        both.step(lambda model: model(*batch.inputs).square().mean())  # noqa: B023
+        gradients = [param.grad for param in both.model.parameters() if param.grad is not None]
+        assert gradients, "a step must leave the gradients where they are"
+    both.zero_grad()
+    both.backward(lambda model: model(*case.batch(rank, 3).inputs).square().mean(), sync=False)
+    both.backward(lambda model: model(*case.batch(rank, 4).inputs).square().mean())
+    both.update()
+    saved = both.optimizer.state_dict()
+    both.optimizer.load_state_dict(saved)  # copies of state, which are in memory until the next step
+    both.step(lambda model: model(*case.batch(rank, 5).inputs).square().mean())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "even": {},
+    "whole": {"partition": "whole"},
+    "kept": {"reshard_after_forward": False},
+    "memory first": {"prefetch": zero.MEMORY_FIRST},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("optim", [sgd, partial(AdamW, lr=1e-2), fused_adam], ids=["sgd", "adamw", "fused adam"])
+def test_training_from_files_is_exact(tmp_path, optim, options):
+    ranks.run(train, args=(zero.DiskOffload(tmp_path), optim, options))
+    assert not list(tmp_path.iterdir()), "files must be gone with the processes"
+
+
+def test_training_offloaded_to_the_cpu_is_exact():
+    ranks.run(train, args=(zero.CPUOffload(), sgd, {}))
+
+
+def test_an_optimizer_that_is_not_elementwise_steps_all_at_once(tmp_path):
+    optim = partial(Adafactor, lr=1e-2)
+    ranks.run(train, args=(zero.DiskOffload(tmp_path), optim, {"partition": "whole"}, "gpt"))
+
+
+def scheduled(rank: int, world: int, path: Path) -> None:
+    """One optimizer holds parameters that are sharded and one that is not; its hooks and scheduler see single steps."""
+    torch.manual_seed(0)
+    model = zero.FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), offload=zero.DiskOffload(path))
+    outside = nn.Parameter(torch.ones(3))
+    optimizer = SGD([*model.parameters(), outside], lr=0.1, momentum=0.9)
+    steps: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 5)).sum() + outside.sum()).backward()
+        optimizer.step()
+        scheduler.step()
+    assert len(steps) == 3
+    assert outside.tolist() == pytest.approx([1 - 0.1 - 0.05 * 1.9 - 0.025 * 2.71] * 3)
+
+
+def test_hooks_and_schedulers_see_one_step(tmp_path):
+    ranks.run(scheduled, args=(tmp_path,))
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def resident(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def held(rank: int, world: int, path: Path | None) -> tuple[int, int]:
+    """Bytes of parts and optimizer state, and by how much the process grew at most while it trained with them."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: have glibc give back what is freed, as jemalloc does
+    width, layers = 1024, 24  # 4 MiB a layer
+    nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()  # torch's own memory is not to count
+    with torch.device("meta"):
+        inner = Wide(width, layers)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    offload = None if path is None else zero.DiskOffload(path)
+    model = zero.FSDP(
+        inner, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), prefetch=zero.MEMORY_FIRST, offload=offload
+    )
+    optimizer = Adam(model.parameters(), lr=1e-4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+    return 12 * sum(param.numel() for param in model.parameters()), resident("VmHWM") - before
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc to see peaks")
+def test_less_is_resident_than_parts_and_state_are_large(tmp_path):
+    """Gradients stay in memory, a third of what parts and state take; besides them what is used at a time."""
+    state, peak = ranks.run(held, 1, args=(tmp_path,))[0]
+    assert state == 12 * 24 * 1024 * 1024
+    assert peak < 0.5 * state
+    _, in_memory = ranks.run(held, 1, args=(None,))[0]
+    assert in_memory > 1.25 * state
+
+
+def no_room(rank: int, world: int, path: Path) -> None:
+    path = path / "file" if rank else path
+    zero.FSDP(nn.Linear(3, 3), offload=zero.DiskOffload(path))
+
+
+def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    ranks.expect_error(no_room, 2, ValueError, "no room for the parts of the root unit", r"rank 1", args=(tmp_path,))
+
+
+def test_a_tensor_in_a_file_keeps_its_values_and_its_order_in_memory(tmp_path):
+    disk = Disk(tmp_path)
+    for tensor in (torch.randn(4, 3), torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last), torch.ones(0, 2)):
+        placed = disk.place(tensor)
+        disk.used(placed)
+        assert torch.equal(placed, tensor) and placed.stride() == tensor.stride()
+        placed += 1
+        disk.used(placed)
+        assert torch.equal(placed, tensor + 1)
+    assert disk.place(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.bfloat16
