@@ -9,7 +9,9 @@ import shutil
 import struct
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 
 import ranks
 import zero
+from zero.checkpoint.files import FileProblem, SafeFile
 
 CONFIG = Config()
 CANARY = "ZERO_TEST_CANARY"
@@ -157,6 +160,55 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_and_changes_nothing(stage
     assert not list(tmp_path.rglob(CANARY)), "a crafted file ran code"
 
 
+# ----------------------------------------------------------------------------------------------- once all was checked
+
+
+def failing_disk(rank):
+    """On rank 1, the third tensor that is read for good cannot be read."""
+    read, calls = SafeFile.read, []
+
+    def sometimes(self, *args):
+        calls.append(args)
+        if rank == 1 and len(calls) == 3:
+            raise FileProblem(f"{self.place} cannot be read (Input/output error)")
+        read(self, *args)
+
+    return mock.patch.object(SafeFile, "read", sometimes)
+
+
+def refusing_optimizer(rank):
+    def refuse(self, state_dict):
+        raise RuntimeError("not this state")
+
+    return mock.patch.object(torch.optim.AdamW, "load_state_dict", refuse) if rank else nullcontext()
+
+
+def fails_late(rank, world, path, stage, failure):
+    model, optimizer = CONFIG.build(stage)
+    checkpoints = []
+    for step in range(2):
+        steps(model, optimizer, step, 1)
+        checkpoints.append((zero.checkpoint.save(path, model, optimizer).path, whole(model, optimizer)))
+    steps(model, optimizer, 2, 1)
+    with failure(rank), pytest.raises(zero.checkpoint.CheckpointError) as caught:
+        zero.checkpoint.load(path, model, optimizer)
+    for saved, expected in checkpoints:
+        zero.checkpoint.load(saved, model, optimizer)
+        assert not differences(expected, whole(model, optimizer))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("failure", "expected"), [(failing_disk, "Input/output error"), (refusing_optimizer, "not this state")]
+)
+def test_a_load_that_fails_late_says_on_every_rank_that_the_model_is_half_loaded(stage, failure, expected, tmp_path):
+    """There is no way back without a second copy of everything; the next load makes it whole."""
+    first, second = ranks.run(fails_late, 2, (str(tmp_path), stage, failure))
+    assert first == second
+    assert expected in first and "partly as before and partly as saved" in first and "rank 1" in first
+
+
 # ------------------------------------------------------------------------------------------------------ what differs
 
 
@@ -224,6 +276,56 @@ def test_another_model_or_optimizer(build, expected, saved_tiny):
         load_into(0, 1, saved_tiny, build)
     for pattern in expected:
         assert re.search(pattern, str(caught.value)), str(caught.value)
+
+
+class Blockwise(torch.optim.SGD):
+    """Keeps one number for every 16 elements."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["absmax"] = torch.zeros(-(-param.numel() // 16))
+        return super().step(closure)
+
+
+def of_sharded(optim, width=8, **options):
+    model = zero.FSDP(tiny(width))
+    return model, optim(model.parameters(), **options)
+
+
+MISFITS = {  # what is saved, and what is to take it
+    "another width": (adam(), lambda: of_sharded(adam(), width=9)),
+    "another optimizer": (adam(), lambda: of_sharded(torch.optim.SGD, lr=0.1)),
+    "cut state": (Blockwise, lambda: of_sharded(Blockwise)),  # only seen where a rank has a part
+}
+
+
+def save_misfits(rank, world, path):
+    for name, (optim, _) in MISFITS.items():
+        model, optimizer = of_tiny(optim)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        zero.checkpoint.save(f"{path}/{name}", model, optimizer)
+
+
+def refuse_misfits(rank, world, path):
+    told = []
+    for name, (_, build) in MISFITS.items():
+        model, optimizer = build()
+        before = whole(model, optimizer)
+        with pytest.raises(zero.checkpoint.CheckpointError) as caught:
+            zero.checkpoint.load(f"{path}/{name}", model, optimizer)
+        assert not differences(before, whole(model, optimizer))
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_misfit_is_refused_on_every_rank_and_changes_nothing(tmp_path):
+    ranks.run(save_misfits, 2, (str(tmp_path),))
+    first, second, third = ranks.run(refuse_misfits, 3, (str(tmp_path),))
+    assert first == second == third
+    for message, expected in zip(first, ["saved float32", "is SGD", "is cut between ranks here"], strict=True):
+        assert expected in message
 
 
 def test_an_optimizer_that_was_not_saved(tmp_path):
