@@ -253,6 +253,19 @@ class FSDP(nn.Module):
         with self.summon_full_params():
             return self.module.load_state_dict(state_dict, strict)
 
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's parts, and all buffers, as copies, without communication: for saving each rank's by itself."""
+        return whole.local_state_dict(self.module, self._units)
+
+    def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Collective. Takes what `local_state_dict` gave on this rank, of the same model on as many ranks.
+
+        Raises ValueError on every rank, and changes nothing, where one was given something else.
+        """
+        problem = whole.local_problem(self.module, self._units, state_dict)
+        self._comm.compare("the parts given to FSDP", [], problem)
+        whole.load_local_state_dict(self.module, self._units, state_dict)
+
     # ------------------------------------------------------------------------------------------ the module
 
     def __getstate__(self) -> NoReturn:

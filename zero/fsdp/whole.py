@@ -1,4 +1,8 @@
-"""Whole parameters and gradients at the user's wish, outside of forward and backward."""
+"""Whole parameters and gradients at the user's wish, outside of forward and backward; weights whole and in parts.
+
+whole    {name: tensor}: the module's own state_dict()
+part     {"zero_part": of which layout, name: this rank's part, or a buffer}
+"""
 
 from __future__ import annotations
 
@@ -97,3 +101,43 @@ def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: A
             copied = whole.get(value) if isinstance(value, nn.Parameter) else None
             found[key] = value.detach().clone() if copied is None else copied
     return found
+
+
+_PART = "zero_part"
+
+
+def local_state_dict(module: nn.Module, units: Sequence[Unit]) -> dict[str, Any]:
+    """See FSDP.local_state_dict."""
+    for unit in units:
+        unit.reshard()
+    named = module.state_dict(keep_vars=True)
+    parts = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in named.items()}
+    return {_PART: _layout(units), **parts}
+
+
+def local_problem(module: nn.Module, units: Sequence[Unit], state_dict: dict[str, Any]) -> str | None:
+    """Why `state_dict` is not what `local_state_dict` would give here, in words for the user; None if it is."""
+    if state_dict.get(_PART) != _layout(units):
+        return (
+            f"the state is {state_dict.get(_PART, 'no part of one')!r}, but this is {_layout(units)!r}. Load whole "
+            "weights by load_state_dict(), or use zero.checkpoint, which loads at any number of ranks."
+        )
+    different = (state_dict.keys() - {_PART}) ^ module.state_dict(keep_vars=True).keys()
+    if different:
+        return f"the state is of another model: only one of the two has {', '.join(sorted(different)[:5])}."
+    return None
+
+
+def load_local_state_dict(module: nn.Module, units: Sequence[Unit], state_dict: dict[str, Any]) -> None:
+    for unit in units:
+        unit.reshard()
+    with torch.no_grad():
+        for name, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                value.copy_(state_dict[name])
+
+
+def _layout(units: Sequence[Unit]) -> str:
+    bounds = [list(group.layout.bounds) for unit in units for group in unit.groups]
+    comm = next(unit.groups[0].comm for unit in units if unit.groups)
+    return f"rank {comm.rank} of {comm.world}, segments {bounds}"
