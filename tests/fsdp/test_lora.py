@@ -1,0 +1,225 @@
+"""Frozen parameters beside trained ones in a unit: adapters, and freezing and unfreezing between steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+import ranks
+import zero
+from sidebyside import SideBySide, data, sgd
+
+WIDTH, RANK = 14, 2
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained correction of low rank (Hu et al., 2021)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(RANK, base.in_features) / 4)
+        self.up = nn.Parameter(torch.randn(base.out_features, RANK) / 4)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.t() @ self.up.t() * self.scale
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.up, self.down = Adapted(nn.Linear(WIDTH, 3 * WIDTH)), nn.Linear(3 * WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """All frozen but the adapters and the head."""
+
+    def __init__(self, checkpointed: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(19, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+        self.reentrant = checkpointed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def loss_on(rank: int, step: int) -> Any:
+    tokens = (data(4, 6, rank=rank, step=step).abs() * 7).long() % 19
+    return lambda model: model(tokens).square().mean()
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "not sharded": {"sharding_strategy": "NO_SHARD"},
+    "whole": {"partition": "whole"},
+    "hybrid": {"sharding_strategy": "HYBRID_SHARD"},
+}
+
+
+def side_by_side(model: nn.Module, stage: str, optim: Any = sgd, tolerance: float = 0.0) -> SideBySide:
+    options = dict(STAGES[stage])
+    if stage == "hybrid":
+        options["device_mesh"] = init_device_mesh("cpu", (1, 2))
+
+    def build(inner: nn.Module, optim: Any) -> Any:
+        wrapped = zero.FSDP(inner, **options)
+        return wrapped, optim(wrapped.parameters())
+
+    return SideBySide(model, build, optim, tolerance=tolerance)
+
+
+def adapters(rank: int, world: int, stage: str) -> None:
+    for optim in (sgd, partial(AdamW, lr=1e-2)):
+        both = side_by_side(Net(), stage, optim)
+        before = both.model.state_dict()
+        for step in range(3):
+            both.step(loss_on(rank, step))
+        for name, param in both.model.module.named_parameters():
+            assert param.grad is None or param.requires_grad
+            moved = not torch.equal(both.model.state_dict()[name], before[name]) if step == 2 else None
+            assert moved == param.requires_grad, name
+    both = side_by_side(Net(), stage)
+    for step in range(2):
+        both.zero_grad()
+        for number in range(3):
+            both.backward(loss_on(rank, 3 * step + number), sync=number == 2)
+        both.update()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_train_and_what_they_adapt_stays(stage):
+    ranks.run(adapters, args=(stage,))
+
+
+def recomputed(rank: int, world: int, reentrant: bool) -> None:
+    """The embedding is frozen, so the first block's input needs no gradient: what re-entrant checkpointing needs."""
+    net = Net(checkpointed=reentrant)
+    net.tokens.requires_grad_(reentrant)
+    both = side_by_side(net, "resharded")
+    for step in range(3):
+        both.step(loss_on(rank, step))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_adapters_under_activation_checkpointing(reentrant):
+    ranks.run(recomputed, args=(reentrant,))
+
+
+def thawed(rank: int, world: int, stage: str) -> None:
+    """From the head down one block more is trained every other step, by the optimizer that has all parameters."""
+    both = side_by_side(Net(), stage)
+    for step in range(6):
+        if step % 2:
+            for inner in both.each():
+                inner.blocks[2 - step // 2].requires_grad_(True)
+        both.step(loss_on(rank, step))
+    for inner in both.each():
+        inner.requires_grad_(False)
+        inner.tokens.requires_grad_(True)
+    for step in range(6, 8):
+        both.step(loss_on(rank, step))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_blocks_unfrozen_one_by_one_and_frozen_again(stage):
+    ranks.run(thawed, args=(stage,))
+
+
+def added(rank: int, world: int) -> None:
+    """Thawed parameters come to the optimizer by add_param_group, with hyperparameters of their own."""
+    net = Net()
+
+    def build(inner: nn.Module, _: Any) -> Any:
+        wrapped = zero.FSDP(inner)
+        return wrapped, SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+    both = SideBySide(net, build, sgd)
+    both.plain_optimizer = SGD([p for p in both.plain.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    for step in range(4):
+        if step == 2:
+            for inner, optimizer in zip(both.each(), (both.optimizer, both.plain_optimizer), strict=True):
+                inner.blocks[1].down.requires_grad_(True)
+                params = list(inner.blocks[1].down.parameters())
+                optimizer.add_param_group({"params": params, "lr": 0.01, "weight_decay": 0.2})
+        both.step(loss_on(rank, step))
+
+
+def test_unfrozen_parameters_are_added_to_the_optimizer():
+    ranks.run(added)
+
+
+def between(rank: int, world: int, thaw: bool) -> None:
+    """Frozen or unfrozen after a backward under no_sync, before the one that sends what it left."""
+    both = side_by_side(Net(), "resharded")
+    both.step(loss_on(rank, 0))
+    both.zero_grad()
+    both.backward(loss_on(rank, 1), sync=False)
+    for inner in both.each():
+        (inner.blocks[1].down if thaw else inner.blocks[1].up).requires_grad_(thaw)
+    both.backward(loss_on(rank, 2))
+    both.update()
+    both.step(loss_on(rank, 3))
+
+
+def test_unfrozen_between_backwards_of_a_step():
+    ranks.run(between, args=(True,))
+
+
+def test_frozen_between_backwards_of_a_step_what_no_sync_left_is_not_stepped_with():
+    words = [r"'blocks\.1\.up\.\w+' has a gradient that was not reduced", "no_sync"]
+    ranks.expect_error(between, 2, RuntimeError, *words, args=(False,), timeout=15)
+
+
+def differs(rank: int, world: int) -> None:
+    net = Net()
+    if rank:
+        net.blocks[1].down.requires_grad_(True)
+    zero.FSDP(net)
+
+
+def test_ranks_that_freeze_other_parameters_are_refused():
+    ranks.expect_error(differs, 2, ValueError, "differ between ranks", r"blocks\.1\.down", "frozen", timeout=15)
+
+
+def differs_later(rank: int, world: int) -> None:
+    model = zero.FSDP(Net())
+    if rank:
+        model.blocks[1].down.requires_grad_(True)
+    for step in range(2):
+        loss_on(rank, step)(model).backward()
+
+
+def test_ranks_that_unfreeze_other_parameters_later_raise_on_every_rank():
+    ranks.expect_error(differs_later, 2, RuntimeError, "out of step", r"unit 'blocks\.\d'", timeout=15)
+
+
+def bytes_of_gradients(rank: int, world: int) -> tuple[int, int]:
+    model = zero.FSDP(Net())
+    loss_on(rank, 0)(model).backward()
+    trained = sum(param.nbytes for param in model.parameters() if param.requires_grad)
+    held = {param.grad.untyped_storage() for param in model.parameters() if param.grad is not None}
+    return sum(one.nbytes() for one in held), trained
+
+
+def test_frozen_parameters_take_no_memory_for_gradients():
+    for held, trained in ranks.run(bytes_of_gradients):
+        assert trained <= held <= trained + 4 * 4 * 16  # the usage counts, a unit
