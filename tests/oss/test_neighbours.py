@@ -1,0 +1,292 @@
+"""Ranks of one host that read one another's memory: who does, what a rank that ends does to the others, and that nobody
+overwrites what others still read. That the results are those of collectives is seen in test_comm.py."""
+
+import gc
+import os
+import socket
+import time
+import warnings
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import refusal
+
+import ranks
+from zero.oss import attach
+from zero.oss.comm import Comm
+from zero.oss.wire import wire_of
+
+LENGTH = 5000
+
+
+def together(rank, world):
+    """A Comm of the default group after its first operation, and whether its ranks read one another's memory."""
+    comm = Comm()
+    comm.agree(comm.channel("a first meeting"))
+    return comm, wire_of(comm.group).neighbours is not None
+
+
+def gathered(comm, start=0.0, length=LENGTH):
+    """Every rank's number, as a gather brings it here."""
+    full = torch.full((comm.world * length,), -1.0)
+    full[comm.rank * length : (comm.rank + 1) * length] = start + comm.rank
+    comm.gather(full, range(0, comm.world * length + 1, length), None).wait()
+    return full.view(comm.world, length).unique(dim=1).squeeze(1).tolist()
+
+
+def _read_one_another(rank, world):
+    return together(rank, world)[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _readable():
+    if not all(ranks.run(_read_one_another, 2)):
+        pytest.skip("this system does not let processes read one another's memory")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who reads
+
+
+def _hindered(rank, world, hindered, target, effect):
+    with mock.patch(target, **effect) if rank == hindered else nullcontext():
+        comm, reads = together(rank, world)
+    return reads, gathered(comm), comm.reduce([(torch.ones(world), [1] * world)]).wait().tolist()
+
+
+ERROR = {"side_effect": OSError("not here")}
+
+
+@pytest.mark.parametrize(
+    ("hindered", "target", "effect"),
+    [
+        (0, "zero.oss.attach.host", ERROR),
+        (1, "zero.oss.attach.host", {"return_value": "another"}),
+        (2, "zero.oss.attach.read", ERROR),
+        (2, "zero.oss.attach.read", {"return_value": None}),  # something, but not what the other has there
+        (1, "os.pidfd_open", ERROR),
+        (2, "socket.socket.connect", ERROR),
+        (0, "socket.socket.accept", ERROR),
+    ],
+)
+def test_where_one_rank_cannot_read_another_all_use_collectives(hindered, target, effect):
+    found = ranks.run(_hindered, 3, args=(hindered, target, effect))
+    assert found == [(False, [0.0, 1.0, 2.0], [3.0])] * 3
+
+
+def _several_groups(rank, world):
+    groups = [dist.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    comms = [Comm()] + [Comm(group) for group in groups if dist.get_rank(group) >= 0]
+    handles, fulls = [], []
+    for start, comm in enumerate([*comms, *comms]):
+        full = torch.zeros(comm.world * LENGTH)
+        full[comm.rank * LENGTH : (comm.rank + 1) * LENGTH] = 10.0 * start + rank
+        fulls.append(full)
+        handles.append(comm.gather(full, range(0, comm.world * LENGTH + 1, LENGTH), comm.channel("a test")))
+    for handle in handles:
+        handle.wait()
+    assert all(wire_of(comm.group).neighbours is not None for comm in comms)
+    return [full[::LENGTH].tolist() for full in fulls]
+
+
+def test_several_groups_transfer_at_once():
+    for rank, found in enumerate(ranks.run(_several_groups, 4)):
+        row, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        expected = [[10.0 * start + peer for peer in peers] for start, peers in enumerate([range(4), row, column] * 2)]
+        assert found == expected
+
+
+def _ended_groups(rank, world):
+    def use_a_group():
+        group = dist.new_group([0, 1])
+        comm = Comm(group)
+        assert gathered(comm) == [0.0, 1.0]
+        assert wire_of(group).neighbours is not None
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+    use_a_group()
+    before = open_sockets()
+    use_a_group()
+    gc.collect()
+    return open_sockets() - before
+
+
+def open_sockets():
+    gc.collect()
+    with_type = [socket_type(int(name)) for name in os.listdir("/proc/self/fd")]
+    return with_type.count(socket.SOCK_SEQPACKET)
+
+
+def socket_type(descriptor):
+    with suppress(OSError):
+        copy = socket.socket(fileno=os.dup(descriptor))
+        with copy:
+            return copy.type
+    return None
+
+
+def test_the_end_of_a_group_closes_its_sockets():
+    assert ranks.run(_ended_groups, 2) == [0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is read stays until it was read
+
+
+def _hasty(rank, world, slow):
+    comm, _ = together(rank, world)
+    read = attach.read
+
+    def slowly(*args):
+        time.sleep(0.02)
+        read(*args)
+
+    found = []
+    with mock.patch.object(attach, "read", slowly if rank == slow else read):
+        for step in range(4):
+            full = torch.zeros(world * LENGTH)
+            own = full[rank * LENGTH : (rank + 1) * LENGTH]
+            own.fill_(10.0 * step + rank)
+            comm.gather(full, range(0, world * LENGTH + 1, LENGTH), None).wait()
+            own.fill_(-1000.0)
+            messages = [torch.full((world * LENGTH,), 10.0 * step + rank), torch.full((world,), 1.0)]
+            sums = comm.reduce([(messages[0], [LENGTH] * world), (messages[1], [1] * world)]).wait()
+            for message in messages:
+                message.fill_(-1000.0)
+            found.append((full[(rank + 1) % world * LENGTH :][:LENGTH].unique().tolist(), sums.unique().tolist()))
+    return found
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_rank_that_goes_on_at_once_does_not_overwrite_what_a_slow_one_reads(slow):
+    world = 3
+    for rank, found in enumerate(ranks.run(_hasty, world, args=(slow,))):
+        for step, (from_next, sums) in enumerate(found):
+            assert from_next == [10.0 * step + (rank + 1) % world]
+            assert sums == sorted({float(world), 10.0 * step * world + 3})
+
+
+def _many(rank, world):
+    comm, _ = together(rank, world)
+    fulls = [torch.full((world,), 10.0 * which + rank) for which in range(1000)]
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)  # the notes of the other rank are more than its socket holds
+    handles = [comm.gather(full, range(world + 1), None) for full in fulls]
+    for handle in handles:
+        handle.wait()
+    return all(full.tolist() == [10.0 * which, 10.0 * which + 1] for which, full in enumerate(fulls))
+
+
+def test_any_number_of_operations_may_be_in_flight():
+    assert ranks.run(_many, 2) == [True, True]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A rank that ends
+
+
+def _ends(rank, world, operation, launched):
+    comm, _ = together(rank, world)
+    launch = {
+        "gather": lambda: comm.gather(torch.zeros(world * LENGTH), range(0, world * LENGTH + 1, LENGTH), None).wait,
+        "reduce": lambda: comm.reduce([(torch.zeros(world * LENGTH), [LENGTH] * world)]).wait,
+        "agree": lambda: lambda: comm.agree(0),
+    }[operation]
+    if rank == 1:
+        if launched:
+            launch()
+        os._exit(7)
+    return refusal(launch()), refusal(lambda: comm.agree(0))
+
+
+@pytest.mark.parametrize(
+    ("operation", "launched"),
+    [("gather", False), ("gather", True), ("reduce", False), ("reduce", True), ("agree", False)],
+)
+def test_when_a_rank_ends_the_others_are_told_and_do_not_wait(operation, launched):
+    with pytest.raises(ranks.RankError) as caught:
+        ranks.run(_ends, 3, args=(operation, launched), timeout=20)
+    first, ended, third = caught.value.outcomes
+    assert ended.verdict == "died with exit code 7"
+    for survivor in first, third:
+        now, later = survivor.value
+        assert now.startswith("RuntimeError: rank ")
+        assert "another rank of the group of 3 has stopped" in now
+        assert "tart the process group anew" in later
+
+
+def fork():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of later Pythons, where there are threads
+        return os.fork()
+
+
+def _leaves_a_child(rank, world):
+    comm, _ = together(rank, world)
+    if rank == 1:
+        if fork() == 0:  # as a worker of a DataLoader: it has the sockets, and outlives the rank for a while
+            for name in os.listdir("/proc/self/fd"):
+                if socket_type(int(name)) != socket.SOCK_SEQPACKET:
+                    with suppress(OSError):
+                        os.close(int(name))
+            time.sleep(15)
+            os._exit(0)
+        os._exit(7)
+    return refusal(lambda: gathered(comm))
+
+
+def test_a_rank_that_ends_is_missed_though_a_process_forked_from_it_lives():
+    with pytest.raises(ranks.RankError) as caught:
+        ranks.run(_leaves_a_child, 2, timeout=10)
+    assert "another rank of the group of 2 has stopped" in caught.value.outcomes[0].value
+
+
+def _forks(rank, world):
+    comm, _ = together(rank, world)
+    child = fork()
+    if child == 0:
+        near = wire_of(comm.group).neighbours
+        refused = "forked from a rank" in refusal(lambda: comm.agree(0))
+        near.close()
+        os._exit(0 if refused else 1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), gathered(comm)
+
+
+def test_a_process_forked_from_a_rank_is_refused_and_leaves_the_ranks_alone():
+    assert ranks.run(_forks, 2) == [(0, [0.0, 1.0])] * 2
+
+
+def _never_comes(rank, world):
+    comm = Comm(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
+    comm.agree(0)
+    told = refusal(lambda: gathered(comm)) if rank == 0 else ""
+    dist.barrier()
+    return told
+
+
+def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says():
+    told, _ = ranks.run(_never_comes, 2)
+    assert "waited in vain in a gather" in told
+    assert "said nothing for 1 s" in told
+
+
+def _interrupted(rank, world):
+    comm, _ = together(rank, world)
+    if rank == 1:
+        return refusal(lambda: gathered(comm))
+    with mock.patch.object(attach, "read", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        gathered(comm)
+    return refusal(lambda: gathered(comm))
+
+
+def test_an_interrupt_while_reading_is_an_error_on_the_other_ranks_and_ends_the_group():
+    interrupted, other = ranks.run(_interrupted, 2, timeout=20)
+    assert "tart the process group anew" in interrupted
+    assert "another rank of the group of 2 has stopped" in other
