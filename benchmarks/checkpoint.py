@@ -30,6 +30,7 @@ import zero
 from launch import Rank, run_ranks
 
 WIDTH = 1024
+ELSEWHERE = "load of another number of ranks"
 Times = dict[str, list[float]]
 
 
@@ -94,8 +95,16 @@ def with_state(model: nn.Module) -> Optimizer:
     return optimizer
 
 
+def leave(rank: Rank, *, folder: str, blocks: int) -> None:
+    """Saves on both sides, for another number of ranks to load."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    for side in (Zero(blocks, rank.device), Torch(blocks, rank.device)):
+        side.save(Path(folder) / side.name)
+
+
 def measure(rank: Rank, *, folder: str, blocks: int, rounds: int, found: str | None) -> Times:
-    """Seconds until the slowest rank is done. found: where another number of ranks has saved, to be loaded too."""
+    """Seconds until the slowest rank is done. found: what another number of ranks has left, to be loaded too."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     sides = [Zero(blocks, rank.device), Torch(blocks, rank.device)]
@@ -109,7 +118,7 @@ def measure(rank: Rank, *, folder: str, blocks: int, rounds: int, found: str | N
                 "load": partial(side.load, path),
             }
             if found is not None:
-                jobs["load at another world"] = partial(side.load, Path(found) / side.name)
+                jobs[ELSEWHERE] = partial(side.load, Path(found) / side.name)
             for job, work in jobs.items():
                 seconds, _ = timed(work)
                 if number:  # the first round warms up
@@ -150,23 +159,26 @@ def main() -> None:
     print(f"{nbytes / 1e9:.2f} GB of parameters and Adam's state, medians of {options.rounds} rounds, in seconds")
     print(f"{'ranks':>5}  {'':<22}{'zero':>8}{'torch':>8}{'zero/torch':>12}   {'zero from..to':<16}torch from..to")
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        found = None
-        for world in options.worlds:
-            here = f"{folder}/{world}"
-            work = partial(measure, folder=here, blocks=options.blocks, rounds=options.rounds, found=found)
-            report(world, run_ranks(work, world)[0])
-            if found is not None:
-                shutil.rmtree(found)
-            found = here
+        worlds: list[int] = options.worlds
+        for world, other in zip(worlds, worlds[1:] + worlds[:1], strict=True):
+            found = None
+            if other != world:
+                found = f"{folder}/left"
+                run_ranks(partial(leave, folder=found, blocks=options.blocks), other)
+            work = partial(measure, folder=f"{folder}/here", blocks=options.blocks, rounds=options.rounds, found=found)
+            report(world, other, run_ranks(work, world)[0])
+            shutil.rmtree(f"{folder}/left", ignore_errors=True)
+            shutil.rmtree(f"{folder}/here")
 
 
-def report(world: int, times: Times) -> None:
-    for job in ["save", "load", "load at another world"]:
+def report(world: int, elsewhere: int, times: Times) -> None:
+    for job in ["save", "load", ELSEWHERE]:
         ours, theirs = times.get(f"{job} zero"), times.get(f"{job} torch")
         if ours is not None and theirs is not None:
             mine, other = statistics.median(ours), statistics.median(theirs)
+            called = f"load of {elsewhere} ranks' save" if job == ELSEWHERE else job
             print(
-                f"{world:>5}  {job:<22}{mine:>8.2f}{other:>8.2f}{mine / other:>12.2f}   "
+                f"{world:>5}  {called:<22}{mine:>8.2f}{other:>8.2f}{mine / other:>12.2f}   "
                 f"{spread(ours):<16}{spread(theirs)}",
                 flush=True,
             )

@@ -58,7 +58,13 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def measure(rank, world, path, stage):
+def save_elsewhere(rank, world, path, stage):
+    model, optimizer = build(stage)
+    step(model, optimizer)
+    zero.checkpoint.save(path, model, optimizer)
+
+
+def measure(rank, world, path, stage, other):
     model, optimizer = build(stage)
     step(model, optimizer)
     step(model, optimizer)
@@ -69,6 +75,7 @@ def measure(rank, world, path, stage):
     behind[0].wait()
     peaks["read"] = bytes_read(lambda: zero.checkpoint.load(path, model, optimizer))
     peaks["load in place"] = peak_of(lambda: zero.checkpoint.load(path, model, optimizer))
+    peaks["load of another stage and world"] = peak_of(lambda: zero.checkpoint.load(other, model, optimizer))
     inner = getattr(optimizer, "optim", optimizer)
     inner.state.clear()
     peaks["load"] = peak_of(lambda: zero.checkpoint.load(path, model, optimizer))
@@ -83,16 +90,18 @@ def measurable():
         pytest.skip(f"the peak of resident memory cannot be read here: {error}")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_peak_of_save_and_load(stage, tmp_path):
+@pytest.mark.parametrize(("stage", "other", "others"), [(0, 3, 3), (1, 0, 1), (3, 1, 3)])
+def test_peak_of_save_and_load(stage, other, others, tmp_path):
+    ranks.run(save_elsewhere, others, (str(tmp_path / "other"), other))
     weights, world = BLOCKS * 4 * MIB, 2
     state = 2 * weights // (1 if stage == 0 else world)
     kept = state + weights // (world if stage == 3 else 1)
     written = 3 * weights // world  # by each rank
-    for peaks in ranks.run(measure, world, (str(tmp_path), stage), fresh=True):
+    for peaks in ranks.run(measure, world, (str(tmp_path), stage, str(tmp_path / "other")), fresh=True):
         assert peaks["save"] <= SLACK, peaks
         assert peaks["save behind"] <= written + SLACK, peaks
         assert peaks["load in place"] <= BUFFER + SLACK, peaks
+        assert peaks["load of another stage and world"] <= BUFFER + SLACK, peaks
         assert peaks["read"] <= 2 * kept + 4 * BLOCK, peaks  # once to be checked, once to be taken
         assert peaks["load"] <= state + BUFFER + SLACK, peaks
 
