@@ -1,6 +1,6 @@
 """Draws what the stages keep in memory: a stacked bar a stage, and a mark where the formula puts its top."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -65,25 +65,3 @@ def split_peak(row: Row) -> tuple[float, float, float, float]:
     resident = (row.parameters_bytes, row.gradients_bytes, row.optimizer_bytes)
     parameters, gradients, optimizer = (size / MIB for size in resident)
     return parameters, gradients, optimizer, (row.peak_bytes - sum(resident)) / MIB
-
-
-def draw_peers(file: Path, panels: Mapping[str, Sequence[tuple[str, float, float, bool]]], *, caption: str) -> None:
-    """A row of two charts a model: CPU ms, and MiB of the process. Each bar: title, the two, whether it is zero's."""
-    tallest = max(map(len, panels.values()), default=1)
-    figure = Figure(figsize=(10, 0.6 + (0.9 + 0.28 * tallest) * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for (model, bars), (left, right) in zip(
-        panels.items(), figure.subplots(len(panels), 2, squeeze=False), strict=True
-    ):
-        for axes, column, unit in ((left, 1, "CPU ms a rank and step"), (right, 2, "MiB that the process grew by")):
-            values = [float(bar[column]) for bar in bars]
-            colours = ["#2f5d8c" if bar[3] else "#c9c9c9" for bar in bars]
-            drawn = axes.barh([bar[0] for bar in bars], values, color=colours)
-            axes.bar_label(drawn, fmt="%.0f", padding=3, color=INK, fontsize=8)
-            axes.invert_yaxis()
-            axes.set_title(f"{model}: {unit}", loc="left", color=INK, fontsize=10)
-            axes.tick_params(length=0, colors=INK, labelsize=8)
-            axes.spines[["top", "right", "bottom"]].set_visible(False)
-            axes.set_xticks([])
-    figure.suptitle(caption, color=GREY, fontsize=8)
-    figure.savefig(file, dpi=160)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,10 +40,10 @@ def format_table(rows: Sequence[Row]) -> str:
     return align([HEAD, *(_format_cells(row) for row in rows)])
 
 
-def align(lines: Sequence[Sequence[str]]) -> str:
-    """A table: the first column to the left, all others to the right."""
+def align(lines: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """A table: the first `left` columns to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+    aligned = [[*map(str.ljust, line[:left], widths), *map(str.rjust, line[left:], widths[left:])] for line in lines]
     return "\n".join("  ".join(line) for line in aligned)
 
 
@@ -79,3 +80,12 @@ def find_differences(losses: Mapping[str, Sequence[float]], tolerance: float) ->
                 )
                 break
     return differences
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,78 @@
+"""What the benchmarks report: a regression is found, and tables say what was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def write(file: Path, milliseconds: dict[str, float], cpu: str = "one") -> Path:
+    benchmarks = [{"fullname": name, "stats": {"median": time / 1000}} for name, time in milliseconds.items()]
+    file.write_text(json.dumps({"machine_info": {"cpu": {"brand_raw": cpu}}, "benchmarks": benchmarks}))
+    return file
+
+
+def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_ten_percent_more_is_no_regression(tmp_path):
+    before = write(tmp_path / "before.json", {"step": 100.0, "clip": 2.0})
+    after = write(tmp_path / "after.json", {"step": 109.9, "clip": 1.0, "save": 5.0})
+    done = compare(before, after)
+    assert done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()[2:]] == [
+        ["benchmark", "before", "after", "ratio"],
+        ["step", "100.00", "109.90", "1.10"],
+        ["clip", "2.00", "1.00", "0.50"],
+        ["save", "-", "5.00", "new"],
+    ]
+
+
+@pytest.mark.parametrize("found", [{"step": 110.1, "clip": 2.0}, {"clip": 2.0}])
+def test_more_than_that_is_and_so_is_a_benchmark_that_is_gone(tmp_path, found):
+    before = write(tmp_path / "before.json", {"step": 100.0, "clip": 2.0})
+    done = compare(before, write(tmp_path / "after.json", found))
+    assert done.returncode == 1
+    assert "REGRESSION" in done.stdout
+    assert done.stderr.strip() == "FAILED: over 10% more CPU time, or gone: step"
+    assert compare(before, tmp_path / "after.json", "--over", 20).returncode == (0 if "step" in found else 1)
+
+
+def test_another_machine_is_named(tmp_path):
+    before = write(tmp_path / "before.json", {"step": 1.0})
+    done = compare(before, write(tmp_path / "after.json", {"step": 1.0}, cpu="two"))
+    assert "Not the same machine: one before, two after" in done.stdout
+
+
+def test_another_file_is_refused(tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    assert compare(other, other).returncode == 2
+
+
+def test_ratios_of_peers_are_those_of_turns_next_to_one_another(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import comparison
+
+    def result(variant: str, stage: str, cpu: list[float], process: int) -> comparison.Result:
+        return comparison.Result(variant, variant.upper(), stage, cpu, cpu, 2**20, process * 2**20, [1.5])
+
+    plain = result("ddp", "0", [100.0, 200.0, 100.0], 9)
+    slow, fast = result("fsdp2", "3", [90.0, 190.0, 90.0], 8), result("fsdp1", "3", [80.0, 160.0, 81.0], 7)
+    ours = result("zero3", "3", [50.0, 100.0, 50.0], 6)
+    results = [plain, slow, fast, ours]
+    cells = [line.split() for line in comparison.table(results).splitlines()]
+    assert cells[-1] == ["ZERO3", "50.0", "50.0", "0.50", "0.50", "0.62", "1.0", "6", "1.5000"]
+    assert cells[3][5] == "1.00"
+    told = [line.split() for line in comparison.goals({"gpt": results}).splitlines()]
+    assert ["ZERO3", "FSDP2", "gpt", "CPU", "ms", "0.56", "0.60", "met"] in told
+    assert ["ZERO3", "FSDP1", "gpt", "process", "0.86", "1.00", "met"] in told
+    assert "missed" in comparison.goals({"tiny": results})
