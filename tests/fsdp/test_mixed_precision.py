@@ -423,7 +423,7 @@ def with_torchs_own(rank: int, world: int, how: str) -> list[float]:
     return scaled(rank, world, torch.amp.GradScaler, how, "sgd")
 
 
-@pytest.mark.xfail(reason="torch.amp.GradScaler looks at this rank's parts: the owner of the inf alone skips the step")
+@pytest.mark.xfail(reason="the owner of the inf alone skips the step; all ranks raise then, as they are out of step")
 def test_an_overflow_in_one_element_skips_the_step_on_all_with_torchs_own_scaler():
     expected = [SCALE] * 3 + [SCALE / 2] * 2
     assert ranks.run(with_torchs_own, args=("one element",), timeout=15) == [expected] * 2
