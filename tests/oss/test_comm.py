@@ -1,7 +1,7 @@
 """What ranks say to one another: gather and reduce beside sums computed apart, traffic, and errors on every rank."""
 
 import itertools
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -14,20 +14,23 @@ from zero.oss.collectives import Collectives
 from zero.oss.comm import Comm, Traffic, traffic
 
 WORLDS = [2, 3, 4]
+WAYS = ["reading", "gloo"]
 LARGE = 70_000  # elements, more than travel with the number of the operation
 
 
 @contextmanager
-def as_on(backend):
-    """What other backends than Gloo get; here it runs over Gloo all the same."""
-    if backend == "gloo":
+def as_on(way):
+    """How ranks reach each other: by reading each other's memory, by collectives of Gloo, or of another backend.
+
+    What goes by another backend here runs over Gloo all the same.
+    """
+    with ExitStack() as patches:
+        if way == "gloo":
+            patches.enter_context(mock.patch("zero.oss.comm.meet", return_value=None))
+        elif way == "other":
+            patches.enter_context(mock.patch.object(Collectives, "backend", return_value=way))
+            patches.enter_context(mock.patch.object(Comm, "_checks", return_value=False))
         yield
-    else:
-        with (
-            mock.patch.object(Collectives, "backend", return_value=backend),
-            mock.patch.object(Comm, "_checks", return_value=False),
-        ):
-            yield
 
 
 def numbers(rank, length, dtype, salt=0):
@@ -59,10 +62,10 @@ def cuts(world):
     yield [0] * world
 
 
-def _gather(rank, world, backend, checked):
+def _gather(rank, world, way, checked):
     comm = Comm()
     channel = comm.channel("gathering in a test") if checked else None
-    with as_on(backend):
+    with as_on(way):
         for dtype in [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64]:
             for lengths in cuts(world):
                 bounds = [0, *itertools.accumulate(lengths)]
@@ -73,10 +76,12 @@ def _gather(rank, world, backend, checked):
                 assert_equal(full, expected, f"{dtype} {lengths}")
 
 
-@pytest.mark.parametrize(("backend", "checked"), [("gloo", True), ("gloo", False), ("other", True)])
+@pytest.mark.parametrize(
+    ("way", "checked"), [("reading", True), ("reading", False), ("gloo", True), ("gloo", False), ("other", True)]
+)
 @pytest.mark.parametrize("world", WORLDS)
-def test_gather_brings_every_segment_to_every_rank(world, backend, checked):
-    ranks.run(_gather, world, args=(backend, checked))
+def test_gather_brings_every_segment_to_every_rank(world, way, checked):
+    ranks.run(_gather, world, args=(way, checked))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,8 +103,10 @@ def sent_to(rank, message, counts):
     return message.split(counts)[rank]
 
 
-def _reduce(rank, world):
+def _reduce(rank, world, way):
     comm = Comm()
+    with as_on(way):
+        comm.agree(comm.channel("a test"))  # from here on the way stays
     for dtype in [torch.float32, torch.float64, torch.int64, torch.complex64]:
         for lengths in splits(world):
             given = [
@@ -118,23 +125,26 @@ def _reduce(rank, world):
                 assert_equal(message, original, f"{dtype} {lengths}: what was sent")
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_reduce_gives_each_owner_the_sum_in_rank_order_and_leaves_what_was_sent(world):
-    ranks.run(_reduce, world)
+def test_reduce_gives_each_owner_the_sum_in_rank_order_and_leaves_what_was_sent(world, way):
+    ranks.run(_reduce, world, args=(way,))
 
 
-def _reduce_half(rank, world, dtype):
+def _reduce_half(rank, world, dtype, way):
     given = [numbers(peer, world * 1000, dtype) for peer in range(world)]
-    result = Comm().reduce([(given[rank], [1000] * world)]).wait()
+    with as_on(way):
+        result = Comm().reduce([(given[rank], [1000] * world)]).wait()
     expected = given[0].chunk(world)[rank].float()
     for term in given[1:]:
         expected += term.chunk(world)[rank].float()
     assert_equal(result, expected, "the sum")
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_added_up_in_float32(dtype):
-    ranks.run(_reduce_half, 4, args=(dtype,))
+def test_half_precision_is_added_up_in_float32(dtype, way):
+    ranks.run(_reduce_half, 4, args=(dtype, way))
 
 
 def _all_reduced(rank, world):
@@ -155,14 +165,14 @@ def test_on_two_ranks_reduce_gives_the_bits_of_all_reduce():
 # Groups
 
 
-def _subgroup(rank, world, backend):
+def _subgroup(rank, world, way):
     group = dist.new_group([0, 2])
     if rank == 1:
         return refusal(lambda: Comm(group))
     comm = Comm(group)
     assert (comm.rank, comm.world) == (rank // 2, 2)
     channel = comm.channel("gathering")
-    with as_on(backend):
+    with as_on(way):
         for lengths in [[4, 4], [2, 6], [0, 8], [LARGE, 1]]:
             bounds = [0, lengths[0], sum(lengths)]
             full = torch.full((sum(lengths),), float(rank))
@@ -186,9 +196,9 @@ def _subgroup(rank, world, backend):
     return ""
 
 
-@pytest.mark.parametrize("backend", ["gloo", "other"])
-def test_ranks_are_of_the_group_not_of_the_world(backend):
-    first, outside, second = ranks.run(_subgroup, 3, args=(backend,))
+@pytest.mark.parametrize("way", [*WAYS, "other"])
+def test_ranks_are_of_the_group_not_of_the_world(way):
+    first, outside, second = ranks.run(_subgroup, 3, args=(way,))
     assert first == second == ""
     assert outside.startswith("ValueError: rank 1 of the job is not in the process group")
 
@@ -288,9 +298,11 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(world):
 # Traffic
 
 
-def _traffic(rank, world):
+def _traffic(rank, world, way):
     comm = Comm()
     channel = comm.channel("a test")
+    with as_on(way):
+        comm.agree(channel)
     spent = []
 
     def count(operation):
@@ -315,8 +327,9 @@ def _traffic(rank, world):
 WORD = 8  # bytes that tell each other rank which operation this one has come to
 
 
-def test_traffic_counts_the_bytes_that_each_rank_sends():
-    for rank, spent in enumerate(ranks.run(_traffic, 3)):
+@pytest.mark.parametrize("way", WAYS)
+def test_traffic_counts_the_bytes_that_each_rank_sends(way):
+    for rank, spent in enumerate(ranks.run(_traffic, 3, args=(way,))):
         gather, unchecked, reduce, half, agree, collect, collect_to, broadcast, all_reduce = spent
         assert gather == Traffic(gather=2 * 4 * [LARGE + 10, 0, 30][rank], other=2 * WORD)
         assert unchecked == Traffic(gather=2 * 4 * [10, 0, 30][rank])
@@ -340,9 +353,11 @@ def test_traffic_is_added_and_subtracted_kind_by_kind():
 # Several at once, and ranks out of step
 
 
-def _in_flight(rank, world):
+def _in_flight(rank, world, way):
     comm = Comm()
     channel = comm.channel("a test")
+    with as_on(way):
+        comm.agree(channel)
     fulls, gathers, reduces = [], [], []
     for which, length in enumerate([10, LARGE, 20]):  # launched in one order, waited for in each rank's own
         full = torch.zeros(world * length)
@@ -359,13 +374,16 @@ def _in_flight(rank, world):
         assert_equal(fulls[which], expected, f"gather {which}")
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_operations_in_flight_at_once_do_not_mix(world):
-    ranks.run(_in_flight, world, timeout=20)
+def test_operations_in_flight_at_once_do_not_mix(world, way):
+    ranks.run(_in_flight, world, args=(way,), timeout=20)
 
 
-def _waited_in_another_order(rank, world):
+def _waited_in_another_order(rank, world, way):
     comm = Comm()
+    with as_on(way):
+        comm.agree(comm.channel("another test"))
     fulls = [torch.full((world * LARGE,), 10.0 * which + rank) for which in range(2)]
     bounds = range(0, world * LARGE + 1, LARGE)
     handles = [comm.gather(full, bounds, comm.channel("a test")) for full in fulls]
@@ -374,8 +392,9 @@ def _waited_in_another_order(rank, world):
     return [full.view(world, LARGE).unique(dim=1).squeeze(1).tolist() for full in fulls]
 
 
-def test_gathers_may_be_waited_for_in_an_order_of_each_ranks_own():
-    assert ranks.run(_waited_in_another_order, 2, timeout=20) == [[[0.0, 1.0], [10.0, 11.0]]] * 2
+@pytest.mark.parametrize("way", WAYS)
+def test_gathers_may_be_waited_for_in_an_order_of_each_ranks_own(way):
+    assert ranks.run(_waited_in_another_order, 2, args=(way,), timeout=20) == [[[0.0, 1.0], [10.0, 11.0]]] * 2
 
 
 def _handle_twice(rank, world):
@@ -388,7 +407,7 @@ def test_a_handle_is_waited_for_once():
     assert all("was waited for before" in text for text in ranks.run(_handle_twice, 2))
 
 
-def _out_of_step(rank, world, operations):
+def _out_of_step(rank, world, operations, way):
     comm = Comm()
     channels = {name: comm.channel(f"the {name} of a test") for name in ["gather", "agree", "other agree"]}
 
@@ -398,7 +417,8 @@ def _out_of_step(rank, world, operations):
         else:
             comm.agree(channels[name])
 
-    come_to("agree")  # all together: no harm
+    with as_on(way):
+        come_to("agree")  # all together: no harm
     return refusal(lambda: come_to(operations[rank])), refusal(lambda: come_to("agree"))
 
 
@@ -406,8 +426,9 @@ def _out_of_step(rank, world, operations):
     "operations",
     [("agree", "other agree"), ("gather", "agree"), ("agree", "gather", "agree"), ("gather", "other agree", "gather")],
 )
-def test_ranks_out_of_step_are_told_on_every_rank_what_each_is_doing(operations):
-    told = ranks.run(_out_of_step, len(operations), args=(operations,), timeout=20)
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_out_of_step_are_told_on_every_rank_what_each_is_doing(operations, way):
+    told = ranks.run(_out_of_step, len(operations), args=(operations, way), timeout=20)
     for rank, (first, _) in enumerate(told):
         assert first.startswith(
             f"RuntimeError: ranks are out of step: rank {rank} is in the {operations[rank]} of a test"
@@ -417,8 +438,9 @@ def test_ranks_out_of_step_are_told_on_every_rank_what_each_is_doing(operations)
             assert (named in first) == (operation != operations[rank]), first
 
 
-def test_after_ranks_were_out_of_step_the_group_refuses_to_go_on():
-    for _, second in ranks.run(_out_of_step, 2, args=(("agree", "gather"),), timeout=20):
+@pytest.mark.parametrize("way", WAYS)
+def test_after_ranks_were_out_of_step_the_group_refuses_to_go_on(way):
+    for _, second in ranks.run(_out_of_step, 2, args=(("agree", "gather"), way), timeout=20):
         assert second.startswith("RuntimeError: ranks are out of step")
         assert "tart the process group anew" in second
 
