@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 AT_A_TIME = 1 << 24
-"""Bytes that are asked of an object store at a time."""
+"""Bytes that are asked of an object store, or sent on their way to the disk, at a time."""
 
 
 class Reader(Protocol):
@@ -39,7 +40,7 @@ class Reader(Protocol):
 class Writer(Protocol):
     """A file that is being written."""
 
-    def write(self, data: memoryview, /) -> int | None: ...
+    def write(self, data: memoryview, /) -> int: ...
 
     def seek(self, at: int, /) -> int: ...
 
@@ -176,7 +177,7 @@ class Local:
     @contextmanager
     def write(self) -> Iterator[Writer]:
         with open(self.path, "wb", buffering=0) as file:
-            yield file
+            yield _LocalWriter(file.fileno())
             os.fsync(file.fileno())
 
     def rename(self, name: str) -> Local:
@@ -205,6 +206,27 @@ class _LocalReader:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+class _LocalWriter:
+    """Has what was written start for the disk while more is coming, so that little is left to be synced."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._started = self._at = 0
+
+    def write(self, data: memoryview, /) -> int:
+        count = os.write(self._descriptor, data)
+        self._at += count
+        if self._at - self._started >= AT_A_TIME and sys.platform == "linux":
+            # Linux begins to write such pages, and drops only those that are on disk already: none of these are.
+            os.posix_fadvise(self._descriptor, self._started, self._at - self._started, os.POSIX_FADV_DONTNEED)
+            self._started = self._at
+        return count
+
+    def seek(self, at: int, /) -> int:
+        self._started = self._at = os.lseek(self._descriptor, at, os.SEEK_SET)
+        return at
 
 
 # ------------------------------------------------------------------------------------------------------------- remote
