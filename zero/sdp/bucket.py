@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zero.oss.comm import Comm, Handle
 from zero.oss.flat import FlatGroup
-from zero.oss.layout import Span
+from zero.sdp.routes import Routes
 
 _LARGE = 1 << 18
 """Bytes from which a gradient travels by itself. A message costs about as much CPU time as copying this."""
@@ -52,9 +52,7 @@ class GradBucket:
         self.phase = Phase.FILLING
         self.trained: tuple[int, ...] = ()
         self._large: list[int] = []
-        self._spans: list[dict[int, Span]] = [
-            {span.index: span for span in flat.layout.spans(rank)} for rank in range(flat.layout.world)
-        ]
+        self._routes = Routes(flat.layout)
         self._taken: dict[int, Tensor] = {}
         self._handle: Handle | None = None
         self.notice_trained()
@@ -68,14 +66,7 @@ class GradBucket:
         self.trained = trained
         numels, itemsize = self.flat.layout.numels, self.flat.full.element_size()
         self._large = [index for index in trained if travels_alone(numels[index] * itemsize)]
-
-    def _small_spans(self, rank: int) -> list[Span]:
-        chosen = set(self.trained).difference(self._large)
-        return [span for span in self._spans[rank].values() if span.index in chosen]
-
-    def _counted(self, rank: int) -> list[int]:
-        """The trained parameters that the rank owns something of."""
-        return [index for index in self._spans[rank] if self.flat.params[index].requires_grad]
+        self._routes = Routes(self.flat.layout, trained, self._large)
 
     @property
     def complete(self) -> bool:
@@ -132,28 +123,27 @@ class GradBucket:
 
     def _large_message(self, index: int) -> tuple[Tensor, list[int]]:
         """A gradient as it is: what each rank owns of it lies in the order of ranks."""
-        counts = [spans[index].numel if index in spans else 0 for spans in self._spans]
         gradient = self._taken.get(index)
         if gradient is None:
-            gradient = self.flat.full.new_zeros(sum(counts))
-        return gradient.to(self._sent_as), counts
+            gradient = self.flat.full.new_zeros(self.flat.layout.numels[index])
+        return gradient.to(self._sent_as), self._routes.counts[index]
 
     def _small_message(self) -> tuple[Tensor, list[int]]:
         """Shares of small gradients for each rank, and for each parameter that it owns something of, 1 if used."""
         sample = self.flat.full
-        pieces, counts = [], []
-        for rank in range(self.flat.layout.world):
-            shares = [
-                self._taken[span.index][span.start : span.stop]
-                if span.index in self._taken
-                else sample.new_zeros(span.numel)
-                for span in self._small_spans(rank)
-            ]
-            used = [float(index in self._taken) for index in self._counted(rank)]
-            shares.append(torch.tensor(used, dtype=sample.dtype, device=sample.device))
-            pieces += shares
-            counts.append(sum(len(share) for share in shares))
-        return torch.cat(pieces).to(self._sent_as), counts
+        pieces: list[Tensor] = []
+        used: list[float] = []  # in a large world most ranks get nothing else, and one tensor holds it for many
+        for index, start, stop in self._routes.together.shares:
+            if stop is None:
+                used.append(float(index in self._taken))
+                continue
+            if used:
+                pieces.append(sample.new_tensor(used))
+                used = []
+            gradient = self._taken.get(index)
+            pieces.append(sample.new_zeros(stop - start) if gradient is None else gradient[start:stop])
+        pieces.append(sample.new_tensor(used))
+        return torch.cat(pieces).to(self._sent_as), self._routes.together.counts
 
     def finish(self, deliver: Callable[[int, Tensor | None], None]) -> None:
         """Waits, and delivers for each parameter that this rank owns something of the averaged gradient of its part.
@@ -165,17 +155,16 @@ class GradBucket:
         handle, self._handle = self._handle, None
         sums: Tensor = handle.wait()
         self.phase = Phase.FILLING
-        rank = self.flat.comm.rank
-        spans = [self._spans[rank][index] for index in self._large if index in self._spans[rank]]
-        spans += self._small_spans(rank)
-        counted = self._counted(rank)
+        owned = [self.flat.spans[index] for index in self.trained if index in self.flat.spans]
+        spans = sorted(owned, key=lambda span: span.index not in self._large)  # as they were sent
         ranks = self.flat.comm.world
         if self._replicas is not None:
             self._replicas.all_reduce(sums)
             ranks *= self._replicas.world
         if ranks > 1:
             sums *= 1 / ranks
-        used = dict(zip(counted, sums[len(sums) - len(counted) :].tolist(), strict=True))
+        counts = sums[len(sums) - len(owned) :].tolist()
+        used = {span.index: count for span, count in zip(owned, counts, strict=True)}
         low = 0
         for span in spans:
             part = sums[low : low + span.numel]
