@@ -31,6 +31,9 @@ _DONE = -1
 
 _NOTE = struct.Struct("=qQ")
 
+_PATIENCE = 3600
+"""Seconds that one call waits; the system takes no more than some weeks."""
+
 _TOKEN = 16
 """Bytes by which ranks prove to be who they say."""
 
@@ -147,13 +150,14 @@ class Neighbours:
     def _wait(self, satisfied: Callable[[_Peer], bool]) -> None:
         until = time.monotonic() + self._timeout
         while missing := [(rank, peer) for rank, peer in self._peers.items() if not satisfied(peer)]:
-            rank, peer = missing[0]
             for rank, peer in missing:
                 if peer.gone:
                     raise OSError(f"rank {rank} of the group, process {peer.pid}, has left")
-            ready = self._poll.poll(max(until - time.monotonic(), 0) * 1000)
-            if not ready:
-                raise OSError(f"rank {rank} of the group, process {peer.pid}, said nothing for {self._timeout:g} s")
+            left = max(until - time.monotonic(), 0)
+            ready = self._poll.poll(min(left, _PATIENCE) * 1000)
+            if not ready and left == 0:
+                silent = ", ".join(str(rank) for rank, _ in missing)
+                raise OSError(f"of rank {silent} of the group nothing was heard for {self._timeout:g} s")
             for descriptor, _ in ready:
                 peer = self._by_descriptor[descriptor]
                 peer.take_notes()

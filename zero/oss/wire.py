@@ -1,7 +1,9 @@
-"""What all users of one process group share: the numbers of operations, and the order in which they are completed."""
+"""What all users of one process group share: the numbers of operations, their order, and whether they still can be."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +28,8 @@ class Wire:
     neighbours: the ranks, where they read one another's memory; whether they do is not known before they `have_met`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
         self.queue: list[Handle] = []
         self.announced = 0
         self.broken: str | None = None
@@ -56,9 +59,46 @@ class Wire:
         name = self._names[channel] if channel < len(self._names) else f"operation number {channel}"
         return f"{name} (next: {self._names[announced]})" if 0 < announced < len(self._names) else name
 
+    def refuse_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError(f"{self.broken} Start the process group anew before going on.")
+
+    def refuse_others(self, number: int, numbers: Mapping[int, int]) -> None:
+        """numbers: by rank, of the operation that each other rank has come to; `number` is this rank's."""
+        different = [peer for peer, theirs in numbers.items() if theirs != number]
+        if different:
+            peers = ", ".join(f"rank {peer} in {self.name(numbers[peer])}" for peer in different)
+            self.broken = (
+                f"ranks are out of step: rank {self._rank} is in {self.name(number)}, but {peers}. All ranks "
+                "must run the same modules in the same order and take the same steps. Modules that ranks choose "
+                "between must be gathered together: FSDP(as_one_unit=...)."
+            )
+            raise RuntimeError(self.broken)
+
+    @contextmanager
+    def in_vain(self, number: int | None, buffers: object) -> Iterator[None]:
+        """Explains the error of a transfer, and keeps its buffers alive: they may still be written into, or read."""
+        try:
+            yield
+        except BaseException as error:
+            self.stranded.append(buffers)
+            where = "a transfer" if number is None else self.name(number)
+            told = (
+                f"rank {self._rank} waited in vain in {where}: another rank of the group of {self._world} has stopped, "
+                f"or never came here. Look for the first error of any rank. ({error})"
+            )
+            if self.neighbours is not None:  # they wait for this rank to read: now it will not
+                self.neighbours.close()
+                self.broken = told
+            if isinstance(error, (RuntimeError, OSError)):
+                raise RuntimeError(told) from error
+            raise  # Ctrl-C
+
 
 _wires: WeakKeyDictionary[dist.ProcessGroup, Wire] = WeakKeyDictionary()
 
 
 def wire_of(group: dist.ProcessGroup) -> Wire:
-    return _wires.setdefault(group, Wire())
+    if group not in _wires:
+        _wires[group] = Wire(dist.get_rank(group), dist.get_world_size(group))
+    return _wires[group]
