@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -71,6 +72,8 @@ class Case:
     mixed: bool = False
     optim: str = "adam"
     broadcast: Any = None
+    reduce: Any = None
+    replicas: int = 1
 
 
 CASES = [
@@ -80,7 +83,17 @@ CASES = [
     *(Case(stage, optim=name) for stage in ("2", "3") for name in ("momentum", "adadelta")),
     Case("2", granularity=100),
     Case("1", broadcast=torch.bfloat16),
+    *(Case(stage, partition="whole", mixed=True) for stage in ("1", "2", "3 kept", "3")),
+    *(Case(stage, 4, replicas=2, mixed=mixed) for stage in ("3 kept", "3") for mixed in (False, True)),
+    Case("3", 4, partition="whole", replicas=2),
+    *(Case("3", replicas=2, mixed=mixed) for mixed in (False, True)),
+    *(Case(stage, reduce=torch.bfloat16) for stage in ("2", "3")),
+    Case("3", mixed=True, reduce=torch.float32),
 ]
+
+
+def precision(case: Case) -> zero.MixedPrecision:
+    return zero.MixedPrecision(param_dtype=torch.bfloat16 if case.mixed else None, reduce_dtype=case.reduce)
 
 
 def planned(case: Case) -> Cost:
@@ -89,8 +102,10 @@ def planned(case: Case) -> Cost:
     options = Options(
         partition=case.partition,
         granularity=case.granularity,
-        precision=MIXED if case.mixed else zero.MixedPrecision(),
+        precision=precision(case),
         broadcast_dtype=case.broadcast,
+        reduce_dtype=case.reduce,
+        replicas=case.replicas,
     )
     plan = zero.plan(
         model,
@@ -124,8 +139,8 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
             model,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             partition=case.partition,
-            reshard_after_forward=case.stage == "3",
-            mixed_precision=MIXED if case.mixed else None,
+            mixed_precision=precision(case),
+            **placement(case),
         )
         return sharded, optim(sharded.parameters())
     if case.stage == "0":
@@ -139,8 +154,21 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
         master_dtype=torch.float32 if case.mixed else None,
     )
     if case.stage == "2":
-        return zero.ShardedDDP(model, optimizer), optimizer
+        return zero.ShardedDDP(model, optimizer, reduce_fp16=case.reduce or False), optimizer
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
+
+
+def placement(case: Case) -> dict[str, Any]:
+    """FSDP's arguments for a stage and so many replicas."""
+    if case.replicas == case.world:
+        return {"sharding_strategy": "NO_SHARD"}
+    if case.replicas == 1:
+        return {"sharding_strategy": "SHARD_GRAD_OP" if case.stage == "3 kept" else "FULL_SHARD"}
+    mesh = init_device_mesh("cpu", (case.replicas, case.world // case.replicas))
+    return {
+        "sharding_strategy": "HYBRID_SHARD_ZERO2" if case.stage == "3 kept" else "HYBRID_SHARD",
+        "device_mesh": mesh,
+    }
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, backward: bool = True) -> None:

@@ -70,7 +70,7 @@ def size_up(
     computed = computed if computed is not None and floating else stored
     stepped = stepped if stepped is not None and floating else stored
     sent_as = sent_as or computed
-    sums_dtype = torch.float32 if sent_as in (torch.float16, torch.bfloat16) and layout.world > 1 else sent_as
+    sums_dtype = torch.float32 if sent_as in (torch.float16, torch.bfloat16) else sent_as
     size, world = computed.itemsize, layout.world
     low, high = layout.bounds[rank : rank + 2]
     spans = layout.spans(rank) if trained else ()
@@ -81,6 +81,7 @@ def size_up(
     total = sum(numels) + pieces
     large = [span.numel for span in spans if travels_alone(layout.numels[span.index] * size)]
     most = max([own - sum(large), *large])  # of one message, what this rank gets
+    held_to_add_up = 2 * sums_dtype.itemsize * most if world > 1 else sent_as.itemsize * own
     return Flat(
         itemsize=size,
         whole=layout.numel * size,
@@ -95,7 +96,7 @@ def size_up(
         cast=alone * sent_as.itemsize if sent_as is not computed else 0,
         small=(total - alone) * sent_as.itemsize,
         small_written=(total - alone) * size if sent_as is not computed else 0,
-        widened=2 * sums_dtype.itemsize * most if sums_dtype is not sent_as else 0,
+        widened=held_to_add_up if sums_dtype is not sent_as else 0,
         received=own * world * sent_as.itemsize if world > 1 else 0,
         sums=own * sums_dtype.itemsize,
         sums_dtype=sums_dtype,

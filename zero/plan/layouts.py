@@ -141,16 +141,23 @@ class Layouts:
 
     @cached_property
     def _fullest_of_buckets(self) -> list[int]:
-        if self.options.granularity is None and self._cut == "even":
-            return [0]  # segments are equal, and padding is at the end
         kept = self.kept[::-1]
+        if self._cut == "even" and self.options.granularity is None:
+            return self._of_equals(self.options.reduce_dtype or one.param.dtype for one in kept)
         return self._fullest((one.layout, kept[one.members[0]].stepped.itemsize) for one in self._buckets)
 
     @cached_property
     def _fullest_of_units(self) -> list[int]:
         if self._cut_of_units == "even":
-            return [0]
+            sent_as = self.options.precision.reduce_dtype
+            return self._of_equals(sent_as or group.dtype or group.params[0].dtype for group in self.sizes.groups)
         return self._fullest((one.layout, group.params[one.members[0]].itemsize) for group, one in self._units)
+
+    def _of_equals(self, sent: Iterable[torch.dtype]) -> list[int]:
+        """Where segments are equal, and padding is at the end. What 16-bit gradients take to be added up depends on
+        how large a piece of one message a rank has, which matters where there are few ranks."""
+        widened = self.world <= _FEW and any(dtype in (torch.float16, torch.bfloat16) for dtype in sent)
+        return [*range(self.world)] if widened else [0]
 
     def _fullest(self, layouts: Iterable[tuple[Layout, int]]) -> list[int]:
         """Of layouts, each with the bytes of an element: the rank that owns most of all, and most of one."""

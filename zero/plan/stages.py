@@ -43,7 +43,7 @@ def sharded_state(job: Job) -> Cost:
     ledger = Ledger(parameters + optimizer, job.activations)
     gradients = _whole_gradients(job, ledger, copies=False)
     ledger.take(sum(bucket.flat.owned * bucket.stepped.itemsize for bucket in job.buckets if bucket.mastered))
-    ledger.touch(scratch)
+    ledger.touch(max(scratch, _refreshed_masters(job)))
     sent = _all_reduced(job, gradients) + _gather_after_step(job, ledger)
     held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
     return Cost("1", job.world, **held, peak=ledger.peak, sent=sent)
@@ -55,7 +55,7 @@ def sharded_gradients(job: Job) -> Cost:
     ledger = Ledger(parameters + optimizer, job.activations)
     ledger.forward()
     gradients = _backward_by_buckets(job, ledger)
-    ledger.touch(scratch)
+    ledger.touch(max(scratch, _refreshed_masters(job)))
     sent = job.agreement[1] + sum(bucket.flat.sent for bucket in job.buckets) + _gather_after_step(job, ledger)
     held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
     return Cost("2", job.world, **held, peak=ledger.peak, sent=sent)
@@ -110,6 +110,14 @@ def _of_oss(job: Job) -> tuple[int, int, int]:
     masters = sum(bucket.flat.part for bucket in job.buckets if bucket.mastered)
     state, scratch = job.stepping_parts(job.buckets)
     return parameters, state + masters, scratch
+
+
+def _refreshed_masters(job: Job) -> int:
+    """What OSS holds to find what was written into parameters since its last step: a copy of a master, and a mask."""
+    parts = (
+        bucket.flat.part + bucket.flat.part // bucket.stepped.itemsize for bucket in job.buckets if bucket.mastered
+    )
+    return max(parts, default=0)
 
 
 def _backward_by_buckets(job: Job, ledger: Ledger) -> int:
