@@ -5,6 +5,9 @@ import random
 import signal
 import threading
 import time
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +68,35 @@ def test_a_rank_killed_at_any_moment_leaves_the_latest_whole(scheme, tmp_path):
     assert last > MOMENTS[scheme], "saves were killed before they were under way: give them more time"
     zero.checkpoint.save(path, model, keep=1)
     assert len(list(tmp_path.iterdir())) == 2, "what the killed left was not removed"
+
+
+def test_a_name_is_given_when_all_that_it_names_is_on_disk(tmp_path):
+    """A crash of the machine, too, leaves the latest whole: the order of syncs and renames, as the system is told."""
+    zero.checkpoint.save(tmp_path, tiny())
+    synced, named, sync = set(), [], os.fsync
+
+    def record_sync(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def record_name(path, target):
+        inside = {str(one) for one in path.rglob("*")} | {str(path)}
+        named.append((Path(target).name, inside - synced))
+        renamed = Path(target)
+        os.rename(path, renamed)
+        synced.discard(str(renamed.parent))
+        return renamed
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(os, "fsync", record_sync))
+        patches.enter_context(mock.patch.object(Path, "rename", record_name))
+        patches.enter_context(mock.patch.object(Path, "replace", record_name))
+        zero.checkpoint.save(tmp_path, tiny())
+    assert [name for name, _ in named] == ["index.json", "00000002", "latest"]
+    # The index was synced under the name that it was written to, and its directory after that.
+    left = [{Path(one).name for one in unsynced} for _, unsynced in named]
+    assert left == [set(), {"index.json"}, set()]
+    assert str(tmp_path) in synced, "the last rename itself is not on disk"
 
 
 def test_keeps_the_last(tmp_path):

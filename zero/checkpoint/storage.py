@@ -84,7 +84,7 @@ class Place(Protocol):
         """All of a small file."""
 
     def put(self, data: bytes) -> None:
-        """Makes a small file, or replaces it: others see the one or the other, whole."""
+        """Makes a small file, or replaces it: others see the one or the other, whole. Its directory is on disk then."""
 
     def open(self) -> Reader: ...
 
@@ -181,8 +181,7 @@ class Local:
             os.fsync(file.fileno())
 
     def rename(self, name: str) -> Local:
-        """Gives a directory another name in the same one, for good."""
-        self.sync()
+        """Gives a directory another name beside its own, for good. What is in it should be on disk."""
         renamed = Local(self.path.rename(self.path.with_name(name)))
         self.parent.sync()
         return renamed
