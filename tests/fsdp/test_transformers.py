@@ -1,0 +1,241 @@
+"""Models of the transformers library, as users have them: trained at every stage, generating, saved, checkpointed.
+
+The reference is the same model trained by a few lines of torch (sidebyside.py): on two ranks, the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+import zero
+from models import OPTIMIZERS
+from sidebyside import SideBySide, stage_2, stage_3
+
+pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+
+from families import FAMILIES, VOCABULARY, Family, digits, mixtral
+
+CAUSAL = ["gpt2", "llama", "mixtral"]
+
+
+def by_oss(model: nn.Module, optim: Any, **options: Any) -> Any:
+    return DistributedDataParallel(model, **options), zero.OSS(model.parameters(), optim)
+
+
+def by_fsdp(model: nn.Module, optim: Any, family: Family, **options: Any) -> Any:
+    wrapped, optimizer = stage_3(model, optim, **options)
+    assert len(wrapped._units) == family.units
+    return wrapped, optimizer
+
+
+STAGES: dict[str, tuple[Callable[[Family], Callable[..., Any]], list[str]]] = {
+    "1": (lambda family: partial(by_oss, **family.ddp), ["sgd"]),
+    "2": (lambda family: stage_2, ["sgd"]),
+    "3": (lambda family: partial(by_fsdp, family=family), ["sgd", "adamw"]),
+    "3 kept": (lambda family: partial(by_fsdp, family=family, reshard_after_forward=False), ["sgd"]),
+    "3 by class": (lambda family: partial(stage_3, auto_wrap_policy=ModuleWrapPolicy(family.blocks)), ["sgd"]),
+}
+"""How a stage is set up, and the optimizers to try it with."""
+
+SUMMED_APART = pytest.mark.xfail(
+    reason="what several units read, such as the encoder's output and the position bias, gets its gradient summed "
+    "by unit first, because each unit sees its inputs through views: off by rounding"
+)
+
+
+AT_EVERY_STAGE = [
+    pytest.param(name, stage, marks=SUMMED_APART if name == "t5" and stage.startswith("3") else ())
+    for name, stage in itertools.product(FAMILIES, STAGES)
+]
+
+
+def trained(rank: int, world: int, name: str, stage: str) -> None:
+    family = FAMILIES[name]
+    build, optims = STAGES[stage]
+    for optim in optims:
+        both = SideBySide(family.model(), build(family), OPTIMIZERS[optim])
+        for step in range(3):
+            both.step(family.loss(rank, step))
+
+
+@pytest.mark.parametrize(("name", "stage"), AT_EVERY_STAGE)
+def test_training_is_the_same_at_every_stage(name, stage):
+    ranks.run(trained, args=(name, stage))
+
+
+def trained_within_rounding(rank: int, world: int) -> None:
+    family = FAMILIES["t5"]
+    for options in ({}, {"reshard_after_forward": False}, {"auto_wrap_policy": ModuleWrapPolicy(family.blocks)}):
+        both = SideBySide(family.model(), partial(stage_3, **options), tolerance=2e-6)
+        for step in range(3):
+            both.step(family.loss(rank, step))
+
+
+def test_an_encoder_and_decoder_train_the_same_within_rounding():
+    ranks.run(trained_within_rounding)
+
+
+# ------------------------------------------------------------------------------------------------- experts
+
+
+def routed(rank: int, world: int, implementation: str) -> list[set[int]]:
+    """Trains the mixture; returns which experts of each layer the last step's tokens went to."""
+    torch.manual_seed(0)
+    both = SideBySide(mixtral(experts_implementation=implementation).train(), stage_3)
+    seen: list[set[int]] = []
+    for module in both.plain.modules():
+        if type(module).__name__ == "MixtralExperts":
+            module.register_forward_pre_hook(lambda _, args: seen.append(set(args[1].flatten().tolist())))
+    for step in range(3):
+        seen.clear()
+        both.step(FAMILIES["mixtral"].loss(rank, step))
+    assert both.plain.config._experts_implementation == implementation
+    return seen
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_ranks_may_route_to_different_experts(implementation):
+    first, second = ranks.run(routed, args=(implementation,))
+    assert len(first) == len(second) == 2
+    for here, there in zip(first, second, strict=True):
+        assert here - there and there - here, "each rank has experts that the other does not use"
+
+
+# ---------------------------------------------------------------------------------------------- generating
+
+
+def prompts(rank: int, number: int = 2) -> Tensor:
+    return torch.randint(3, VOCABULARY, (number, 5), generator=torch.Generator().manual_seed(rank))
+
+
+def generated(rank: int, world: int, name: str) -> list[list[int]]:
+    """What wrapped and plain model generate is the same: greedily, with beams, and after a step of training."""
+    family = FAMILIES[name]
+    both = SideBySide(family.model(), stage_3, tolerance=2e-6 if name == "t5" else 0.0)
+    # Random weights repeat themselves; so the tokens depend on what came before.
+    how: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "no_repeat_ngram_size": 1}
+    for beams in (1, 2):
+        both.model.eval(), both.plain.eval()
+        found, expected = (
+            model.generate(prompts(rank), num_beams=beams, pad_token_id=0, **how) for model in (both.model, both.plain)
+        )
+        assert found.tolist() == expected.tolist()
+        both.model.train(), both.plain.train()
+        both.step(family.loss(rank, beams))
+    return expected.tolist()
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, "t5"])
+def test_a_wrapped_model_generates(name):
+    """`generate` is another method than forward, and T5's calls its encoder by itself."""
+    first, second = ranks.run(generated, args=(name,))
+    assert first != second
+
+
+def generated_until_each_is_done(rank: int, world: int) -> tuple[list[int], list[int]]:
+    plain, wrapped = FAMILIES["gpt2"].model().eval(), zero.FSDP(FAMILIES["gpt2"].model()).eval()
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "no_repeat_ngram_size": 1}
+    whole = plain.generate(prompts(rank, 1), min_new_tokens=8, **how)
+    how["eos_token_id"] = whole[0, 6 + 4 * rank].item()
+    found = wrapped.generate(prompts(rank, 1), synced_gpus=True, **how)
+    return found[0].tolist(), plain.generate(prompts(rank, 1), **how)[0].tolist()
+
+
+def test_ranks_may_generate_texts_of_different_lengths():
+    """With transformers' `synced_gpus`: who is done goes on calling the model, for the others."""
+    (first, expected_first), (second, expected_second) = ranks.run(generated_until_each_is_done)
+    assert (first, second) == (expected_first, expected_second)
+    assert len(first) < len(second)
+
+
+# ---------------------------------------------------------------------------------- recomputed activations
+
+
+def recomputed(rank: int, world: int, name: str, reentrant: bool) -> None:
+    family = FAMILIES[name]
+    model = family.model()
+    inner = model.bert if name == "bert" else model
+    inner.activation_checkpointing_enable({"use_reentrant": reentrant})
+    inner.config.use_cache = False
+    both = SideBySide(model, stage_3)
+    calls: list[nn.Module] = []
+    units = [unit.module for unit in both.model._units[1:]]
+    for unit in units:
+        leaf = next(module for module in unit.modules() if not any(True for _ in module.children()))
+        leaf.register_forward_pre_hook(lambda module, _: calls.append(module))
+    for step in range(2):
+        calls.clear()
+        both.step(family.loss(rank, step))
+        assert len(calls) == 2 * len(units), "once in forward, once in backward"
+
+
+CHECKPOINTING = [
+    pytest.param(name, reentrant, marks=SUMMED_APART if name == "t5" and not reentrant else ())
+    for name, reentrant in itertools.product(FAMILIES, [False, True])
+]
+
+
+@pytest.mark.parametrize(("name", "reentrant"), CHECKPOINTING)
+def test_activations_are_recomputed_in_backward(name, reentrant):
+    ranks.run(recomputed, args=(name, reentrant))
+
+
+# -------------------------------------------------------------------------------------------- whole weights
+
+
+def exchanged(rank: int, world: int) -> None:
+    for name, family in FAMILIES.items():
+        wrapped, plain, expected = zero.FSDP(family.model(3)), family.model(4), family.model(3)
+        found = wrapped.state_dict()
+        assert list(found) == list(expected.state_dict()), name
+        assert str(plain.load_state_dict(found, strict=True)) == "<All keys matched successfully>"
+        for model in (wrapped, plain, expected):
+            model.eval()
+        losses = [family.loss(rank, 0)(model).item() for model in (wrapped, plain, expected)]
+        assert losses[0] == losses[1] == losses[2], name
+
+        wrapped.load_state_dict(family.model(5).state_dict(), strict=True)
+        assert family.loss(rank, 0)(wrapped).item() == family.loss(rank, 0)(family.model(5).eval()).item(), name
+
+
+def test_whole_weights_load_into_the_plain_model_and_back():
+    ranks.run(exchanged)
+
+
+# -------------------------------------------------------------------------------------------------- learning
+
+
+def learnt(rank: int, world: int, stage: int) -> tuple[list[float], float]:
+    """Losses of a classifier of digits, and how many of those held back it reads right."""
+    family = FAMILIES["vit"]
+    model, optimizer = zero.setup(family.model(), torch.optim.AdamW, stage=stage, lr=3e-3)
+    losses = []
+    for step in range(80):
+        optimizer.zero_grad()
+        loss = family.loss(rank, step)(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    images, labels = digits()
+    model.eval()
+    with torch.no_grad():
+        right = model(pixel_values=images[-500:]).logits.argmax(-1) == labels[-500:]
+    return losses, right.float().mean().item()
+
+
+def test_a_transformer_learns_to_read_digits():
+    plain, sharded = (ranks.run(learnt, args=(stage,)) for stage in (0, 3))
+    assert sharded == plain
+    for _, right in sharded:
+        assert right > 0.5
