@@ -82,9 +82,15 @@ def test_half_a_save_is_no_checkpoint_and_is_removed_by_the_next(store):
     half.mkdir()
     (half / "rank-00000.safetensors").write_bytes(b"half")
     (half / "rank-00007.safetensors").write_bytes(b"half")
+    others = folder / "run" / "20261121" / "notes.txt"
+    others.parent.mkdir()
+    others.write_text("somebody else's")
     assert zero.checkpoint.load(f"{url}/run", tiny()) == {"step": 1}
     zero.checkpoint.save(f"{url}/run", tiny(), extra={"step": 2})
-    assert sorted(one.name for one in half.iterdir()) == ["index.json", "rank-00000.safetensors"]
+    assert not half.exists()
+    made = folder / "run" / "20261122"
+    assert sorted(one.name for one in made.iterdir()) == ["index.json", "rank-00000.safetensors"]
+    assert others.read_text() == "somebody else's"
     assert zero.checkpoint.load(f"{url}/run", tiny()) == {"step": 2}
 
 

@@ -20,6 +20,7 @@ from zero.checkpoint.storage import Local, Place
 LATEST = "latest"
 _NAME = re.compile(r"\d{8}")
 _PARTIAL = ".partial-"
+_PART = re.compile(r"rank-\d+\.\w+")
 
 
 def checkpoints(run: Place) -> list[Place]:
@@ -36,11 +37,10 @@ def begin(run: Place) -> Place:
     if run.renames:
         partial = run / f"{_PARTIAL}{uuid.uuid4().hex[:12]}"
     else:
-        whole = checkpoints(run)
         for left in _numbered(run):
-            if left not in whole:
+            if all(_PART.fullmatch(one.name) for one in left.inside()):  # without an index, and nobody else's
                 left.remove()
-        partial = run / _next(whole)
+        partial = run / _next(_numbered(run))
     partial.make()
     return partial
 

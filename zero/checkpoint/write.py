@@ -55,8 +55,9 @@ def save(
         makes a numbered checkpoint in it, and `run/latest` names the newest once it is whole and on disk; until then
         the one before is the latest.
     model, optimizer: at any stage, as they are trained; several optimizers as a list.
-    extra: JSON values, tuples, and small tensors, such as a scheduler's or GradScaler's state_dict() or
-        torch.get_rng_state(). Each entry is kept once if it is the same on all ranks, otherwise one a rank.
+    extra: JSON values, tuples, small tensors and numpy arrays, such as a scheduler's or GradScaler's state_dict(),
+        torch.get_rng_state(), numpy.random.get_state() or random.getstate(). Each entry is kept once if it is the same
+        on all ranks, otherwise one a rank.
     keep: how many of the run's checkpoints stay, the oldest go; None keeps all.
     wait: False copies what this rank owns to memory and writes behind training. The copy's memory is kept for the next
         such save. `wait()` of what is returned is collective; so is the next save, which does it first.
