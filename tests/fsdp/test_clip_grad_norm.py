@@ -195,7 +195,6 @@ def two_dtypes(rank: int, world: int) -> None:
         both.update()
 
 
-@pytest.mark.xfail(reason="norm.total_norm() sends float64 from ranks with a float64 part and float32 from the others")
 def test_of_two_dtypes_where_not_every_rank_has_parts_of_both():
     ranks.run(two_dtypes, timeout=15)
 

@@ -79,8 +79,7 @@ class OwnMuon(Muon):
 NEED_WHOLE = [
     Muon,
     partial(Adafactor, lr=0.1),
-    pytest.param(OwnMuon, marks=pytest.mark.xfail(reason="Guard compares classes by `in`; derived ones are let pass")),
-    pytest.param(Lamb, marks=pytest.mark.xfail(reason="only torch's own classes are known to need whole parameters")),
+    OwnMuon,
 ]
 
 
@@ -91,6 +90,22 @@ def test_optimizers_that_need_whole_parameters_are_refused_where_they_are_cut(op
     ranks.expect_error(stepped, 2, RuntimeError, *words, args=(optim, options), timeout=15)
 
 
+def test_optimizers_that_torch_does_not_know_are_refused_unless_the_user_asked_for_cuts():
+    words = ["Lamb is not known to treat each element", r"FSDP\(partition='even'\)", r"FSDP\(partition='whole'\)"]
+    ranks.expect_error(stepped, 2, RuntimeError, *words, args=(Lamb, {}), timeout=15)
+    ranks.run(unknown_but_asked_for)
+
+
+class OwnSGD(SGD):
+    """Treats each element by itself, which nobody but its author knows."""
+
+
+def unknown_but_asked_for(rank: int, world: int) -> None:
+    model = zero.FSDP(nn.Linear(32, 32), partition="even")
+    model(torch.ones(1, 32)).sum().backward()
+    OwnSGD(model.parameters(), lr=0.1).step()
+
+
 def closed_over(params: Any) -> Optimizer:
     """LBFGS, to be stepped like others."""
     optimizer = LBFGS(params)
@@ -98,13 +113,7 @@ def closed_over(params: Any) -> Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize(
-    "partition",
-    [
-        "even",
-        pytest.param("whole", marks=pytest.mark.xfail(reason="asked about only where there is a cut")),
-    ],
-)
+@pytest.mark.parametrize("partition", ["even", "whole"])
 def test_what_needs_all_parameters_at_once_is_refused(partition):
     ranks.expect_error(stepped, 2, RuntimeError, "LBFGS", args=(closed_over, {"partition": partition}), timeout=15)
 

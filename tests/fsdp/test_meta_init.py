@@ -294,7 +294,6 @@ def initialised_once(rank: int, world: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.xfail(reason="a module is initialised once for each unit that it has parameters in, while others are cut")
 def test_a_module_is_initialised_once_with_all_that_it_has():
     assert ranks.run(initialised_once) == [[], []]
 
@@ -306,7 +305,6 @@ def tied_values(rank: int, world: int) -> None:
     assert weight.abs().max() < 0.2, weight
 
 
-@pytest.mark.xfail(reason="a module is initialised once for each unit that it has parameters in, while others are cut")
 def test_a_weight_tied_across_units_is_drawn_once():
     ranks.run(tied_values)
 
@@ -334,7 +332,6 @@ def fails(module: nn.Module) -> None:
     raise KeyError("as told")
 
 
-@pytest.mark.xfail(reason="Materialiser._initialise raises on rank 0 only; the others wait", raises=ranks.RankError)
 @pytest.mark.parametrize(
     ("build", "options", "exception", "words"),
     [
@@ -372,7 +369,6 @@ def ignored_on_meta(rank: int, world: int, real_on_rank_0: bool) -> str:
     return "trains"
 
 
-@pytest.mark.xfail(reason="ignored parameters on the meta device are broadcast as they are, and never materialised")
 @pytest.mark.parametrize("real_on_rank_0", [False, True])
 def test_ignored_parameters_are_materialised_too_or_refused(real_on_rank_0):
     one, other = ranks.run(ignored_on_meta, args=(real_on_rank_0,), timeout=10)
@@ -390,6 +386,5 @@ def optimizer_before(rank: int, world: int) -> None:
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.xfail(reason="meta parameters are replaced: an optimizer built before trains nothing, in silence")
 def test_an_optimizer_built_before_wrapping_trains():
     ranks.run(optimizer_before)

@@ -233,12 +233,7 @@ def accumulated(rank: int, world: int, sync: bool) -> None:
         as_emulated(rank, world, POLICIES[policy], {}, micro=3, sync=sync)
 
 
-NO_SYNC = "Unit.keep_gradients() shows a share of the 16-bit gradient on a float32 part, which autograd refuses"
-
-
-@pytest.mark.parametrize(
-    "sync", [True, pytest.param(False, marks=pytest.mark.xfail(reason=NO_SYNC))], ids=["accumulated", "no_sync"]
-)
+@pytest.mark.parametrize("sync", [True, False], ids=["accumulated", "no_sync"])
 def test_accumulation(sync):
     """Between ranks and in parts gradients add up in float32; under no_sync as autograd adds up what it wrote."""
     ranks.run(accumulated, args=(sync,))
@@ -312,7 +307,6 @@ def kept_unit(rank: int, world: int) -> None:
     found.float().sum().backward()
 
 
-@pytest.mark.xfail(reason="the unit casts its inputs to param_dtype after the module that is kept cast them to float32")
 def test_a_unit_of_a_class_that_is_kept_in_float32():
     ranks.run(kept_unit)
 
@@ -326,7 +320,6 @@ def kept_root(rank: int, world: int) -> None:
     assert torch.equal(model(x), plain(x).bfloat16())
 
 
-@pytest.mark.xfail(reason="the unit casts its inputs to param_dtype after the module that is kept cast them to float32")
 def test_a_model_of_a_class_that_is_kept_in_float32():
     ranks.run(kept_root)
 
@@ -423,7 +416,6 @@ def with_torchs_own(rank: int, world: int, how: str) -> list[float]:
     return scaled(rank, world, torch.amp.GradScaler, how, "sgd")
 
 
-@pytest.mark.xfail(reason="the owner of the inf alone skips the step; all ranks raise then, as they are out of step")
 def test_an_overflow_in_one_element_skips_the_step_on_all_with_torchs_own_scaler():
     expected = [SCALE] * 3 + [SCALE / 2] * 2
     assert ranks.run(with_torchs_own, args=("one element",), timeout=15) == [expected] * 2

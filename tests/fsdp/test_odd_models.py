@@ -337,15 +337,6 @@ def taken(rank: int, world: int, container: str) -> None:
     steps(side_by_side(Giving(block=Taking), {}), rank)
 
 
-BROKEN = {
-    "defaultdict": "map_tensors() builds a mapping anew by type(value)(items)",
-    "namespace": "map_tensors() iterates over what is no container",
-}
-
-
-@pytest.mark.parametrize(
-    "container",
-    [pytest.param(one, marks=pytest.mark.xfail(reason=BROKEN[one])) if one in BROKEN else one for one in CONTAINERS],
-)
+@pytest.mark.parametrize("container", CONTAINERS)
 def test_inputs_in_containers_of_all_kinds(container):
     ranks.run(taken, args=(container,), timeout=15)

@@ -217,7 +217,6 @@ def hybrid_zero2_of_pytorch(rank: int, world: int) -> None:
     zero.FSDP(GPT(), sharding_strategy=TORCHS._HYBRID_SHARD_ZERO2, **mesh(1, 2))
 
 
-@pytest.mark.xfail(reason="as_strategy() does not know that PyTorch writes _HYBRID_SHARD_ZERO2, with an underscore")
 def test_pytorchs_name_for_the_hybrid_of_zero2_is_understood():
     ranks.run(hybrid_zero2_of_pytorch)
 
@@ -254,7 +253,6 @@ def test_strategies_that_differ_between_ranks_are_refused_on_every_rank(strategy
     ranks.expect_error(wrap, 2, ValueError, "differ between ranks", strategy, args=args, timeout=15)
 
 
-@pytest.mark.xfail(reason="as_strategy() raises on one rank before ranks compare; the others wait")
 def test_a_strategy_that_one_rank_does_not_know_is_refused_on_every_rank():
     args = (("ZERO3", None, ()), ("FULL_SHARD", None, ()))
     ranks.expect_error(wrap, 2, ValueError, "'ZERO3' is unknown", args=args, timeout=15)
@@ -273,7 +271,6 @@ def groups_that_are_no_mesh(rank: int, world: int, kind: str) -> None:
     zero.FSDP(GPT(), sharding_strategy="HYBRID_SHARD", process_group=given, **extra)
 
 
-@pytest.mark.xfail(reason="place() takes any pair: a rank's gradient is then counted more than once, in silence")
 @pytest.mark.parametrize("kind", ["the same twice", "all twice", "all across", "mesh and group"])
 def test_pairs_of_groups_that_make_up_no_mesh_are_refused(kind):
     ranks.expect_error(groups_that_are_no_mesh, 4, ValueError, "process_group", args=(kind,), timeout=15)

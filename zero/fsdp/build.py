@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -40,7 +40,7 @@ class Builder:
     def __post_init__(self) -> None:
         self._loads = [0] * self.placement.comm.world
 
-    def units(self, modules: dict[str, nn.Module], without: set[nn.Parameter]) -> list[Unit]:
+    def units(self, modules: dict[str, nn.Module], without: Collection[nn.Parameter]) -> list[Unit]:
         """Collective. The units of these modules by name, the root first; some parameters left as they are."""
         return [
             self._unit(name, modules[name], owned)
@@ -48,7 +48,7 @@ class Builder:
         ]
 
     def _unit(self, name: str, module: nn.Module, owned: list[tuple[str, nn.Parameter]]) -> Unit:
-        owned = self.materialiser.materialise(owned)
+        self.materialiser.materialise(param for _, param in owned)
         if self.synced:
             self.placement.broadcast([param for _, param in owned])
         label = f"unit {name!r}" if name else "the root unit"

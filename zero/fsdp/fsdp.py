@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from zero.fsdp.offload import CPUOffload, Disk, DiskOffload
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
-from zero.fsdp.strategy import ShardingStrategy, as_strategy, place
+from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy, unit_modules
 from zero.oss import norm
@@ -49,8 +49,8 @@ class FSDP(nn.Module):
     as_one_unit: modules, or classes of modules, that are gathered as a whole, such as a mixture of experts of which
         each rank runs others.
     ignored_modules, ignored_parameters: left as they are; nobody averages their gradients.
-    partition: "even" (also "auto") cuts inside parameters, for optimizers that treat each element by itself; "whole"
-        keeps each parameter with one rank.
+    partition: "even" cuts inside parameters, for optimizers that treat each element by itself; "whole" keeps each
+        parameter with one rank; "auto" is even, and refuses steps of optimizers that torch does not know to be so.
     sharding_strategy: one of ShardingStrategy, PyTorch's enum, or its name.
     reshard_after_forward: False is SHARD_GRAD_OP: parameters stay from forward to backward, which sends less.
     mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own.
@@ -76,7 +76,7 @@ class FSDP(nn.Module):
         as_one_unit: Sequence[nn.Module | type[nn.Module]] = (),
         ignored_modules: Iterable[nn.Module] = (),
         ignored_parameters: Iterable[nn.Parameter] = (),
-        partition: Partition = "even",
+        partition: Partition = "auto",
         sharding_strategy: ShardingStrategy | str = "FULL_SHARD",
         reshard_after_forward: bool = True,
         mixed_precision: MixedPrecision | None = None,
@@ -88,22 +88,21 @@ class FSDP(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        strategy = as_strategy(sharding_strategy)
-        self._placement = place(strategy, process_group, device_mesh)
+        strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh)
         self._comm = self._placement.comm
         self._prefetch = prefetch or Prefetch()
         precision = mixed_precision or MixedPrecision()
         stays = strategy.keeps_parameters or not reshard_after_forward
-        ignored = {param for one in ignored_modules for param in one.parameters()} | set(ignored_parameters)
+        ignored = dict.fromkeys([*(p for one in ignored_modules for p in one.parameters()), *ignored_parameters])
 
         inside = _inside(module)
         adopted: list[Unit] = [unit for one in inside.values() for unit in one._units]
         taken = {param for unit in adopted for group in unit.groups for param in group.params}
-        modules, problem = _units_of(
+        modules, unwrappable = _units_of(
             module, auto_wrap_policy, as_one_unit, [*inside.values()], small=self._prefetch.limit == 1
         )
-        problem = problem or partition_problem(partition) or self._misfit(inside)
-        problem = problem or _unusable(module, ignored | taken, synced=sync_module_states)
+        problem = problem or unwrappable or partition_problem(partition) or self._misfit(inside)
+        problem = problem or _unusable(module, ignored.keys() | taken, synced=sync_module_states)
         told = [
             f"{strategy}, reshard_after_forward {not stays}, partition {partition}, {precision}, {self._prefetch}, "
             f"offload {type(offload).__name__}",
@@ -117,21 +116,25 @@ class FSDP(nn.Module):
         for name, one in inside.items():
             one._hand_over(module, name)
         precision.prepare(module)
+        materialiser = Materialiser(module, param_init_fn, initialises=self._placement.first)
         builder = Builder(
             module,
             self._placement,
-            Materialiser(module, param_init_fn, initialises=self._placement.first),
+            materialiser,
             precision,
             partition,
             stays=stays,
             synced=sync_module_states,
             home=home,
         )
-        self._units: list[Unit] = [*builder.units(modules, ignored | taken), *adopted]
+        self._units: list[Unit] = [*builder.units(modules, ignored.keys() | taken), *adopted]
         if sync_module_states:
+            materialiser.materialise(ignored)
             self._placement.broadcast([*ignored, *module.buffers()])
-        self._comm.compare("the models given to FSDP", [], builder.problem)
-        self._guard = Guard(self._units, self._comm, home if isinstance(home, Disk) else None)
+        for comm in self.comms:
+            comm.compare("the models given to FSDP", [], materialiser.problem or builder.problem)
+        disk = home if isinstance(home, Disk) else None
+        self._guard = Guard(self._units, self._comm, cut_on_request=partition == "even", disk=disk)
         self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
         self._buffers_in_step = BufferSync(module, self.comms) if broadcast_buffers else None
 
@@ -189,7 +192,8 @@ class FSDP(nn.Module):
         """
         params = [param for unit in self._units for group in unit.groups for param in group.params]
         parts = [param.grad for param in params if param.grad is not None]
-        total = norm.total_norm(parts, self._comm, float(norm_type), params[0].device)
+        dtypes = {param.dtype for param in params}
+        total = norm.total_norm(parts, self._comm, float(norm_type), params[0].device, dtypes)
         norm.clip(parts, total, float(max_norm))
         return total
 
@@ -301,7 +305,7 @@ def _units_of(
         return {}, str(error)
 
 
-def _unusable(module: nn.Module, left_out: set[nn.Parameter], *, synced: bool) -> str | None:
+def _unusable(module: nn.Module, left_out: Collection[nn.Parameter], *, synced: bool) -> str | None:
     found = False
     for name, param in module.named_parameters():
         found = True

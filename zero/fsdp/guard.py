@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero.fsdp.offload import Disk
+from zero.fsdp.overflow import Overflow
 from zero.fsdp.scaling import Scaling
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
-from zero.oss.partition import NEED_ALL, NEED_WHOLE
+from zero.oss.partition import ELEMENTWISE, NEED_ALL, NEED_WHOLE
 
 _guards: list[ReferenceType[Guard]] = []
 """Of every FSDP that lives, in the order in which they were made, which is the same on all ranks."""
@@ -33,11 +34,13 @@ class Guard:
     for state of other shapes than the parts', and for optimizers that need whole parameters where they are cut. It is
     collective, so that all ranks raise.
 
+    cut_on_request: whether the user said that parameters may be cut, whatever the optimizer.
     disk: takes over steps on parts that lie in files.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, disk: Disk | None = None) -> None:
-        self._scaling = Scaling(units, comm)
+    def __init__(self, units: Sequence[Unit], comm: Comm, *, cut_on_request: bool, disk: Disk | None = None) -> None:
+        self._cut_on_request = cut_on_request
+        self._overflow, self._scaling = Overflow(units, comm), Scaling(units, comm)
         self._disk = disk
         self._places: dict[nn.Parameter, tuple[Unit, FlatGroup, int]] = {
             param: (unit, group, index)
@@ -56,7 +59,8 @@ class Guard:
         _guards[:] = [known for known in _guards if known() is not self]
 
     def after_backward(self) -> None:
-        """Backward is complete: gradients are as they should be."""
+        """Collective. Backward is complete: gradients are as they should be."""
+        self._overflow.spread()
         self._scaling.remember()
 
     def _held(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -77,6 +81,9 @@ class Guard:
 
     def _problem(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
         """Why the step cannot be taken, in words for the user; None if it can."""
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, tuple(NEED_ALL)):
+            return f"{kind} computes with all parameters at once and cannot step parts of them. Use it without zero."
         for unit in {self._places[param][0]: None for param in params}:
             if unit.stage is Stage.IDLE and not unit.summoned:
                 unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
@@ -100,10 +107,15 @@ class Guard:
                 "backward before step() outside it."
             )
         cut = group.layout.numels[index] != param.numel() != 0
-        if cut and type(optimizer) in NEED_WHOLE | NEED_ALL:
+        if cut and isinstance(optimizer, tuple(NEED_WHOLE)):
             return (
                 f"{kind} needs each parameter whole, but {name!r} is cut between ranks. Wrap the model with "
                 "FSDP(partition='whole')."
+            )
+        if cut and type(optimizer) not in ELEMENTWISE and not self._cut_on_request:
+            return (
+                f"{kind} is not known to treat each element of a parameter by itself, and {name!r} is cut between "
+                "ranks. If it does, wrap the model with FSDP(partition='even'), otherwise with FSDP(partition='whole')."
             )
         whole_shape, _ = group.whole_shape(index)
         for key, value in optimizer.state.get(param, {}).items():

@@ -51,8 +51,8 @@ class MixedPrecision:
             by_dtype.setdefault(self.dtype_of(holder), []).append((name, param))
         return by_dtype
 
-    def cast_inputs(self, inputs: Any) -> Any:
-        return cast(inputs, self.param_dtype) if self.cast_forward_inputs else inputs
+    def cast_inputs(self, module: nn.Module, inputs: Any) -> Any:
+        return cast(inputs, self.dtype_of(module)) if self.cast_forward_inputs else inputs
 
     def prepare(self, root: nn.Module) -> None:
         """Casts buffers, and has the modules that are kept in float32 cast what they take and return."""

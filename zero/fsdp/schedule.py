@@ -32,7 +32,7 @@ class Schedule:
     A unit runs while its module does, or one of those inside it that hold its parameters: so other methods of the model
     than forward find parameters whole too, as far as they call modules.
 
-    after_backward: called when a backward is complete on this rank.
+    after_backward: called when a backward is complete, and its gradients are reduced.
     `active`: whether gradients are reduced now, or kept (no_sync).
     """
 
@@ -97,8 +97,7 @@ class Schedule:
             if unit.depth == 0:
                 self._enter(unit)
             unit.depth += 1
-            args, kwargs = unit.precision.cast_inputs(args), unit.precision.cast_inputs(kwargs)
-            return self._watch_inputs(unit, args, kwargs)
+            return self._watch_inputs(unit, *unit.precision.cast_inputs(module, (args, kwargs)))
 
         return pre_forward
 
@@ -263,7 +262,8 @@ class Schedule:
             unit.calls = 0
             unit.reshard()
         self._in_backward = False
-        self._after_backward()
+        if self.active:
+            self._after_backward()
 
     def abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""

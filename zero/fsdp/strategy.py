@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from zero.oss.comm import Comm
@@ -54,32 +55,53 @@ class Placement:
 def as_strategy(given: Any) -> ShardingStrategy:
     """Raises ValueError for what is no strategy."""
     name = given if isinstance(given, str) else getattr(given, "name", given)
+    if isinstance(name, str):
+        name = name.removeprefix("_")  # PyTorch's _HYBRID_SHARD_ZERO2
     if name not in ShardingStrategy.__members__:
         known = ", ".join(ShardingStrategy.__members__)
         raise ValueError(f"sharding_strategy={given!r} is unknown. Choose one of {known}.")
     return ShardingStrategy[name]
 
 
-def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> Placement:
-    """The groups for a strategy.
+def place(strategy: Any, process_group: Any, device_mesh: Any) -> tuple[ShardingStrategy, Placement, str | None]:
+    """The strategy, and the groups for it; or what is wrong with either, in words for the user, beside some that ranks
+    can tell one another by.
 
     process_group: one group, or for hybrid strategies a pair: to shard within, to replicate across.
     device_mesh: the same as a DeviceMesh: of one dimension, or of two for hybrid strategies, replicas first.
-    Raises ValueError where they do not fit the strategy.
     """
+    groups = [process_group]
     if device_mesh is not None:
-        groups = tuple(device_mesh.get_group(dim) for dim in range(device_mesh.ndim))[::-1]
-        process_group = groups if len(groups) > 1 else groups[0]
-    pair = process_group if isinstance(process_group, tuple) else None
-    if strategy.hybrid:
-        if pair is None or len(pair) != 2:
+        groups = [device_mesh.get_group(dim) for dim in range(device_mesh.ndim)][::-1]
+    elif isinstance(process_group, (tuple, list)):
+        groups = list(process_group)
+    try:
+        if device_mesh is not None and process_group is not None:
+            raise ValueError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
+        known = as_strategy(strategy)
+        return known, _placed(known, groups), None
+    except ValueError as error:
+        return ShardingStrategy.FULL_SHARD, Placement(Comm(groups[0] if groups else None)), str(error)
+
+
+def _placed(strategy: ShardingStrategy, groups: list[Any]) -> Placement:
+    if not strategy.hybrid:
+        if len(groups) != 1:
             raise ValueError(
-                f"{strategy.name} needs two groups: process_group=(to shard within, to replicate across), or a "
-                "DeviceMesh of two dimensions, (replicas, shards)."
+                f"{strategy.name} takes one process group, but was given {len(groups)}. HYBRID_SHARD takes two."
             )
-        return Placement(Comm(pair[0]), Comm(pair[1]))
-    if pair is not None:
-        raise ValueError(f"{strategy.name} takes one process group, but was given {len(pair)}. HYBRID_SHARD takes two.")
-    if strategy is ShardingStrategy.NO_SHARD:
-        return Placement(Comm.alone(), Comm(process_group))
-    return Placement(Comm(process_group))
+        if strategy is ShardingStrategy.NO_SHARD:
+            return Placement(Comm.alone(), Comm(groups[0]))
+        return Placement(Comm(groups[0]))
+    if len(groups) != 2:
+        raise ValueError(
+            f"{strategy.name} needs two groups: process_group=(to shard within, to replicate across), or a "
+            "DeviceMesh of two dimensions, (replicas, shards)."
+        )
+    shards, replicas = ([*dist.get_process_group_ranks(group)] for group in groups)
+    if set(shards) & set(replicas) != {dist.get_rank()}:
+        raise ValueError(
+            f"{strategy.name} was given, as process_group, the ranks {shards} to shard within and {replicas} to "
+            "replicate across. They must have this rank in common and no other, as rows and columns of a DeviceMesh."
+        )
+    return Placement(Comm(groups[0]), Comm(groups[1]))

@@ -199,7 +199,7 @@ class Unit:
             flat = bucket.flat
             ordered = flat.in_memory_order(index, gradient)
             span = flat.spans.get(index)
-            share = ordered[span.start : span.stop] if span else ordered[:0]
+            share = (ordered[span.start : span.stop] if span else ordered[:0]).to(flat.part)
             param.grad = flat.shaped(index, share, span) if span else share.view(flat.part_views[index].shape)
             self._unreduced[param] = gradient
 

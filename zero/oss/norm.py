@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,11 +11,15 @@ from torch import Tensor
 from zero.oss.comm import Comm
 
 
-def total_norm(parts: Sequence[Tensor], comm: Comm, norm_type: float, device: torch.device) -> Tensor:
-    """Collective. The norm of all ranks' parts together, as if they were one vector; 0-dim, float32 at least.
+def total_norm(
+    parts: Sequence[Tensor], comm: Comm, norm_type: float, device: torch.device, dtypes: Iterable[torch.dtype]
+) -> Tensor:
+    """Collective. The norm of all ranks' parts together, as if they were one vector; 0-dim.
 
     parts: this rank's; no element may be with two ranks.
+    dtypes: of all ranks' parts. The result is of float64 if one of them is, otherwise of float32.
     """
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     infinite = math.isinf(norm_type)
     norms = [torch.linalg.vector_norm(part, norm_type, dtype=_wide(part)) for part in parts if part.numel()]
     if not norms:
@@ -23,10 +27,9 @@ def total_norm(parts: Sequence[Tensor], comm: Comm, norm_type: float, device: to
     else:
         together = torch.stack([norm.to(device, torch.promote_types(norm.dtype, torch.float32)) for norm in norms])
         local = together.max() if infinite else together.pow(norm_type).sum()
-    if any(part.dtype == torch.float64 for part in parts):
-        local = local.double()
+    local = local.double()  # on every rank, whatever it owns
     comm.all_reduce(local, maximum=infinite)
-    return local if infinite else local.pow(1 / norm_type)
+    return (local if infinite else local.pow(1 / norm_type)).to(dtype)
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

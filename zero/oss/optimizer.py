@@ -39,6 +39,12 @@ class OSS(Optimizer):
     Use it like the optimizer it wraps. The parameters are laid in flat buffers, and stay the objects they were.
     Gradients must be the same on all ranks when it steps: DistributedDataParallel, or ShardedDDP, sees to that.
 
+    It holds the parameters, not the module. Moved, cast or otherwise bound ones are refused at the next step. Of those
+    that the module has replaced (`load_state_dict(assign=True)`) it sees only that they get no gradients: it refuses
+    the step where none has one; where some have, ShardedDDP refuses the backward, and DistributedDataParallel the next
+    forward, unless it was told to find unused parameters. Plain `pickle.dumps(module)` stores a buffer once for each
+    parameter that lies in it; `torch.save` and `copy.deepcopy` store each value once.
+
     params: as of any torch optimizer: parameters, (name, parameter) pairs, or dicts of groups with their own options.
     optim: class of the optimizer to shard; `defaults` are its arguments.
     group: process group, by default all ranks. Without torch.distributed, this process alone.
@@ -206,6 +212,11 @@ class OSS(Optimizer):
         """Whether parameters are cut inside, as with partition "even"."""
         return self._cut == "even"
 
+    @property
+    def granularity(self) -> int | None:
+        """Elements that cuts inside parameters are multiples of, where the user said so."""
+        return self._granularity
+
     def expect_gradients_in_parts(self) -> None:
         """From now on gradients are put into the parts (by ShardedDDP), not taken from `param.grad`."""
         self.gradients_arrive_in_parts = True
@@ -302,7 +313,8 @@ class OSS(Optimizer):
         parts = [self._parts[param].grad for param in self._parts if param in self._owned]
         device = self._flat_groups[0].full.device
         owned = [part for part in parts if part is not None]
-        total = norm.total_norm(owned, self._comm, float(norm_type), device)
+        dtypes = {part.dtype for part in self._parts.values()}
+        total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
         whole = [param.grad for param in self._parts if param.grad is not None]
         norm.clip(owned if self.gradients_arrive_in_parts else whole, total, float(max_norm))
         return total

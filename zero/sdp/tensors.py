@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -40,7 +41,10 @@ def _search(value: Any, around: list[Any]) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with each tensor replaced; what holds no tensor is returned as it is, not as a copy."""
+    """The same structure with each tensor in tuples, lists, mappings and dataclasses replaced.
+
+    What holds no tensor, and objects of other kinds, are returned as they are, not as copies.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if next(tensors_in(value), None) is None:
@@ -49,11 +53,15 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         inits = [field.name for field in dataclasses.fields(value) if field.init]
         fields = {name: map_tensors(function, getattr(value, name)) for name in inits}
         return type(value)(**fields) if isinstance(value, Mapping) else dataclasses.replace(value, **fields)
-    if isinstance(value, Mapping):
-        mapped = {key: map_tensors(function, item) for key, item in value.items()}
-        return mapped if type(value) is dict else type(value)(mapped)  # type: ignore[call-arg]
-    items = [map_tensors(function, item) for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        mapped = copy.copy(value)  # which keeps what a mapping has besides items, such as a default
+        for key, item in value.items():
+            mapped[key] = map_tensors(function, item)
+        return mapped
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def in_a_backward() -> bool:
