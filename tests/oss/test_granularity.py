@@ -121,26 +121,64 @@ def test_without_granularity_it_would_not():
     assert ranks.run(_any_cut, 3) == [False] * 3
 
 
-def _consolidated(rank, world):
-    """Scales by block are neither of the parameter's shape nor the same for all parts: whole, or refused."""
-    model, plain = built(Odd), built(Odd)
-    optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
+def _step(rank, number, *pairs):
+    for model, optimizer in pairs:
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        optimizer.step()
+
+
+def _consolidated(rank, world, blocks):
+    """Scales by block are put together to the unsharded optimizer's, and go on from there under other cuts.
+
+    blocks: of the optimizer in each piece that is not to be cut.
+    """
+    ours, plain = built(Odd), built(Odd)
+    optimizer = zero.OSS(ours.parameters(), Blockwise, granularity=blocks * BLOCK)
     expected = Blockwise(plain.parameters())
     for step in range(2):
-        for each, its in ((model, optimizer), (plain, expected)):
-            its.zero_grad()
-            loss_of(each, 0, step).backward()
-            its.step()
-    told = refusal(lambda: optimizer.consolidate_state_dict(to=None))
-    if told:
-        assert told.startswith(("ValueError", "RuntimeError")), told
-        assert "scale" in told
-    else:
-        same(optimizer.state_dict()["state"], expected.state_dict()["state"], "the state")
+        _step(0, step, (ours, optimizer), (plain, expected))
+    cut = [0 < optimizer.part(param).numel() < param.numel() for param in ours.parameters()]
+    optimizer.consolidate_state_dict(to=None)
+    state = optimizer.state_dict()
+    same(state["state"], expected.state_dict()["state"], "the state")
+    again = built(Odd)
+    again.load_state_dict(ours.state_dict())
+    restarted = zero.OSS(again.parameters(), Blockwise, granularity=(3 - blocks) * BLOCK)
+    restarted.load_state_dict(state)
+    for step in range(2, 4):
+        _step(0, step, (again, restarted), (plain, expected))
+    same([param.detach() for param in again.parameters()], [param.detach() for param in plain.parameters()], "weights")
+    return any(cut)
 
 
-def test_state_by_blocks_is_consolidated_or_refused():
-    ranks.run(_consolidated, 2)
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("world", [2, 3])
+def test_state_by_blocks_is_consolidated_and_loads_under_other_cuts(world, blocks):
+    assert any(ranks.run(_consolidated, world, args=(blocks,))), "nothing was cut"
+
+
+class Uneven(Blockwise):
+    """Keeps three numbers a part, whatever its length: parts of no known whole."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["moments"] = torch.ones(3)
+
+
+def _unknown(rank, world):
+    ours = built(Odd)
+    optimizer = zero.OSS(ours.parameters(), Uneven, granularity=BLOCK)
+    _step(0, 0, (ours, optimizer))
+    return refusal(lambda: optimizer.consolidate_state_dict(to=None))
+
+
+def test_state_of_any_other_length_is_refused_where_parameters_are_cut():
+    for told in ranks.run(_unknown, 2):
+        assert told.startswith("ValueError: the state 'moments' of"), told
+        assert "partition='whole'" in told
 
 
 def _own_part(rank, world):

@@ -356,21 +356,27 @@ class Historic(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     self.state[param].setdefault("history", []).append(param.grad.clone())
-                    self.state[param]["pair"] = (1, 2)
+                    self.state[param]["pair"] = (1, [2, 0.5], ())
 
 
-def _nested_state(rank, world):
+def _nested_state(rank, world, partition):
     model, sharded_model = distributed(built()), distributed(built())
-    plain, sharded = Historic(model.parameters()), OSS(sharded_model.parameters(), Historic)
+    plain, sharded = Historic(model.parameters()), OSS(sharded_model.parameters(), Historic, partition=partition)
     train(model, plain, rank, range(2))
     train(sharded_model, sharded, rank, range(2))
     sharded.consolidate_state_dict(to=None)
-    same(sharded.state_dict(), plain.state_dict(), "the state")
+    state = sharded.state_dict()
+    same(state, plain.state_dict(), "the state")
+    again = OSS(built().parameters(), Historic, partition="even")
+    again.load_state_dict(state)
+    again.consolidate_state_dict(to=1)
+    if rank == 1:
+        same(again.state_dict(), state, "the state loaded under another partition and consolidated again")
 
 
-@pytest.mark.xfail(reason="what a state holds is told to the others as JSON")
-def test_state_in_lists_and_tuples_is_consolidated():
-    ranks.run(_nested_state, 2)
+@pytest.mark.parametrize("partition", ["whole", "even"])
+def test_state_in_lists_and_tuples_is_consolidated_and_loaded(partition):
+    ranks.run(_nested_state, 2, args=(partition,))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

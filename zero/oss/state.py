@@ -1,8 +1,9 @@
 """Optimizer state: this rank's parts, and the whole in the plain optimizer's format.
 
 Of a parameter that is cut, an entry of the state that has the shape of the part is a part of a whole tensor of the
-parameter's shape; any other (a step count, a scalar) is the same for all parts. Of a parameter that lies whole with
-one rank, every entry is taken as it is.
+parameter's shape. One that has a row for each block of so many elements (a divisor of the granularity that cuts are
+multiples of) is a part of a tensor of all rows. A single value (a step count) is the same for all parts. Of a parameter
+that lies whole with one rank, every entry is taken as it is. Lists and tuples in the state are taken item by item.
 
 A master of a part is an entry like the others, called "master"; plain optimizers carry it along untouched.
 
@@ -13,6 +14,8 @@ A master of a part is an entry like the others, called "master"; plain optimizer
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -40,6 +43,7 @@ class _Piece:
     index: int
     owner: int
     span: Span
+    granularity: int | None
 
     @property
     def param(self) -> nn.Parameter:
@@ -53,8 +57,26 @@ class _Piece:
         return self.cut and shape == part_shape(self.flat.whole_shape(self.index)[0], self.span.numel)
 
     def slot(self, whole: Tensor) -> Tensor:
-        """Where this piece lies in a whole tensor of the parameter's shape, flat, in the order of the layout."""
-        return self.flat.in_memory_order(self.index, whole)[self.span.start : self.span.stop]
+        """Where this piece lies in a whole tensor of the parameter's shape, flat, in the order of the layout.
+
+        Or in one of rows by blocks.
+        """
+        if whole.shape == self.flat.whole_shape(self.index)[0]:
+            return self.flat.in_memory_order(self.index, whole)[self.span.start : self.span.stop]
+        rows = self.rows(len(whole))
+        assert rows is not None
+        return whole[rows].reshape(-1)
+
+    def rows(self, total: int) -> slice | None:
+        """Which rows belong to this piece in a state that has one for each block, so many in all; None if it has not.
+
+        A parameter that is cut has more elements than the granularity: two divisors of it then give different totals.
+        """
+        numel = self.flat.layout.numels[self.index]
+        for block in _divisors(self.granularity or 0):
+            if -(-numel // block) == total:
+                return slice(self.span.start // block, -(-self.span.stop // block))
+        return None
 
 
 def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
@@ -74,34 +96,59 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
     recipient = to is None or to == comm.rank
     whole: dict[int, dict[str, Any]] = {}
     transfers: list[tuple[int, Tensor | None]] = []
-    for piece in _pieces(optimizer):
+    pieces = [(piece, told[piece.owner].get(str(piece.number), {})) for piece in _pieces(optimizer)]
+    rows = _count_rows(pieces)
+    for piece, entries in pieces:
         state = whole.setdefault(piece.number, {})
-        for key, entry in told[piece.owner].get(str(piece.number), {}).items():
-            is_part = "shape" in entry and piece.is_part(tuple(entry["shape"]))
-            if piece.cut and "shape" in entry and not is_part:
-                raise ValueError(
-                    f"the state {key!r} of {piece.flat.names[piece.index]} has the shape {entry['shape']}, not the "
-                    "part's or a single value's: how parts of it make up a whole, the optimizer alone knows. Save each "
-                    "rank's own state_dict(), or build OSS with partition='whole'."
-                )
-            if key in state and not is_part:
+        for key, entry in entries.items():
+            shape = _whole_shape(piece, key, entry, rows)
+            if key in state and shape is None:
                 continue  # the same for all parts of this parameter, and taken from the first
             if key not in state:
-                state[key] = _room(entry, piece, is_part) if recipient else None
+                state[key] = _room(entry, piece, shape) if recipient else None
             if "shape" not in entry:
                 continue
-            tensor = (piece.slot(state[key]) if is_part else state[key].view(-1)) if recipient else None
+            tensor = (state[key].view(-1) if shape is None else piece.slot(state[key])) if recipient else None
             if piece.owner == comm.rank:
-                source = _state_of(optimizer, piece)[key].detach().contiguous().view(-1)
+                source = _leaves_of(optimizer, piece)[key].detach().contiguous().view(-1)
                 tensor = source if tensor is None else tensor.copy_(source)
             transfers.append((piece.owner, tensor))
     comm.collect(transfers, to)
     if not recipient:
         return None
     return {
-        "state": {number: state for number, state in sorted(whole.items()) if state},
+        "state": {number: _nested(leaves) for number, leaves in sorted(whole.items()) if leaves},
         "param_groups": _groups(optimizer),
     }
+
+
+def _count_rows(pieces: list[tuple[_Piece, dict[str, Any]]]) -> Counter[tuple[int, str]]:
+    """How long the tensors of all pieces of a parameter are together."""
+    rows: Counter[tuple[int, str]] = Counter()
+    for piece, entries in pieces:
+        for key, entry in entries.items():
+            rows[piece.number, key] += entry["shape"][0] if "shape" in entry else 0
+    return rows
+
+
+def _whole_shape(
+    piece: _Piece, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
+) -> tuple[int, ...] | None:
+    """The shape of the tensor that a piece's is a part of; None if it is no part, but all there is."""
+    if not piece.cut or "shape" not in entry:
+        return None
+    length, *rest = entry["shape"]
+    if piece.is_part((length, *rest)):
+        return piece.flat.whole_shape(piece.index)[0]
+    own = piece.rows(rows[piece.number, key])
+    if own is not None and own.stop - own.start == length:
+        return (rows[piece.number, key], *rest)
+    raise ValueError(
+        f"the state {key.partition(_WITHIN)[0]!r} of {piece.flat.names[piece.index]} has the shape {entry['shape']}, "
+        "not the part's, a single value's, or a row for each block of a divisor of the granularity "
+        f"({piece.granularity}): how parts of it make up a whole, the optimizer alone knows. Save each rank's own "
+        "state_dict(), or build OSS with partition='whole'."
+    )
 
 
 def part_of(optimizer: OSS, *, as_whole: bool = False) -> dict[str, Any]:
@@ -144,9 +191,13 @@ def _refuse_other_shapes(optimizer: OSS, states: dict[Any, dict[str, Any]], numb
     for piece in _pieces(optimizer):
         shape = piece.flat.whole_shape(piece.index)[0]
         for key, value in states.get(numbers[piece.number], {}).items():
-            if optimizer.cuts_parameters and isinstance(value, Tensor) and value.dim() and value.shape != shape:
+            for leaf in dict(_leaves(key, value)).values():
+                if not optimizer.cuts_parameters or not isinstance(leaf, Tensor) or not leaf.dim():
+                    continue
+                if leaf.shape == shape or piece.rows(len(leaf)) is not None:
+                    continue
                 raise ValueError(
-                    f"the state of {piece.flat.names[piece.index]} has {key!r} of shape {list(value.shape)}, but the "
+                    f"the state of {piece.flat.names[piece.index]} has {key!r} of shape {list(leaf.shape)}, but the "
                     f"parameter has {list(shape)}, and is cut between ranks. Load it into the same model, or build OSS "
                     "with partition='whole'."
                 )
@@ -179,11 +230,15 @@ def hand_over(optimizer: OSS, taken: dict[nn.Parameter, dict[str, Any]], groups:
 
 def _fitting(value: Any, piece: _Piece, is_part: bool) -> Any:
     """What this rank's part has of an entry of the state, as a copy."""
+    if type(value) in (list, tuple):
+        return type(value)(_fitting(item, piece, is_part) for item in value)
     if not isinstance(value, Tensor):
         return value
     if is_part or not piece.cut or value.dim() == 0:
         return value.clone()
-    return piece.slot(value).clone().view(piece.flat.part_views[piece.index].shape)
+    whole = value.shape == piece.flat.whole_shape(piece.index)[0]
+    shape = piece.flat.part_views[piece.index].shape if whole else (-1, *value.shape[1:])
+    return piece.slot(value).clone().view(shape)
 
 
 def _pieces(optimizer: OSS, rank: int | None = None) -> Iterator[_Piece]:
@@ -193,7 +248,8 @@ def _pieces(optimizer: OSS, rank: int | None = None) -> Iterator[_Piece]:
     for flat in optimizer.flat_groups:
         for owner in range(flat.layout.world) if rank is None else [rank]:
             for span in flat.layout.spans(owner):
-                yield _Piece(numbers[flat.params[span.index]], flat, span.index, owner, span)
+                number = numbers[flat.params[span.index]]
+                yield _Piece(number, flat, span.index, owner, span, optimizer.granularity)
 
 
 def _told(optimizer: OSS) -> str:
@@ -214,9 +270,11 @@ def _describe(optimizer: OSS) -> dict[int, dict[str, Any]]:
     """What this rank has: of each tensor its shape and dtype, of everything small the value itself."""
     told: dict[int, dict[str, Any]] = {}
     for piece in _pieces(optimizer, optimizer.comm.rank):
-        for key, value in _state_of(optimizer, piece).items():
+        for key, value in _leaves_of(optimizer, piece).items():
             entry: dict[str, Any] = {"value": value}
-            if isinstance(value, Tensor):
+            if isinstance(value, _Opened):
+                entry = {"opened": [value.kind, value.length]}
+            elif isinstance(value, Tensor):
                 entry = {"dtype": str(value.dtype).removeprefix("torch."), "device": value.device.type}
                 entry |= {"shape": list(value.shape)} if value.dim() else {"value": value.item()}
             told.setdefault(piece.number, {})[key] = entry
@@ -231,17 +289,64 @@ def _state_of(optimizer: OSS, piece: _Piece) -> dict[str, Any]:
     return state
 
 
-def _room(entry: dict[str, Any], piece: _Piece, is_part: bool) -> Any:
-    """The entry itself if it is small, or the tensor that its parts are to be received in."""
+@dataclass(frozen=True)
+class _Opened:
+    """Stands for a list or tuple, the items of which stand by themselves."""
+
+    kind: str
+    length: int
+
+
+_WITHIN = "\n"
+"""Between the key of a list and the number of an item of it."""
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The entry as it is, or what a list or tuple is opened into."""
+    if type(value) in (list, tuple):
+        yield key, _Opened(type(value).__name__, len(value))
+        for number, item in enumerate(value):
+            yield from _leaves(f"{key}{_WITHIN}{number}", item)
+    else:
+        yield key, value
+
+
+def _leaves_of(optimizer: OSS, piece: _Piece) -> dict[str, Any]:
+    return {at: leaf for key, value in _state_of(optimizer, piece).items() for at, leaf in _leaves(key, value)}
+
+
+def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    """The other way round."""
+
+    def closed(key: str) -> Any:
+        value = leaves[key]
+        if not isinstance(value, _Opened):
+            return value
+        items = [closed(f"{key}{_WITHIN}{number}") for number in range(value.length)]
+        return items if value.kind == "list" else tuple(items)
+
+    return {key: closed(key) for key in leaves if _WITHIN not in key}
+
+
+def _room(entry: dict[str, Any], piece: _Piece, shape: tuple[int, ...] | None) -> Any:
+    """The entry itself if it is small, or the tensor of that shape that its parts are to be received in."""
+    if "opened" in entry:
+        return _Opened(*entry["opened"])
     if "dtype" not in entry:
         return entry["value"]
     dtype = getattr(torch, entry["dtype"])
     if "value" in entry:
         return torch.tensor(entry["value"], dtype=dtype, device=entry["device"])
-    if is_part:
-        shape, stride = piece.flat.whole_shape(piece.index)
+    of_parameter, stride = piece.flat.whole_shape(piece.index)
+    if shape == of_parameter:
         return torch.empty_strided(shape, stride, dtype=dtype, device=piece.param.device)
-    return torch.empty(entry["shape"], dtype=dtype, device=piece.param.device)
+    return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=piece.param.device)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    for low in range(1, math.isqrt(number) + 1):
+        if number % low == 0:
+            yield from {low, number // low}
 
 
 def _groups(optimizer: OSS) -> list[dict[str, Any]]:
