@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ import zero
 from gpt import draw_batch, read_text
 from launch import Rank
 from measure import SEED, WARM_UP, Settings, build_model, read_cpu_seconds, wait_for_device
+from turns import Turn, take_turns
 
 LEARNING_RATE = 1e-3
+WORLD, TURNS = 2, 5
 
 Built = tuple[nn.Module, Optimizer]
 
@@ -70,3 +73,13 @@ def measure_steps(build: Callable[[nn.Module], Built], settings: Settings, rank:
         "cpu_seconds": (read_cpu_seconds() - cpu_seconds) / timed,
         "losses": losses,
     }
+
+
+def compare_steps(builds: Mapping[str, Callable[[nn.Module], Built]]) -> dict[str, list[Turn]]:
+    """The same training by each in turn; they must have the same losses."""
+    settings = default_settings()
+    variants = {name: partial(measure_steps, build, settings) for name, build in builds.items()}
+    taken = take_turns(variants, world=WORLD, turns=TURNS)
+    losses = [turn.ranks[0]["losses"] for turns in taken.values() for turn in turns]
+    assert all(each == losses[0] for each in losses), "not the same training"
+    return taken

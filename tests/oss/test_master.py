@@ -411,3 +411,53 @@ def _new_buckets(rank, world, name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_masters_come_along_into_other_buckets(name):
     ranks.run(_new_buckets, 2, args=(name,))
+
+
+def _carried(rank, world, stage):
+    """A plain optimizer takes masters along in its state, trains, and hands them on: they are as old as they were."""
+    optim = OPTIMIZERS["sgd"]
+    _, model, optimizer = start(world, stage, "even", "sgd")
+    step(rank, 0, model, optimizer)
+    optimizer.consolidate_state_dict(to=None)
+    alone = built(Half)
+    alone.load_state_dict(model.module.state_dict())
+    plain = optim(alone.parameters())
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in range(1, 4):
+        plain.zero_grad()
+        loss_of(alone, 0, number).backward()
+        plain.step()
+    state = copy.deepcopy(plain.state_dict())
+    old = {number: each["master"] for number, each in state["state"].items() if "master" in each}
+    assert old, "nothing was carried along"
+
+    finals = []
+    for stale in (True, False):
+        if not stale:
+            for each in state["state"].values():
+                each.pop("master", None)
+        for first in ("weights", "state"):
+            _, again, restarted = start(world, stage, "even", "sgd")
+            if first == "weights":
+                again.module.load_state_dict(alone.state_dict())
+            restarted.load_state_dict(state)
+            if first == "state":
+                again.module.load_state_dict(alone.state_dict())
+            same(
+                {name: value.detach() for name, value in again.module.named_parameters()},
+                {name: value.detach() for name, value in alone.named_parameters()},
+                "the weights before the step",
+            )
+            step(rank, 4, again, restarted)
+            finals.append([param.detach().clone() for param in again.module.parameters()])
+    params = [*alone.parameters()]
+    moved = [not torch.equal(params[number], master.to(params[number].dtype)) for number, master in old.items()]
+    assert any(moved), "the plain optimizer changed nothing"
+    for final in finals[1:]:
+        for one, other in zip(final, finals[0], strict=True):
+            assert torch.allclose(one.float(), other.float(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(stage):
+    ranks.run(_carried, 2, args=(stage,))
