@@ -9,7 +9,7 @@ import shutil
 import struct
 import subprocess
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +21,7 @@ from torch import nn
 import ranks
 import zero
 from zero.checkpoint.files import FileProblem, SafeFile
+from zero.checkpoint.storage import Local
 
 CONFIG = Config()
 CANARY = "ZERO_TEST_CANARY"
@@ -425,6 +426,33 @@ def test_a_full_disk(tmp_path):
         ranks.expect_error(save_somewhere, 2, "CheckpointError", "Read-only file system", args=(str(disk),))
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def one_rank_cannot_write(rank, world, path):
+    """Not even to say so."""
+    model, optimizer = CONFIG.build(3)
+    zero.checkpoint.save(path, model, optimizer, extra={"step": 1})
+
+    def refuse(self, *args):
+        raise OSError(28, "No space left on device", str(self))
+
+    patches = [mock.patch.object(Local, name, refuse) for name in ("write", "put")] if rank else []
+    told = []
+    for wait in [True, False]:
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            with pytest.raises(zero.checkpoint.CheckpointError) as caught:
+                zero.checkpoint.save(path, model, optimizer, wait=wait).wait()
+        told.append(str(caught.value))
+    assert zero.checkpoint.load(path, model, optimizer) == {"step": 1}
+    return told
+
+
+def test_a_rank_that_cannot_write_at_all_is_heard_of(tmp_path):
+    for messages in ranks.run(one_rank_cannot_write, 2, (str(tmp_path),), timeout=20.0):
+        assert all("rank-00001.safetensors could not be written" in message for message in messages)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["00000001", "latest"]
 
 
 def test_a_header_that_is_too_long(tmp_path, saved_tiny):

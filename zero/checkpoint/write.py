@@ -67,8 +67,9 @@ def save(
     there is one copy of it besides. fsspec's file systems have buffers of their own.
 
     Raises CheckpointError, on every rank, where the ranks' models or paths differ, for what cannot be stored, and where
-    a rank cannot write; checkpoints that are there stay. So do parameters that no wrapper synchronises (of a plain
-    module, or that FSDP ignores) where ranks have come to have others: save those by a `process_group` of one rank.
+    a rank cannot write; checkpoints that are there stay. Also where parameters that no wrapper synchronises (a plain
+    module's, or those that FSDP ignores) differ between ranks: make them the same, or save a plain module of each rank
+    by a `process_group` of that rank alone, to a path of its own.
     """
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
@@ -147,6 +148,7 @@ class Saving:
         self._ranks, self._share, self._partial, self._keep = training.ranks, share, partial, keep
         self._head = _head(training, extras) if self._ranks.first else None
         self._thread: threading.Thread | None = None
+        self._written, self._given_up = threading.Event(), threading.Event()
         self._final: Place | None = None
         self._problem: str | None = None
         self._done = False
@@ -165,17 +167,28 @@ class Saving:
         """
         if self._done:
             return
-        if self._thread is not None:
-            self._thread.join()
         self._done = True
         if _unfinished.get(self._partial.parent) is self:
             del _unfinished[self._partial.parent]
         try:
+            if self._thread is not None:
+                self._join(self._thread)
             told = self._ranks.exchange(self._final.name if self._final else None, self._problem)
         except CheckpointError:
             self._discard()  # again, now that no rank writes there any more
             raise
         self._final = self._partial.parent / told[0]
+
+    def _join(self, thread: threading.Thread) -> None:
+        """Collective. Ranks tell how they fared before, for one that can write nothing cannot report, either."""
+        self._written.wait()
+        try:
+            self._ranks.exchange(None, self._problem)
+        except CheckpointError:
+            self._given_up.set()
+            raise
+        finally:
+            thread.join()
 
     # --------------------------------------------------------------------------------------------- the two ways
 
@@ -198,6 +211,7 @@ class Saving:
         def work() -> None:
             _give_way()
             self._write_file(lambda held: copies[_key(held)])
+            self._written.set()
             if not self._ranks.first:
                 self._tell()
             else:
@@ -250,7 +264,7 @@ class Saving:
         """Until all ranks have reported; the problem of one that has failed. Removes the reports."""
         ended, pause = None, 0.01
         missing = {_report(rank) for rank in range(1, self._ranks.world)}
-        while missing:
+        while missing and not self._given_up.is_set():
             for report in [one for one in self._partial.inside() if one.name in missing]:
                 missing.remove(report.name)
                 problem = report.read().decode()
@@ -262,9 +276,9 @@ class Saving:
                 if time.monotonic() - ended > _PATIENCE:
                     return "other ranks have not written their files before the program ended."
             if missing:
-                time.sleep(pause)
+                self._given_up.wait(pause)
                 pause = min(2 * pause, self._partial.look_every)
-        return None
+        return "another rank could not write its file." if missing else None
 
     def _publish(self) -> None:
         def work() -> Place:
