@@ -28,7 +28,7 @@ step ms   the median step, on the slowest rank; the median of the rounds
 / DDP     relative to plain DDP; / peer: CPU ms relative to the fastest peer of the stage. Medians of the rounds' ratios
 tensors   MiB of tensors at the peak of a step, counted exactly, on the rank that needs most
 process   MiB by which the whole process grew from before the model was built to its peak, in a pass of its own with
-          freed blocks returned to the system at once"""
+          freed blocks returned to the system at once; on a GPU, what CUDA's allocator took of it"""
 
 
 @dataclass(frozen=True)

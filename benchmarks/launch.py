@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,11 +40,33 @@ class Rank:
 Work = Callable[[Rank], Any]
 
 
+def backend_of(world: int) -> str:
+    """NCCL wants a GPU for each rank; over Gloo several can share one."""
+    return "nccl" if 0 < world <= torch.cuda.device_count() else "gloo"
+
+
+def describe_device(world: int) -> str:
+    """What the ranks compute on and send by, in words."""
+    backend = {"nccl": "NCCL", "gloo": "Gloo"}[backend_of(world)]
+    gpus = torch.cuda.device_count()
+    return f"{backend} on {min(gpus, world)} x {torch.cuda.get_device_name()}" if gpus else f"{backend} on CPU"
+
+
 def run_ranks(work: Work, world: int, on_tick: Callable[[], object] = lambda: None) -> list[Any]:
     """Calls `work` on `world` ranks and returns its JSON-able results in the order of ranks.
 
     `work` must be picklable. `on_tick` is called for every tick of rank 0.
     """
+    return _run(work, range(world), world, on_tick)
+
+
+def run_one_of(work: Work, world: int) -> Any:
+    """Calls `work` on one rank in the middle of a world that is not there: its collectives return at once, and bring
+    nothing. In a world of one it is as any other."""
+    return _run(work, [world // 2], world, lambda: None)[0]
+
+
+def _run(work: Work, ranks: Sequence[int], world: int, on_tick: Callable[[], object]) -> list[Any]:
     # Importing torch takes seconds, so a server imports it once and forks the ranks. Forking this
     # process instead would hang as soon as it had used autograd.
     context = multiprocessing.get_context("forkserver")
@@ -53,10 +75,12 @@ def run_ranks(work: Work, world: int, on_tick: Callable[[], object] = lambda: No
     channels: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for rank in range(world):
+            for rank in ranks:
                 receiver, sender = context.Pipe(duplex=False)
                 process: BaseProcess = context.Process(
-                    target=_be_rank, args=(work, rank, world, Path(folder), sender), daemon=True
+                    target=_be_rank,
+                    args=(work, rank, world, None if len(ranks) < world else Path(folder), sender),
+                    daemon=True,
                 )
                 process.start()
                 sender.close()  # so that a rank's death ends its channel
@@ -95,7 +119,7 @@ def _receive(channel: Connection) -> dict[str, Any]:
         return {"error": "its process died without a word"}
 
 
-def _be_rank(work: Work, rank: int, world: int, folder: Path, channel: Connection) -> None:
+def _be_rank(work: Work, rank: int, world: int, folder: Path | None, channel: Connection) -> None:
     def send(message: dict[str, Any]) -> None:
         channel.send_bytes(json.dumps(message).encode())
 
@@ -110,17 +134,19 @@ def _be_rank(work: Work, rank: int, world: int, folder: Path, channel: Connectio
 
 
 @contextmanager
-def _process_group(rank: int, world: int, folder: Path) -> Iterator[torch.device]:
+def _process_group(rank: int, world: int, folder: Path | None) -> Iterator[torch.device]:
+    """folder: where the ranks meet; None where there are no others."""
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=world,
-        timeout=TIMEOUT,
-    )
+    if folder is None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    else:
+        meet = f"file://{folder / 'rendezvous'}"
+        dist.init_process_group(backend_of(world), init_method=meet, rank=rank, world_size=world, timeout=TIMEOUT)
     yield device
     dist.destroy_process_group()

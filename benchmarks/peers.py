@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from accounting import measure_process_peak, memory_of, return_freed_blocks_at_once
 from comparison import CAPTION, Result, goals, table
-from launch import Rank, RankFailed, run_ranks
+from launch import Rank, RankFailed, describe_device, run_ranks
 from measure import average_over_ranks, read_cpu_seconds, wait_for_device
 from report import find_differences, processor
 from rivals import VARIANTS, Trained, build
@@ -59,6 +59,7 @@ def run_step(trained: Trained, task: str, step: int, rank: Rank) -> Tensor:
 def time_variant(variant: str, task: str, steps: int, rank: Rank) -> Times:
     trained = start(variant, task, rank)
     losses = [run_step(trained, task, step, rank) for step in range(WARM_UP)]
+    wait_for_device(rank.device)
     begin_cpu, seconds = read_cpu_seconds(), []
     for step in range(WARM_UP, WARM_UP + steps):
         begin = time.perf_counter()
@@ -84,15 +85,22 @@ def count_variant(variant: str, task: str, rank: Rank) -> int:
 
 
 def weigh_variant(variant: str, task: str, rank: Rank) -> int:
-    """By how many bytes the process grew at most. It is told how to treat freed blocks before it allocates any."""
+    """By how many bytes the process grew at most. It is told how to treat freed blocks before it allocates any.
+
+    On a GPU: what CUDA's allocator has taken of it, which it does not give back.
+    """
     return_freed_blocks_at_once()
     run_step(start(variant, "one", rank), "one", 0, rank)  # what is imported and set up once
     gc.collect()
-    before = measure_process_peak()
+    before = peak_of_process(rank.device)
     trained = start(variant, task, rank)
     for step in range(WARM_UP):
         run_step(trained, task, step, rank)
-    return measure_process_peak() - before
+    return peak_of_process(rank.device) - before
+
+
+def peak_of_process(device: torch.device) -> int:
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else measure_process_peak()
 
 
 # --------------------------------------------------------------------------------------------------- over all
@@ -177,10 +185,7 @@ def result_of(name: str, rounds: list[list[Times]], tensor_bytes: int, process_b
 
 def describe(options: Options) -> str:
     ranks = "1 rank" if options.world == 1 else f"{options.world} ranks"
-    if torch.cuda.is_available():
-        machine = f"{torch.cuda.get_device_name()} x {torch.cuda.device_count()}"
-    else:
-        machine = f"Gloo on CPU, one thread a rank, {os.cpu_count()} cores of {processor()}"
+    machine = f"{describe_device(options.world)}, one thread a rank, {os.cpu_count()} cores of {processor()}"
     packages = [f"{name} {installed}" for name in ("torch", "fairscale", "deepspeed") if (installed := version(name))]
     load = f", load before {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"{ranks}, {machine}; AdamW; {', '.join(packages)}; {time.strftime('%d %B %Y').lstrip('0')}{load}"

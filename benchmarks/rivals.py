@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -142,13 +143,13 @@ def _fairscale(sharded: bool, model: nn.Module, block: type[nn.Module], rank: Ra
 
 
 def _deepspeed(stage: int, model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
-    os.environ.update(RANK=str(rank.rank), LOCAL_RANK=str(rank.rank), WORLD_SIZE=str(rank.world))
+    os.environ.update(RANK=str(rank.rank), LOCAL_RANK=str(rank.device.index or 0), WORLD_SIZE=str(rank.world))
     if rank.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.logger.setLevel("ERROR")
-    deepspeed.init_distributed(dist_backend="nccl" if rank.device.type == "cuda" else "gloo", verbose=False)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from choices import OPTIMIZERS, STAGES
 from gpt import read_text
-from launch import RankFailed, run_ranks
+from launch import RankFailed, describe_device, run_ranks
 from measure import ACCOUNTED_STEPS, WARM_UP, Settings, account_step, plan_stages, time_steps
 from report import MIB, Row, find_differences, format_table, write_json
 
@@ -52,10 +52,10 @@ def main() -> None:
         rows, model = run(options)
     except RankFailed as failure:
         sys.exit(f"FAILED: {failure}")
-    parameters, backend = model["parameters"], "NCCL on CUDA" if torch.cuda.is_available() else "Gloo on CPU"
+    parameters, device = model["parameters"], describe_device(options.world)
     ranks = "1 rank" if options.world == 1 else f"{options.world} ranks"
     subject = (
-        f"GPT of {parameters:,} parameters ({model['parameters_bytes'] / MIB:.1f} MiB), {ranks}, {backend}, "
+        f"GPT of {parameters:,} parameters ({model['parameters_bytes'] / MIB:.1f} MiB), {ranks}, {device}, "
         f"{options.settings.optim}, torch {torch.__version__}"
     )
     print(f"{subject}\n\n{format_table(rows)}\n\n{CAPTION}")
@@ -108,7 +108,7 @@ def read_options(arguments: list[str]) -> Options:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--world", type=positive, metavar="N", help="ranks (default: all GPUs, or 2 on the CPU)")
+    add("--world", type=positive, metavar="N", help="ranks (default: one a GPU, or 2 on the CPU)")
     add("--steps", type=positive, metavar="N", default=20, help="training steps a stage (default: %(default)s)")
     add("--layers", type=positive, metavar="N", default=6, help="blocks of the GPT (default: %(default)s)")
     add("--width", type=positive, metavar="N", default=384, help="numbers a token (default: %(default)s)")
@@ -125,8 +125,6 @@ def read_options(arguments: list[str]) -> Options:
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         parser.error(f"argument --stages: no stage is named {', '.join(unknown)}; there are {', '.join(STAGES)}")
-    if gpus and world > gpus:
-        parser.error(f"argument --world: {world} ranks need a GPU each; this machine has {gpus}")
     if given.steps <= WARM_UP:
         parser.error(f"argument --steps: {given.steps} leaves nothing to time after {WARM_UP} steps of warm-up")
     try:

@@ -19,7 +19,11 @@ def write(file: Path, milliseconds: dict[str, float], cpu: str = "one") -> Path:
 
 
 def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "compare.py"), *map(str, arguments)]
+    return run("compare.py", *arguments)
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
@@ -76,3 +80,10 @@ def test_ratios_of_peers_are_those_of_turns_next_to_one_another(monkeypatch):
     assert ["ZERO3", "FSDP2", "gpt", "CPU", "ms", "0.56", "0.60", "met"] in told
     assert ["ZERO3", "FSDP1", "gpt", "process", "0.86", "1.00", "met"] in told
     assert "missed" in comparison.goals({"tiny": results})
+
+
+def test_one_rank_of_a_large_world_is_run_alone():
+    done = run("gpu.py", "--world", 64, "--task", "one", "--steps", 1, "--variants", "zero3")
+    assert done.returncode == 0, done.stderr
+    assert "one rank of 64, one" in done.stdout
+    assert "zero stage 3" in done.stdout
