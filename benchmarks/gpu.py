@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from accounting import memory_of
 from launch import Rank, RankFailed, run_one_of
 from measure import read_cpu_seconds, wait_for_device
-from peers import WARM_UP, run_step, start
+from peers import count_settled, run_step
 from report import MIB, align
 from rivals import VARIANTS
 from tasks import TASKS
@@ -35,13 +34,7 @@ ON_CPU = ("aten::_local_scalar_dense",)  # a number read off a tensor, which on 
 
 
 def measure_alone(variant: str, task: str, steps: int, rank: Rank) -> dict[str, Any]:
-    with memory_of(rank.device) as memory:
-        trained = start(variant, task, rank)
-        for step in range(WARM_UP):
-            run_step(trained, task, step, rank)
-        memory.reset_peak()
-        run_step(trained, task, WARM_UP, rank)
-        peak = memory.peak()
+    trained, peak = count_settled(variant, task, rank)
     wait_for_device(rank.device)
     begin_cpu, seconds = read_cpu_seconds(), []
     for step in range(steps):

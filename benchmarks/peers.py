@@ -75,13 +75,19 @@ def time_variant(variant: str, task: str, steps: int, rank: Rank) -> Times:
 
 
 def count_variant(variant: str, task: str, rank: Rank) -> int:
+    _, peak = count_settled(variant, task, rank)
+    return peak
+
+
+def count_settled(variant: str, task: str, rank: Rank) -> tuple[Trained, int]:
+    """After a few steps, and bytes of tensors at the peak of the last."""
     with memory_of(rank.device) as memory:
         trained = start(variant, task, rank)
         for step in range(WARM_UP):
             run_step(trained, task, step, rank)
         memory.reset_peak()
         run_step(trained, task, WARM_UP, rank)
-        return memory.peak()
+        return trained, memory.peak()
 
 
 def weigh_variant(variant: str, task: str, rank: Rank) -> int:

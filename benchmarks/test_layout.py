@@ -6,20 +6,15 @@ from typing import Any
 
 import pytest
 
-from zero.oss import layout
+from cuts import cut
 
-WORLD, ALIGN = 64, 16
+WORLD = 64
 SIZES = [1024 * 1024, 1024, 4 * 1024 * 1024, 4096] * 250
 fresh = itertools.count(1)  # a list of sizes that was seen before is not laid out again
 
 
 def lay_out(partition: str, sizes: list[int]) -> int:
-    if partition == "even":
-        made = layout.even(sizes, WORLD, align=ALIGN)
-    else:
-        owners = layout.assign(sizes, [0] * WORLD)
-        order = sorted(range(len(sizes)), key=owners.__getitem__)
-        made = layout.whole([sizes[i] for i in order], [owners[i] for i in order], WORLD, align=ALIGN)
+    made = cut(partition, sizes, WORLD)
     return sum(len(made.spans(rank)) for rank in range(WORLD))
 
 

@@ -1,6 +1,5 @@
 """The two operations that carry the stages, by each way that they can go and at each cut: 60 MiB in 25 parameters."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -8,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from cuts import cut
 from launch import Rank
-from measure import read_cpu_seconds, wait_for_device
-from turns import Clock, Turn, report, take_turns
-from zero.oss import attach, layout
+from turns import Clock, Turn, repeat, report, take_turns
+from zero.oss import attach
 from zero.oss.comm import Comm
 
-WORLD, TURNS, WARM_UP, TIMES = 2, 3, 2, 10
+WORLD, TURNS, TIMES = 2, 3, 10
 SIZES = [1 << 20] * 15 + [1 << 10] * 10
 WAYS = ["collectives"] if torch.cuda.is_available() else ["reading", "collectives"]
 CUTS = ["even", "whole"]
@@ -25,33 +23,18 @@ clock = Clock()
 pytestmark = pytest.mark.timeout(600)
 
 
-def make_bounds(cut: str) -> tuple[int, ...]:
-    if cut == "even":
-        return layout.even(SIZES, WORLD, align=16).bounds
-    owners = layout.assign(SIZES, [0] * WORLD)
-    order = sorted(range(len(SIZES)), key=owners.__getitem__)
-    return layout.whole([SIZES[i] for i in order], [owners[i] for i in order], WORLD, align=16).bounds
-
-
-def measure_operation(operation: str, way: str, cut: str, rank: Rank) -> dict[str, Any]:
+def measure_operation(operation: str, way: str, partition: str, rank: Rank) -> dict[str, Any]:
     """CPU time and time of one. Runs in a process of its own."""
     if way == "collectives":
         attach.host = lambda: ""  # a host without a name is nobody's neighbour
-    comm, bounds = Comm(), make_bounds(cut)
+    comm, bounds = Comm(), cut(partition, SIZES, WORLD).bounds
     buffer = torch.full((bounds[-1],), float(rank.rank + 1), device=rank.device)
     work = start_gather(comm, buffer, bounds) if operation == "gather" else start_reduce(comm, buffer, bounds)
-    for _ in range(WARM_UP):
-        work()
-    dist.barrier()
-    cpu_seconds, begin = read_cpu_seconds(), time.perf_counter()
-    for _ in range(TIMES):
-        result = work()
-    wait_for_device(rank.device)
-    seconds, cpu_seconds = time.perf_counter() - begin, read_cpu_seconds() - cpu_seconds
+    told, result = repeat(work, rank, times=TIMES), work()
     firsts = result[:1] if operation == "reduce" else result[[*bounds[:-1]]]  # of the segments
     expected = [sum(range(1, WORLD + 1))] if operation == "reduce" else [*range(1, WORLD + 1)]
     assert firsts.tolist() == expected, f"{operation} by {way} came out wrong: {firsts}"
-    return {"seconds": seconds / TIMES, "cpu_seconds": cpu_seconds / TIMES}
+    return told
 
 
 def start_gather(comm: Comm, buffer: torch.Tensor, bounds: tuple[int, ...]) -> Callable[[], torch.Tensor]:
@@ -72,16 +55,16 @@ def start_reduce(comm: Comm, buffer: torch.Tensor, bounds: tuple[int, ...]) -> C
 @pytest.fixture(scope="module", params=["gather", "reduce"])
 def operations(request: pytest.FixtureRequest) -> dict[str, list[Turn]]:
     variants = {
-        f"{request.param} by {way}, {cut} cut": partial(measure_operation, request.param, way, cut)
+        f"{request.param} by {way}, {partition} cut": partial(measure_operation, request.param, way, partition)
         for way in WAYS
-        for cut in CUTS
+        for partition in CUTS
     }
     return take_turns(variants, world=WORLD, turns=TURNS)
 
 
 @pytest.mark.benchmark(group="a gather or a reduce of 60 MiB", timer=clock)
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("partition", CUTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_operation(benchmark: Any, operations: dict[str, list[Turn]], way: str, cut: str) -> None:
-    [name] = [name for name in operations if name.endswith(f"by {way}, {cut} cut")]
+def test_operation(benchmark: Any, operations: dict[str, list[Turn]], way: str, partition: str) -> None:
+    [name] = [name for name in operations if name.endswith(f"by {way}, {partition} cut")]
     report(benchmark, clock, operations, name)

@@ -1,7 +1,6 @@
 """Every stage by its number: the time of a step, of clipping, and of a checkpoint."""
 
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Adam, Optimizer
 
 import zero
 from gpt import draw_batch
 from launch import Rank
-from measure import SEED, build_model, read_cpu_seconds, wait_for_device
+from measure import SEED, build_model
 from steps import LEARNING_RATE, Built, default_settings, measure_steps
-from turns import Clock, Turn, report, take_turns
+from turns import Clock, Turn, repeat, report, take_turns
 
 WORLD, TURNS = 2, 3
 STAGES = {"stage 0": 0, "stage 1": 1, "stage 2": 2, "stage 3": 3}
@@ -46,21 +44,6 @@ def test_step(benchmark: Any, steps: dict[str, list[Turn]], name: str) -> None:
     report(benchmark, clock, steps, name)
 
 
-def measure(work: Callable[[], object], rank: Rank, *, times: int) -> dict[str, float]:
-    """CPU time and time of one of so many, after one to warm up."""
-    work()
-    wait_for_device(rank.device)
-    dist.barrier()
-    cpu_seconds, begin = read_cpu_seconds(), time.perf_counter()
-    for _ in range(times):
-        work()
-    wait_for_device(rank.device)
-    return {
-        "seconds": (time.perf_counter() - begin) / times,
-        "cpu_seconds": (read_cpu_seconds() - cpu_seconds) / times,
-    }
-
-
 def train_once(stage: int, rank: Rank) -> tuple[nn.Module, Optimizer]:
     """After a backward, with gradients, and state from the step before."""
     settings = default_settings()
@@ -83,7 +66,7 @@ def measure_clipping(stage: int, rank: Rank) -> dict[str, Any]:
     else:
         clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
     norm = clip(1e9).item()  # clips nothing, so that it stays the same
-    return {**measure(lambda: clip(1.0), rank, times=50), "norm": norm}
+    return {**repeat(lambda: clip(1.0), rank, times=50), "norm": norm}
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +89,8 @@ def measure_checkpoint(job: str, stage: int, folder: str, rank: Rank) -> dict[st
     path = Path(folder) / f"stage{stage}"
     zero.checkpoint.save(path, model, optimizer, keep=1)
     if job == "save":
-        return measure(lambda: zero.checkpoint.save(path, model, optimizer, keep=1), rank, times=5)
-    return measure(lambda: zero.checkpoint.load(path, model, optimizer), rank, times=5)
+        return repeat(lambda: zero.checkpoint.save(path, model, optimizer, keep=1), rank, times=5)
+    return repeat(lambda: zero.checkpoint.load(path, model, optimizer), rank, times=5)
 
 
 JOBS = {f"{job}, {name}": (job, stage) for job in ("save", "load") for name, stage in STAGES.items() if stage in (1, 3)}

@@ -4,11 +4,15 @@ One variant after another, over and over, they meet the same machine: what else 
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from launch import Rank, run_ranks
+from measure import read_cpu_seconds, wait_for_device
 
 Measure = Callable[[Rank], dict[str, Any]]
 """Called on every rank; returns "seconds" and "cpu_seconds" of one repetition, and whatever else is to be compared."""
@@ -32,6 +36,21 @@ def take_turns(variants: Mapping[str, Measure], *, world: int, turns: int) -> di
             cpu_seconds = sum(rank["cpu_seconds"] for rank in told) / world
             taken[name].append(Turn(max(rank["seconds"] for rank in told), cpu_seconds, told))
     return taken
+
+
+def repeat(work: Callable[[], object], rank: Rank, *, times: int) -> dict[str, float]:
+    """CPU time and time of one of so many, after one to warm up."""
+    work()
+    wait_for_device(rank.device)
+    dist.barrier()
+    cpu_seconds, begin = read_cpu_seconds(), time.perf_counter()
+    for _ in range(times):
+        work()
+    wait_for_device(rank.device)
+    return {
+        "seconds": (time.perf_counter() - begin) / times,
+        "cpu_seconds": (read_cpu_seconds() - cpu_seconds) / times,
+    }
 
 
 class Clock:
