@@ -106,19 +106,12 @@ def as_ddp(rank: int, world: int, compiled: Compile, after: bool, backend: str, 
             assert found[2] == graphs, "graphs compiled so far, after each step"
 
 
-HOOKS_ARE_TRACED = pytest.mark.xfail(
-    reason="Dynamo traces the hooks of Schedule into the compiled blocks, and stops at the process group"
-)
-
-
-@HOOKS_ARE_TRACED
 @pytest.mark.parametrize("after", [False, True], ids=["before wrapping", "after wrapping"])
 @pytest.mark.parametrize("compiled", [in_place, replaced])
 def test_compiled_blocks_train_as_under_ddp_and_are_compiled_once(compiled, after):
     ranks.run(as_ddp, args=(compiled, after, "aot_eager", ["sgd", "adamw"]))
 
 
-@HOOKS_ARE_TRACED
 @pytest.mark.filterwarnings("ignore")  # inductor, while it is imported and compiles
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_blocks_compiled_to_machine_code_train_as_under_ddp():
@@ -148,7 +141,6 @@ def gpt2(rank: int, world: int) -> None:
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
 
 
-@HOOKS_ARE_TRACED
 def test_compiled_blocks_of_gpt2_train_as_under_ddp():
     pytest.importorskip("transformers")
     pytest.importorskip("sklearn")

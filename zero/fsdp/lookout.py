@@ -42,12 +42,14 @@ class Lookout(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def can_look(module: nn.Module) -> bool:
-    """Compiled modules must not be looked into: what is traced would have the looking in it."""
-    return not any(
-        isinstance(inner, torch._dynamo.OptimizedModule) or inner._compiled_call_impl is not None
+def compiled_modules(root: nn.Module) -> set[nn.Module]:
+    """What torch.compile was called with, and all modules in it. What is traced must not have the looking in it."""
+    return {
+        inner
+        for module in root.modules()
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
         for inner in module.modules()
-    )
+    }
 
 
 def _reads(func: Callable[..., Any]) -> bool:

@@ -10,7 +10,7 @@ which its units ran the last time; ranks whose orders differ are told so when a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.fsdp.lookout import Lookout, can_look
+from zero.fsdp.lookout import Lookout, compiled_modules
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Stage, Unit
@@ -52,17 +52,24 @@ class Schedule:
         """The unit whose forward began last."""
         self._looked: set[bool] = set()
         self._looking = ExitStack()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[nn.Module, list[RemovableHandle]] = {}
         for unit in units:
             for module in (unit.module, *_holders(unit)):
-                before, after = self._pre_forward(unit), self._post_forward(unit)
-                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(after, always_call=True))
+                # Outside of what torch.compile makes of the module, which would be another for each unit.
+                before = torch.compiler.disable(self._pre_forward(unit))
+                after = torch.compiler.disable(self._post_forward(unit))
+                self._hooks.setdefault(module, []).extend(
+                    [
+                        module.register_forward_pre_hook(before, with_kwargs=True),
+                        module.register_forward_hook(after, always_call=True),
+                    ]
+                )
 
-    def remove(self) -> None:
-        """Takes its hooks off the modules."""
-        for hook in self._hooks:
-            hook.remove()
+    def remove(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Takes its hooks off these modules, or off all."""
+        for module in [*self._hooks] if modules is None else modules:
+            for hook in self._hooks.pop(module, []):
+                hook.remove()
 
     # ------------------------------------------------------------------------------------------- gathering
 
@@ -118,10 +125,11 @@ class Schedule:
             self._launch(unit.after)
 
     def _watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Has the unit told when its backward is complete: when a gradient leaves through one of its inputs.
+        """Has the unit told when its backward is complete: when a gradient leaves through the first of its inputs.
 
-        The inputs are seen through views, made before anything else in the unit. Autograd runs what can run latest
-        created first, so when it comes to such a view everything in the unit has been run.
+        That input is seen through a view, made before anything else in the unit. Autograd runs what can run latest
+        created first, so when it comes to the view everything in the unit has been run. One view only: a tensor that
+        several units read through views would have its gradient summed unit by unit, in another order than without.
         """
         told = False
 
@@ -134,13 +142,18 @@ class Schedule:
                     self._complete(unit)
                     self._go_on(unit)
 
+        viewed = False
+
         def watched(tensor: Tensor) -> Tensor:
+            nonlocal viewed
             if not tensor.requires_grad:
                 return tensor
-            view = tensor.view_as(tensor)
-            view.register_hook(leaving)
-            unit.views.append(view)
-            return view
+            if not viewed:
+                viewed = True
+                tensor = tensor.view_as(tensor)
+                tensor.register_hook(leaving)
+            unit.inputs.append(tensor)
+            return tensor
 
         if unit is self._root or not torch.is_grad_enabled():
             return args, kwargs
@@ -159,7 +172,7 @@ class Schedule:
             needs_backward = False
             if torch.is_grad_enabled():
                 for tensor in tensors_in(output):
-                    if tensor.requires_grad and not any(tensor is view for view in unit.views):
+                    if tensor.requires_grad and not any(tensor is one for one in unit.inputs):
                         needs_backward = True
                         tensor.register_hook(self._pre_backward(unit))
             if unit.depth == 0:
@@ -168,7 +181,7 @@ class Schedule:
         return post_forward
 
     def _leave(self, unit: Unit, *, kept: bool) -> None:
-        unit.views.clear()
+        unit.inputs.clear()
         if unit in self._running:
             self._running.remove(unit)
         for other in unit.reads:
@@ -184,10 +197,20 @@ class Schedule:
                 self._rest(other)
 
     def _look_out(self) -> None:
-        """In the first forward in training and the first in evaluation: finds what modules read of other units."""
+        """In the first forward in training and the first in evaluation: finds what modules read of other units.
+
+        Not in compiled models. Of these what lies inside a compiled module is called through it alone: hooks in there
+        would only break what is compiled into pieces.
+        """
         training = self._root.module.training
-        if training not in self._looked and can_look(self._root.module):
-            self._looked.add(training)
+        if training in self._looked:
+            return
+        self._looked.add(training)
+        compiled = compiled_modules(self._root.module)
+        if compiled:
+            units = {unit.module for unit in self._units}
+            self.remove([module for module in compiled if module not in units])
+        else:
             self._looking.enter_context(Lookout(self._units, self._found))
 
     def _found(self, other: Unit) -> None:

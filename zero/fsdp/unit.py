@@ -50,8 +50,8 @@ class Unit:
         """Forwards that are running: more than one where a module calls itself."""
         self.calls = 0
         """Forwards whose backward is not yet complete."""
-        self.views: list[Tensor] = []
-        """What the running forwards see of their inputs: views that tell when backward leaves the unit."""
+        self.inputs: list[Tensor] = []
+        """Of the running forwards, those that need a gradient, the first of each as a view."""
         self.reads: list[Unit] = []
         """Other units whose parameters the module reads."""
         self.readers = 0
@@ -221,7 +221,7 @@ class Unit:
             bucket.abandon()
         self.depth = self.readers = 0
         self.entrance = None
-        self.views.clear()
+        self.inputs.clear()
         self.kept = False
         self._leave_backward()
         for param, resting in self._resting.items():
