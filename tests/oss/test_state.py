@@ -24,6 +24,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import ranks
 from zero import OSS, traffic
+from zero.plan.meter import Meter
 
 CASES = {
     "SGD": (SGD, {"lr": 0.1}, Net),
@@ -156,6 +157,28 @@ def _strided(rank, world, partition):
 @pytest.mark.parametrize("partition", ["even", "whole"])
 def test_state_of_parameters_that_are_not_contiguous(partition):
     ranks.run(_strided, 2, args=(partition,))
+
+
+def _taken(rank, world):
+    """Bytes that consolidating to rank 0 takes at its peak, of a bucket and of the whole state."""
+    with Meter() as memory:
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+        sharded = OSS(model.parameters(), Adam)
+        sharded.set_bucket_size(256 * 256)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        sharded.step()
+        before = memory.live()
+        memory.reset_peak()
+        sharded.consolidate_state_dict(to=0)
+        peak = memory.peak() - before
+    return peak, sharded.bucket_bytes, sum(2 * param.nbytes for param in model.parameters())
+
+
+def test_who_only_sends_needs_no_more_than_a_bucket():
+    (received, bucket, state), *others = ranks.run(_taken, 3)
+    assert state <= received <= state + bucket
+    assert all(peak <= bucket for peak, _, _ in others)
 
 
 def _no_rank(rank, world):
