@@ -8,19 +8,21 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from zero.fsdp import whole
 from zero.fsdp.build import Builder
 from zero.fsdp.guard import Guard
 from zero.fsdp.materialise import Materialiser
 from zero.fsdp.offload import CPUOffload, Disk, DiskOffload
+from zero.fsdp.optim_state import SteppingParts
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy, unit_modules
-from zero.oss import norm
+from zero.oss import norm, state
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, unusable
 from zero.oss.partition import Partition, partition_problem
@@ -256,6 +258,26 @@ class FSDP(nn.Module):
             raise ValueError("assign=True replaces the parameters that are sharded. Load with assign=False.")
         with self.summon_full_params():
             return self.module.load_state_dict(state_dict, strict)
+
+    def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None:
+        """Collective. The state of an optimizer of these parameters, whole, in the plain optimizer's own format.
+
+        to: the rank of the group that gets it, or None for all; other ranks get None. It loads into the optimizer of
+        the plain model, and by `load_optim_state_dict` at any number of ranks. Each rank's part alone is what
+        `optimizer.state_dict()` gives. Raises ValueError, on every rank, for state that cannot be put together.
+        """
+        return state.consolidate(self._stepping(optimizer), to)
+
+    def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Takes a whole state, the same on every rank: the plain optimizer's, or what `optim_state_dict` gave.
+
+        Raises ValueError, and changes nothing, where it does not fit.
+        """
+        state.load(self._stepping(optimizer), state_dict)
+
+    def _stepping(self, optimizer: Optimizer) -> SteppingParts:
+        self.reshard()
+        return SteppingParts(optimizer, self.flat_groups, self._comm)
 
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's parts, and all buffers, as copies, without communication: for saving each rank's by itself."""

@@ -19,19 +19,48 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, part_shape
 from zero.oss.groups import options as group_options
 from zero.oss.layout import Span
 
-if TYPE_CHECKING:
-    from zero.oss.optimizer import OSS
-
 _PART = "zero_part"
+
+
+class Sharded(Protocol):
+    """An optimizer of parameters that lie in parts, such as OSS.
+
+    optim: the one that steps the parts of this rank.
+    param_groups: the whole parameters, by group.
+    flat_groups: where they lie. What lies in none is whole, and the same, on every rank.
+    granularity: elements of which cuts inside parameters are multiples, if the user said so.
+    """
+
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def optim(self) -> Optimizer: ...
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    @property
+    def flat_groups(self) -> list[FlatGroup]: ...
+    @property
+    def granularity(self) -> int | None: ...
+    @property
+    def cuts_parameters(self) -> bool: ...
+    @property
+    def keeps_masters(self) -> bool: ...
+    def part(self, param: nn.Parameter) -> nn.Parameter:
+        """What of the parameter `optim` steps."""
+
+    def master(self, flat: FlatGroup) -> Tensor | None:
+        """This rank's part of the group in another dtype, if parts are stepped so."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +108,7 @@ class _Piece:
         return None
 
 
-def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
+def consolidate(optimizer: Sharded, to: int | None) -> dict[str, Any] | None:
     """Collective. The whole state on rank `to` of the group (None: on every rank), None elsewhere.
 
     Parts travel straight into their place in the whole tensors; a rank that only sends needs no memory for it.
@@ -116,8 +145,10 @@ def consolidate(optimizer: OSS, to: int | None) -> dict[str, Any] | None:
     comm.collect(transfers, to)
     if not recipient:
         return None
+    states = {number: _nested(leaves) for number, leaves in whole.items()}
+    states |= {number: deepcopy(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     return {
-        "state": {number: _nested(leaves) for number, leaves in sorted(whole.items()) if leaves},
+        "state": {number: state for number, state in sorted(states.items()) if state},
         "param_groups": _groups(optimizer),
     }
 
@@ -151,15 +182,16 @@ def _whole_shape(
     )
 
 
-def part_of(optimizer: OSS, *, as_whole: bool = False) -> dict[str, Any]:
+def part_of(optimizer: Sharded, *, as_whole: bool = False) -> dict[str, Any]:
     """This rank's part, without communication. as_whole: it is all there is, and needs no mark of a part."""
     pieces = {piece.number: _state_of(optimizer, piece) for piece in _pieces(optimizer, optimizer.comm.rank)}
+    pieces |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     state = {number: state for number, state in sorted(pieces.items()) if state}
     mark = {} if as_whole else {_PART: _fingerprint(optimizer)}
     return {"state": state, "param_groups": _groups(optimizer), **mark}
 
 
-def load(optimizer: OSS, state_dict: dict[str, Any]) -> None:
+def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
     """Takes a whole state or this rank's own part. Raises ValueError, and changes nothing, where it does not fit."""
     groups = state_dict["param_groups"]
     found = [len(group["params"]) for group in groups]
@@ -183,10 +215,13 @@ def load(optimizer: OSS, state_dict: dict[str, Any]) -> None:
         state = state_dict["state"].get(numbers[piece.number])
         if state is not None:
             taken[optimizer.part(piece.param)] = {key: _fitting(value, piece, is_part) for key, value in state.items()}
+    for number, param in _unsharded(optimizer):
+        if numbers[number] in state_dict["state"]:
+            taken[param] = deepcopy(state_dict["state"][numbers[number]])
     hand_over(optimizer, taken, groups)
 
 
-def _refuse_other_shapes(optimizer: OSS, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
+def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
     """On every rank, whatever it owns. Where parameters lie whole, an optimizer may keep what shapes it likes."""
     for piece in _pieces(optimizer):
         shape = piece.flat.whole_shape(piece.index)[0]
@@ -203,7 +238,7 @@ def _refuse_other_shapes(optimizer: OSS, states: dict[Any, dict[str, Any]], numb
                 )
 
 
-def hand_over(optimizer: OSS, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Through the inner optimizer's own `load_state_dict`, which knows what dtype and device each entry needs."""
     inner = optimizer.optim
     masters = {
@@ -241,18 +276,26 @@ def _fitting(value: Any, piece: _Piece, is_part: bool) -> Any:
     return piece.slot(value).clone().view(shape)
 
 
-def _pieces(optimizer: OSS, rank: int | None = None) -> Iterator[_Piece]:
+def _pieces(optimizer: Sharded, rank: int | None = None) -> Iterator[_Piece]:
     """What each rank owns (or `rank` alone), in an order that is the same on all ranks."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     numbers = {param: number for number, param in enumerate(params)}
     for flat in optimizer.flat_groups:
         for owner in range(flat.layout.world) if rank is None else [rank]:
             for span in flat.layout.spans(owner):
-                number = numbers[flat.params[span.index]]
-                yield _Piece(number, flat, span.index, owner, span, optimizer.granularity)
+                number = numbers.get(flat.params[span.index])
+                if number is not None:  # else another optimizer's
+                    yield _Piece(number, flat, span.index, owner, span, optimizer.granularity)
 
 
-def _told(optimizer: OSS) -> str:
+def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
+    """The parameters that lie in no flat group, and their numbers."""
+    sharded = {param for flat in optimizer.flat_groups for param in flat.params}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    yield from ((number, param) for number, param in enumerate(params) if param not in sharded)
+
+
+def _told(optimizer: Sharded) -> str:
     """`_describe` as text; raises ValueError on every rank where a rank's state cannot be told so."""
     text, problem = "", None
     try:
@@ -266,7 +309,7 @@ def _told(optimizer: OSS) -> str:
     return text
 
 
-def _describe(optimizer: OSS) -> dict[int, dict[str, Any]]:
+def _describe(optimizer: Sharded) -> dict[int, dict[str, Any]]:
     """What this rank has: of each tensor its shape and dtype, of everything small the value itself."""
     told: dict[int, dict[str, Any]] = {}
     for piece in _pieces(optimizer, optimizer.comm.rank):
@@ -281,7 +324,7 @@ def _describe(optimizer: OSS) -> dict[int, dict[str, Any]]:
     return told
 
 
-def _state_of(optimizer: OSS, piece: _Piece) -> dict[str, Any]:
+def _state_of(optimizer: Sharded, piece: _Piece) -> dict[str, Any]:
     part = optimizer.part(piece.param)
     state = dict(optimizer.optim.state.get(part, {}))
     if optimizer.master(piece.flat) is not None:
@@ -311,7 +354,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _leaves_of(optimizer: OSS, piece: _Piece) -> dict[str, Any]:
+def _leaves_of(optimizer: Sharded, piece: _Piece) -> dict[str, Any]:
     return {at: leaf for key, value in _state_of(optimizer, piece).items() for at, leaf in _leaves(key, value)}
 
 
@@ -349,7 +392,7 @@ def _divisors(number: int) -> Iterator[int]:
             yield from {low, number // low}
 
 
-def _groups(optimizer: OSS) -> list[dict[str, Any]]:
+def _groups(optimizer: Sharded) -> list[dict[str, Any]]:
     first, groups = 0, []
     for group in optimizer.param_groups:
         numbers = list(range(first, first + len(group["params"])))
@@ -359,6 +402,6 @@ def _groups(optimizer: OSS) -> list[dict[str, Any]]:
     return groups
 
 
-def _fingerprint(optimizer: OSS) -> str:
+def _fingerprint(optimizer: Sharded) -> str:
     bounds = [list(flat.layout.bounds) for flat in optimizer.flat_groups]
     return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, segments {bounds}"
