@@ -127,7 +127,8 @@ def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: in
     bounds = [0]
     for offset, owner in zip(offsets, owners, strict=True):
         bounds += [offset] * (owner + 1 - len(bounds))
-    return Layout(tuple(numels), offsets, (*bounds, *[end] * (world + 1 - len(bounds))))
+    bounds += [end] * (world + 1 - len(bounds))
+    return Layout(tuple(numels), offsets, tuple(bounds))
 
 
 def assign(sizes: Sequence[int], loads: Loads) -> list[int]:

@@ -34,16 +34,23 @@ class Ledger:
         """A forward, or as much of it as is run at once."""
         self.touch(self._activations.forward)
 
-    def arrive(self, names: Sequence[str], gradients: Sequence[int]) -> None:
-        """Backward computes one gradient after another, which are held; activations go as it proceeds."""
+    def arrive(self, names: Sequence[str], gradients: Sequence[int], *, held: bool = True) -> None:
+        """Backward computes one gradient after another; activations go as it proceeds.
+
+        held: whether the gradients stay; otherwise each goes once it has arrived, into a bucket that is there already.
+        """
         if not self._activations.order:
-            self.take(sum(gradients))
+            if held:
+                self.take(sum(gradients))
+            else:
+                self.touch(max(gradients, default=0))
             return
         for name, gradient in zip(names, gradients, strict=True):
             self.give(self._left)
             self.touch(self._activations.before.get(name, 0))
             self._left = self._activations.after.get(name, 0)
             self.take(gradient + self._left)
+            self.give(0 if held else gradient)
 
     def end_backward(self) -> None:
         self.give(self._left)

@@ -93,9 +93,8 @@ def _whole_gradients(job: Job, ledger: Ledger, *, copies: bool) -> int:
     gradients, alone = sum(trained.values()), job.world == 1
     ledger.take(0 if alone else gradients)
     ledger.forward()
-    for name in job.order(trained):
-        ledger.arrive([name], [trained[name]])
-        ledger.give(0 if alone or copies else trained[name])
+    order = [*job.order(trained)]
+    ledger.arrive(order, [trained[name] for name in order], held=alone or copies)
     ledger.end_backward()
     return gradients
 
