@@ -268,12 +268,7 @@ class Comm:
         if near is not None:
             shares = direct.Shares(messages, self.rank)
             return self._launch_reading(
-                near,
-                REDUCTION,
-                shares.address,
-                lambda told: shares.read(near, told),
-                shares,
-                lambda: sum_in_rank_order(shares.rows),
+                near, REDUCTION, shares.address, lambda told: shares.sum(near, told), (messages, shares)
             )
         works, received = self._collectives.launch_reduce(messages)
 
@@ -317,11 +312,10 @@ class Comm:
         near: Neighbours,
         number: int,
         address: int,
-        read: Callable[[dict[int, int]], None],
+        read: Callable[[dict[int, int]], Any],
         buffers: object,
-        result: Callable[[], Any] = lambda: None,
     ) -> Handle:
-        """An operation in which each rank reads from all others. `wait` returns the result, when all have read.
+        """An operation in which each rank reads from all others. `wait` returns what `read` does, when all have read.
 
         buffers: what holds the memory that is read, here and by the others.
         """
@@ -330,13 +324,9 @@ class Comm:
         def finish() -> Any:
             addresses = hear()
             with self._wire.in_vain(number, buffers):
-                read(addresses)
-                wait_for_others = near.finish()
-            try:
-                return result()
-            finally:
-                with self._wire.in_vain(number, buffers):
-                    wait_for_others()
+                brought = read(addresses)
+                near.finish()()
+            return brought
 
         return Handle(finish, self._wire.queue)
 

@@ -9,6 +9,10 @@ from itertools import accumulate
 from torch import Tensor
 
 from zero.oss.neighbours import Neighbours
+from zero.oss.sums import add_in_order, wide
+
+_PIECE = 1 << 18
+"""Bytes that are read from each rank before they are added up: they are still in the cache then."""
 
 
 def read_segments(neighbours: Neighbours, full: Tensor, bounds: Sequence[int], addresses: Mapping[int, int]) -> None:
@@ -23,30 +27,42 @@ class Shares:
     """What one rank has of its messages for every rank, and what it reads from the others' for itself.
 
     messages: flat tensors, and how many elements of each go to each rank, as `Comm.reduce` has them.
-    rows: of each message, what each rank has of it for this one.
     """
 
     def __init__(self, messages: Sequence[tuple[Tensor, Sequence[int]]], rank: int) -> None:
-        self._messages, self._rank = messages, rank
+        self._messages, self._rank = [message for message, _ in messages], rank
         self._bounds = [[0, *accumulate(counts)][rank : rank + 2] for _, counts in messages]
-        self._table = (ctypes.c_uint64 * len(messages))(*(message.data_ptr() for message, _ in messages))
-        self.rows = [
-            list(message.new_empty(len(counts) * (high - low)).view(len(counts), high - low))
-            for (message, counts), (low, high) in zip(messages, self._bounds, strict=True)
-        ]
-        for rows, (message, _), (low, high) in zip(self.rows, messages, self._bounds, strict=True):
-            rows[rank] = message[low:high]
+        self._table = (ctypes.c_uint64 * len(messages))(*(message.data_ptr() for message in self._messages))
 
     @property
     def address(self) -> int:
         """Where the addresses of the messages lie."""
         return ctypes.addressof(self._table)
 
-    def read(self, neighbours: Neighbours, addresses: Mapping[int, int]) -> None:
-        """Fills the rows of the other ranks, whose tables of addresses lie at these addresses there."""
-        theirs = type(self._table)()
-        for rank, address in addresses.items():
-            neighbours.read(rank, address, ctypes.addressof(theirs), ctypes.sizeof(theirs))
-            for rows, (low, high), start in zip(self.rows, self._bounds, theirs, strict=True):
-                size = rows[rank].element_size()
-                neighbours.read(rank, start + low * size, rows[rank].data_ptr(), (high - low) * size)
+    def sum(self, neighbours: Neighbours, addresses: Mapping[int, int]) -> Tensor:
+        """What the others have for this rank added to its own, in the order of ranks, one message after another.
+
+        addresses: where the other ranks' tables of addresses lie.
+        """
+        tables = {rank: self._read_table(neighbours, rank, address) for rank, address in addresses.items()}
+        sample, world = self._messages[0], len(tables) + 1
+        total = wide(sample[:0]).new_empty(sum(high - low for low, high in self._bounds))
+        most = min(_PIECE // sample.element_size(), max(1, *(high - low for low, high in self._bounds)))
+        pieces = sample.new_empty(world, most)
+        done = 0
+        for place, (low, high) in enumerate(self._bounds):
+            for start in range(low, high, most):
+                length = min(most, high - start)
+                rows = [*pieces[:, :length]]
+                rows[self._rank] = self._messages[place][start : start + length]
+                for rank, table in tables.items():
+                    size = sample.element_size()
+                    neighbours.read(rank, table[place] + start * size, rows[rank].data_ptr(), length * size)
+                add_in_order(rows, total[done : done + length])
+                done += length
+        return total
+
+    def _read_table(self, neighbours: Neighbours, rank: int, address: int) -> Sequence[int]:
+        table = type(self._table)()
+        neighbours.read(rank, address, ctypes.addressof(table), ctypes.sizeof(table))
+        return list(table)

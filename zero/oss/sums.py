@@ -13,12 +13,16 @@ def sum_in_rank_order(received: Sequence[Sequence[Tensor]]) -> Tensor:
     total = wide(received[0][0][:0]).new_empty(sum(len(rows[0]) for rows in received))
     low = 0
     for rows in received:
-        sums = total[low : low + len(rows[0])]
-        torch.add(wide(rows[0]), wide(rows[1]), out=sums)
-        for row in rows[2:]:
-            sums += row
-        low += len(sums)
+        add_in_order(rows, total[low : low + len(rows[0])])
+        low += len(rows[0])
     return total
+
+
+def add_in_order(rows: Sequence[Tensor], into: Tensor) -> None:
+    """`into` is overwritten by the sum of two tensors or more, all of one length."""
+    torch.add(wide(rows[0]), wide(rows[1]), out=into)
+    for row in rows[2:]:
+        into += row
 
 
 def wide(tensor: Tensor) -> Tensor:
