@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zero.fsdp import FSDP
 from zero.oss import OSS
+from zero.oss.averaging import average_by_reading
 from zero.oss.comm import Comm
 from zero.oss.partition import Partition, cut_for, partition_problem
 from zero.sdp import ShardedDDP
@@ -34,6 +35,8 @@ def setup(
     optim, defaults: the optimizer's class and arguments.
     partition, auto_wrap_policy: as of OSS and FSDP.
 
+    At stage 1 gradients are averaged by DistributedDataParallel, which has a communication hook if all ranks run on one
+    host; for a hook of your own call DistributedDataParallel yourself.
     Without torch.distributed, stages 0 and 1 return the model as it is. Raises ValueError for an unknown stage.
     """
     comm = Comm(process_group)
@@ -56,8 +59,12 @@ def setup(
         optimizer = optim(model.parameters(), **defaults)
     if comm.group is None:
         return model, optimizer
+    if stage == 0:
+        return DistributedDataParallel(model, process_group=process_group), optimizer
     # Without views DDP keeps every gradient twice, which would cost more than stage 1 saves.
-    return DistributedDataParallel(model, process_group=process_group, gradient_as_bucket_view=stage == 1), optimizer
+    wrapped = DistributedDataParallel(model, process_group=process_group, gradient_as_bucket_view=True)
+    average_by_reading(wrapped, comm)
+    return wrapped, optimizer
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -332,6 +332,10 @@ class Comm:
 
     # -------------------------------------------------------------------------------------------- backends
 
+    def reads(self, device: torch.device) -> bool:
+        """Collective the first time. Whether ranks read tensors on the device from one another's memory."""
+        return self.world > 1 and self._neighbours(device) is not None
+
     def runs_beside(self, tensor: Tensor) -> bool:
         """Whether such tensors are sent without taking the processor from what computes."""
         return self.world > 1 and self._collectives.backend(tensor.device) != "gloo"

@@ -1,0 +1,76 @@
+"""Stage 1 by zero.setup, where DistributedDataParallel averages by reading: its numbers are those of the plain one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+import zero
+from models import CASES, OPTIMIZERS
+from sidebyside import close
+from zero.oss.neighbours import Neighbours
+
+
+def trained(rank: int, case: str, optim: str, dtype: torch.dtype, stage: int | None) -> tuple[list[float], Any]:
+    torch.manual_seed(0)
+    inner = CASES[case].model().to(dtype)
+    if stage is None:
+        model: Any = DistributedDataParallel(inner, bucket_cap_mb=1)
+        optimizer: Any = OPTIMIZERS[optim](inner.parameters())
+    else:
+        model, optimizer = zero.setup(inner, OPTIMIZERS[optim], stage=stage)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            with model.no_sync() if part == 0 else nullcontext():
+                loss = model(*CASES[case].batch(rank, 2 * step + part).inputs).float().square().mean()
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return losses, zero.full_state_dict(model)
+
+
+def as_ddp(rank: int, world: int, case: str, optim: str, dtype: torch.dtype) -> None:
+    found, weights = trained(rank, case, optim, dtype, 1)
+    expected, reference = trained(rank, case, optim, dtype, None)
+    tolerance = 0.0 if world == 2 else 2e-6 if dtype == torch.float32 else 5e-2
+    assert found == pytest.approx(expected, rel=tolerance, abs=0)
+    assert all(close(weights[name], reference[name], tolerance) for name in reference)
+
+
+@pytest.mark.parametrize(("optim", "world"), [("sgd", 2), ("adamw", 2), ("sgd", 3)])
+@pytest.mark.parametrize("case", ["gpt", "wide"])
+def test_training_is_that_of_ddp(case, optim, world):
+    ranks.run(as_ddp, world, args=(case, optim, torch.float32))
+
+
+def test_sixteen_bits_are_added_up_in_float32():
+    ranks.run(as_ddp, 3, args=("gpt", "sgd", torch.bfloat16))
+
+
+def read_bytes(rank: int, world: int) -> tuple[int, int]:
+    read, total = Neighbours.read, 0
+
+    def counting(self: Neighbours, rank: int, address: int, into: int, nbytes: int) -> None:
+        nonlocal total
+        total += nbytes
+        read(self, rank, address, into, nbytes)
+
+    model, _ = zero.setup(CASES["wide"].model(), OPTIMIZERS["sgd"], stage=1)
+    Neighbours.read = counting  # type: ignore[method-assign]
+    try:
+        model(*CASES["wide"].batch(rank, 0).inputs).sum().backward()
+    finally:
+        Neighbours.read = read  # type: ignore[method-assign]
+    return total, sum(param.nbytes for param in model.parameters())
+
+
+def test_gradients_go_by_reading():
+    for read, size in ranks.run(read_bytes):
+        assert size <= read <= 1.01 * size + 4096  # half of them to add up, half of the averages

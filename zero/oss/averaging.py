@@ -1,0 +1,48 @@
+"""DistributedDataParallel's averaging of gradients, where ranks of one host can read one another's memory.
+
+Each rank adds up a part of the gradients, read from the others, and they read the average from it: for the processor
+that is a fraction of what Gloo's all-reduce costs, which sends both ways through the system.
+"""
+
+# Annotations are not put off here: DistributedDataParallel compares those of its hooks with the types themselves.
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zero.oss.comm import Comm
+
+_AT_ONCE = 1 << 22
+"""Bytes averaged at a time. A rank holds the sums of its part of them."""
+
+
+def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
+    """Collective. Has the model average by reading, as its communication hook, if its ranks can read one another.
+
+    On two ranks results are the same bit for bit.
+    """
+    if not comm.reads(next(model.parameters()).device):
+        return
+    channel = comm.channel("the averaging of DistributedDataParallel")
+
+    def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        for piece in buffer.split(_AT_ONCE // buffer.element_size()):
+            _average(piece, comm, channel)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    model.register_comm_hook(None, average)
+
+
+def _average(gradients: Tensor, comm: Comm, channel: int) -> None:
+    bounds = [len(gradients) * rank // comm.world for rank in range(comm.world + 1)]
+    low, high = bounds[comm.rank : comm.rank + 2]
+    sums: Tensor = comm.reduce([(gradients, [stop - start for start, stop in pairwise(bounds)])]).wait()
+    gradients[low:high] = sums.mul_(1 / comm.world)
+    comm.gather(gradients, bounds, channel).wait()
