@@ -174,6 +174,44 @@ def test_import_of_a_consolidated_oss(tmp_path):
     check_imported(tmp_path / "run", model, optimizer)
 
 
+class Gained(nn.Linear):
+    def __init__(self, dtype):
+        super().__init__(6, 5, dtype=dtype)
+        self.gain = nn.Parameter(torch.tensor(1.0, dtype=dtype))
+
+
+def stepped_with_masters():
+    """A model of 16 bits after a step, and what OSS consolidates, by name."""
+    model = Gained(torch.bfloat16)
+    optimizer = zero.OSS(model.parameters(), torch.optim.SGD, lr=1e-2, momentum=0.9, master_dtype=torch.float32)
+    for param in model.parameters():
+        param.grad = torch.rand_like(param)
+    optimizer.step()
+    names = [name for name, _ in model.named_parameters()]
+    told = optimizer.state_dict()
+    groups = [{**group, "params": names} for group in told["param_groups"]]
+    return model, {"state": {names[number]: each for number, each in told["state"].items()}, "param_groups": groups}
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "distributed"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_import_leaves_old_masters(kind, tmp_path):
+    """Such as those of a parameter that a plain optimizer, which carries them along, has trained since."""
+    model, state = stepped_with_masters()
+    masters = {name: each["master"].clone() for name, each in state["state"].items()}
+    with torch.no_grad():
+        model.weight[2] += 1
+    told = {"model": model.state_dict(), "optim": state}
+    source = tmp_path / "source"
+    torch.save(told, source) if kind == "torch.save" else dcp.save(told, checkpoint_id=source)
+    import_checkpoint(source, tmp_path / "run")
+    wide = Gained(torch.float32)
+    zero.checkpoint.load(tmp_path / "run", wide)
+    expected = {**masters, "weight": model.weight.detach().float()}
+    assert not differences(expected, dict(wide.state_dict()))
+    assert not torch.equal(masters["bias"].bfloat16().float(), masters["bias"]), "nothing was rounded"
+
+
 def test_import_of_numbers_without_names(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     optimizer = adam()(model.parameters())

@@ -461,3 +461,52 @@ def _carried(rank, world, stage):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(stage):
     ranks.run(_carried, 2, args=(stage,))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Read between writing weights and the next step
+
+
+def _read_before_the_step(rank, world, path):
+    expected, model, optimizer = start(world, 2, "even", "sgd")
+    for number in range(2):
+        expected.step(number)
+        step(rank, number, model, optimizer)
+    masters = dict(zip(expected.params, expected.masters, strict=True))
+    with torch.no_grad():
+        for part in (expected.model, model.module):
+            part.first.weight[3] = 0.75
+            part.gain.fill_(0.75)
+        masters[expected.model.first.weight][3] = 0.75
+        masters[expected.model.gain].fill_(0.75)
+    assert_by_hand(model, optimizer, expected, "what was consolidated")
+    zero.checkpoint.save(path, model, optimizer)
+    wide = Half(torch.float32)
+    zero.checkpoint.load(path, wide)
+    for name, param in expected.model.named_parameters():
+        same(wide.get_parameter(name).detach(), masters.get(param, param).detach().float(), f"what was saved of {name}")
+
+
+def test_masters_are_read_as_the_next_step_takes_them(tmp_path):
+    ranks.run(_read_before_the_step, 2, args=(str(tmp_path),))
+
+
+def _weights_last(rank, world):
+    """Reading the state, and laying it out anew, before the weights that belong to it are loaded."""
+    expected, model, optimizer = start(world, 1, "even", "sgd")
+    for number in range(2):
+        expected.step(number)
+        step(rank, number, model, optimizer)
+    optimizer.consolidate_state_dict(to=None)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, again, restored = start(world, 1, "even", "sgd")
+    restored.load_state_dict(saved)
+    restored.state_dict()
+    restored.consolidate_state_dict(to=None)
+    restored.set_bucket_size(250)
+    again.module.load_state_dict(model.module.state_dict())
+    assert_by_hand(again, restored, expected, "after the weights were loaded")
+
+
+def test_masters_wait_for_weights_that_are_loaded_after_them():
+    ranks.run(_weights_last, 2)

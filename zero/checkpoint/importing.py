@@ -26,6 +26,7 @@ from zero.checkpoint.write import Share, seal, write_file
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict")
 _WRAPPER = "module."
+_MASTER = "master/"
 
 
 @dataclass
@@ -38,6 +39,9 @@ class Found:
     extra: dict[str, Any] = field(default_factory=dict)
     load: Callable[[str], Tensor] | None = None
 
+    def value(self, path: str) -> Tensor:
+        return self.tensors[path].detach() if self.load is None else self.load(path)
+
 
 def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path | str:
     """Makes a checkpoint in the run's directory `path` of another library's. Returns it.
@@ -46,7 +50,9 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
         "state_dict") and perhaps the optimizer's ("optim", "optimizer") and values, which become `extra`; a safetensors
         file, or a directory of them; or the directory of a torch distributed checkpoint.
 
-    One tensor is in memory at a time. Raises ValueError for what is none of these.
+    Of masters, those are taken that round to the imported parameters. Others are older than these: an optimizer that
+    does not know them has carried them along. One tensor is in memory at a time, or a master and its parameter.
+    Raises ValueError for what is none of these.
     """
     given = mounted(source, "what is imported")
     if given.is_dir() and (given / ".metadata").is_file():
@@ -57,7 +63,19 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
         found = _of_torch(given)
     else:
         raise ValueError(f"{given} is not there.")
+    _leave_old_masters(found)
     return _write(found, place(path)).public
+
+
+def _leave_old_masters(found: Found) -> None:
+    for path in [path for path in found.tensors if path.startswith(_MASTER)]:
+        name = path.removeprefix(_MASTER)
+        of = f"model/{found.tied.get(name, name)}"
+        if of in found.tensors:
+            param = found.value(of)
+            if torch.equal(found.value(path).to(param.dtype), param):
+                continue
+        del found.tensors[path]
 
 
 def _write(found: Found, run: Place) -> Place:
@@ -69,7 +87,7 @@ def _write(found: Found, run: Place) -> Place:
     values = [optimizer.values for optimizer in found.optimizers]
 
     def flat(one: Held) -> Tensor:
-        return one.flat() if found.load is None else one.whole.flat(found.load(one.path))
+        return one.whole.flat(found.value(one.path))
 
     partial = directory.begin(run)
     try:
@@ -151,8 +169,10 @@ def _take_optimizer(found: Found, told: dict[str, Any], where: str) -> None:
     for param, state in told["state"].items():
         for key, value in state.items():
             path = f"optimizer/{number}/{called[param]}/{key}"
-            if isinstance(value, Tensor) and value.dim():
-                found.tensors[f"master/{called[param]}" if key == "master" else path] = value
+            if isinstance(value, Tensor) and key == "master":
+                found.tensors[_MASTER + called[param]] = value
+            elif isinstance(value, Tensor) and value.dim():
+                found.tensors[path] = value
             else:
                 index.values.setdefault(called[param], {})[key] = encode(value, path)
     found.optimizers.append(index)

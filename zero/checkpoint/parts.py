@@ -189,10 +189,11 @@ class Training:
         whole = self.whole(name)
         return Held(f"model/{name}", whole, 0, whole.numel, self.tensors[name])
 
-    def masters(self) -> Iterator[Held]:
-        """This rank's parts of masters."""
+    def masters(self, *, settled: bool) -> Iterator[Held]:
+        """This rank's parts of masters. settled: as the next step takes them, to be read; otherwise to be filled."""
         sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        for flat, master in ((flat, one.master(flat)) for one in sharding for flat in one.flat_groups):
+        for optimizer, flat in ((one, flat) for one in sharding for flat in one.flat_groups):
+            master = optimizer.settled_master(flat) if settled else optimizer.master(flat)
             if master is not None:
                 for index, span in flat.spans.items():
                     name = self._names[flat.params[index]]
@@ -236,7 +237,7 @@ class Training:
                 self.common += filter(None, [self.resident(name)])
             elif self.ranks.rank == 0:
                 held += filter(None, [self.resident(name)])
-        held += self.masters()
+        held += self.masters(settled=True)
         values = []
         for number, optimizer in enumerate(self.optimizers):
             values.append(self._state(optimizer, f"optimizer/{number}", held))

@@ -140,7 +140,7 @@ class Plan:
                 entry, master = self._entry(name), self._master(name)
                 wider = held.whole.dtype.itemsize > entry.geometry.dtype.itemsize
                 self._taken.append((_range(master if master is not None and wider else entry, held), held))
-        for held in self._training.masters():
+        for held in self._training.masters(settled=False):
             name = held.path.removeprefix("master/")
             self._taken.append((_range(self._master(name) or self._entry(name), held), held))
 

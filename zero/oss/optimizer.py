@@ -134,7 +134,7 @@ class OSS(Optimizer):
         The optimizer's state comes along; gradients are cleared.
         """
         self.finish_gathers()
-        whole = state.consolidate(self, None) if self.optim.state or self._masters else None
+        whole = state.consolidate(self, None, settle=False) if self.optim.state or self._masters else None
         self._clear_layout()
         self._add_flat_groups(self.param_groups, numel)
         self.optim.state.clear()
@@ -405,6 +405,11 @@ class OSS(Optimizer):
     def master(self, flat: FlatGroup) -> Tensor | None:
         """This rank's master of a flat group, flat, of the length of its segment; None without one."""
         return self._masters.get(flat)
+
+    def settled_master(self, flat: FlatGroup) -> Tensor | None:
+        """The same as the next step takes it, to be read: what was written into the parameters since the last wins."""
+        master = self._masters.get(flat)
+        return None if master is None else state.settled(master, flat.part)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

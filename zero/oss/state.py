@@ -5,7 +5,8 @@ parameter's shape. One that has a row for each block of so many elements (a divi
 multiples of) is a part of a tensor of all rows. A single value (a step count) is the same for all parts. Of a parameter
 that lies whole with one rank, every entry is taken as it is. Lists and tuples in the state are taken item by item.
 
-A master of a part is an entry like the others, called "master"; plain optimizers carry it along untouched.
+A master of a part is an entry like the others, called "master", as the next step takes it (`settled`); plain optimizers
+carry it along.
 
     whole   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
     part    the same with this rank's parts for tensors; "zero_part" says of which layout, so that it is not mistaken
@@ -108,8 +109,10 @@ class _Piece:
         return None
 
 
-def consolidate(optimizer: Sharded, to: int | None) -> dict[str, Any] | None:
+def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
     """Collective. The whole state on rank `to` of the group (None: on every rank), None elsewhere.
+
+    settle: masters are told as the next step takes them; otherwise as they are, whatever the parameters hold by now.
 
     Parts travel straight into their place in the whole tensors; a rank that only sends needs no memory for it.
     Raises ValueError, on every rank, where `to` is no rank of the group, or where state cannot be put together.
@@ -120,8 +123,8 @@ def consolidate(optimizer: Sharded, to: int | None) -> dict[str, Any] | None:
             f"to={to} is no rank of the group of {comm.world}: choose 0 to {comm.world - 1}, or None for all."
         )
     if comm.world == 1:
-        return part_of(optimizer, as_whole=True)
-    told = [json.loads(text) for text in comm.all_gather_text(_told(optimizer))]
+        return part_of(optimizer, as_whole=True, settle=settle)
+    told = [json.loads(text) for text in comm.all_gather_text(_told(optimizer, settle))]
     recipient = to is None or to == comm.rank
     whole: dict[int, dict[str, Any]] = {}
     transfers: list[tuple[int, Tensor | None]] = []
@@ -129,6 +132,7 @@ def consolidate(optimizer: Sharded, to: int | None) -> dict[str, Any] | None:
     rows = _count_rows(pieces)
     for piece, entries in pieces:
         state = whole.setdefault(piece.number, {})
+        own = _leaves_of(optimizer, piece, settle) if piece.owner == comm.rank else {}
         for key, entry in entries.items():
             shape = _whole_shape(piece, key, entry, rows)
             if key in state and shape is None:
@@ -139,7 +143,7 @@ def consolidate(optimizer: Sharded, to: int | None) -> dict[str, Any] | None:
                 continue
             tensor = (state[key].view(-1) if shape is None else piece.slot(state[key])) if recipient else None
             if piece.owner == comm.rank:
-                source = _leaves_of(optimizer, piece)[key].detach().contiguous().view(-1)
+                source = own[key].detach().contiguous().view(-1)
                 tensor = source if tensor is None else tensor.copy_(source)
             transfers.append((piece.owner, tensor))
     comm.collect(transfers, to)
@@ -182,9 +186,9 @@ def _whole_shape(
     )
 
 
-def part_of(optimizer: Sharded, *, as_whole: bool = False) -> dict[str, Any]:
+def part_of(optimizer: Sharded, *, as_whole: bool = False, settle: bool = True) -> dict[str, Any]:
     """This rank's part, without communication. as_whole: it is all there is, and needs no mark of a part."""
-    pieces = {piece.number: _state_of(optimizer, piece) for piece in _pieces(optimizer, optimizer.comm.rank)}
+    pieces = {piece.number: _state_of(optimizer, piece, settle) for piece in _pieces(optimizer, optimizer.comm.rank)}
     pieces |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     state = {number: state for number, state in sorted(pieces.items()) if state}
     mark = {} if as_whole else {_PART: _fingerprint(optimizer)}
@@ -263,6 +267,15 @@ def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], gro
             part.copy_(master)
 
 
+def settled(master: Tensor, part: Tensor) -> Tensor:
+    """A master as the next step takes it: where something else was written into the parameters, that.
+
+    Where nothing was, the master itself. It is not written to: the weights that belong to it may be loaded after it.
+    """
+    written = part != master.to(part.dtype)
+    return torch.where(written, part.to(master.dtype), master) if written.any() else master
+
+
 def _fitting(value: Any, piece: _Piece, is_part: bool) -> Any:
     """What this rank's part has of an entry of the state, as a copy."""
     if type(value) in (list, tuple):
@@ -295,11 +308,11 @@ def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
     yield from ((number, param) for number, param in enumerate(params) if param not in sharded)
 
 
-def _told(optimizer: Sharded) -> str:
+def _told(optimizer: Sharded, settle: bool) -> str:
     """`_describe` as text; raises ValueError on every rank where a rank's state cannot be told so."""
     text, problem = "", None
     try:
-        text = json.dumps(_describe(optimizer))
+        text = json.dumps(_describe(optimizer, settle))
     except TypeError as error:
         problem = (
             f"{type(optimizer.optim).__name__} keeps something in its state that is neither a tensor nor a plain value "
@@ -309,11 +322,11 @@ def _told(optimizer: Sharded) -> str:
     return text
 
 
-def _describe(optimizer: Sharded) -> dict[int, dict[str, Any]]:
+def _describe(optimizer: Sharded, settle: bool) -> dict[int, dict[str, Any]]:
     """What this rank has: of each tensor its shape and dtype, of everything small the value itself."""
     told: dict[int, dict[str, Any]] = {}
     for piece in _pieces(optimizer, optimizer.comm.rank):
-        for key, value in _leaves_of(optimizer, piece).items():
+        for key, value in _leaves_of(optimizer, piece, settle).items():
             entry: dict[str, Any] = {"value": value}
             if isinstance(value, _Opened):
                 entry = {"opened": [value.kind, value.length]}
@@ -324,11 +337,12 @@ def _describe(optimizer: Sharded) -> dict[int, dict[str, Any]]:
     return told
 
 
-def _state_of(optimizer: Sharded, piece: _Piece) -> dict[str, Any]:
+def _state_of(optimizer: Sharded, piece: _Piece, settle: bool) -> dict[str, Any]:
     part = optimizer.part(piece.param)
     state = dict(optimizer.optim.state.get(part, {}))
     if optimizer.master(piece.flat) is not None:
-        state["master"] = part.detach()
+        held = piece.flat.part_views[piece.index]
+        state["master"] = settled(part.detach(), held) if settle else part.detach()
     return state
 
 
@@ -354,8 +368,8 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _leaves_of(optimizer: Sharded, piece: _Piece) -> dict[str, Any]:
-    return {at: leaf for key, value in _state_of(optimizer, piece).items() for at, leaf in _leaves(key, value)}
+def _leaves_of(optimizer: Sharded, piece: _Piece, settle: bool) -> dict[str, Any]:
+    return {at: leaf for key, value in _state_of(optimizer, piece, settle).items() for at, leaf in _leaves(key, value)}
 
 
 def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
