@@ -26,7 +26,7 @@ matrix: $(READY)  ## Checkpoints: every stage and number of ranks to every other
 stages: $(READY)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)
 
-bench: $(READY)  ## Time OSS and ShardedDDP beside torch's own; ARGS="-k oss" chooses
+bench: $(READY)  ## CPU time of every operation; ARGS="-k oss" chooses; benchmarks/compare.py compares two runs
 	@mkdir -p benchmarks/out
 	@$(BIN)/pytest -q benchmarks --benchmark-json benchmarks/out/bench.json $(ARGS)
 
