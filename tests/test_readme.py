@@ -47,3 +47,13 @@ def test_the_script_of_the_readme_trains(script: Path, launcher: list[str]) -> N
         "2.weight": (64, 256),
         "2.bias": (64,),
     }
+
+
+def test_the_tests_that_the_table_of_features_names_exist() -> None:
+    table = re.search(
+        r"\| feature \| what to write \| tests/fsdp/ \|\n\|[-|]+\|\n(.*?)\n\n", README.read_text(), re.DOTALL
+    )
+    assert table
+    named = [name for row in table[1].splitlines() for name in row.split("|")[-2].replace(",", " ").split()]
+    assert len(named) > 30
+    assert [name for name in named if not (README.parent / "tests" / "fsdp" / f"{name}.py").exists()] == []

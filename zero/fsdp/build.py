@@ -23,7 +23,7 @@ class Builder:
     stays: whether units stay whole from forward to backward.
     synced: whether all start from the first rank's values.
     home: where parts lie, if not beside what is computed with.
-    `problem`: what kept parts from being put there, in words for the user.
+    `problem`: what kept values from being made or parts from being put there, in words for the user.
     """
 
     module: nn.Module
@@ -40,12 +40,22 @@ class Builder:
     def __post_init__(self) -> None:
         self._loads = [0] * self.placement.comm.world
 
-    def units(self, modules: dict[str, nn.Module], without: Collection[nn.Parameter]) -> list[Unit]:
-        """Collective. The units of these modules by name, the root first; some parameters left as they are."""
-        return [
-            self._unit(name, modules[name], owned)
-            for name, owned in params_by_unit(self.module, modules, without).items()
-        ]
+    def build(
+        self, modules: dict[str, nn.Module], ignored: Sequence[nn.Parameter], apart: Collection[nn.Parameter]
+    ) -> list[Unit]:
+        """Collective. The units of these modules by name, the root first.
+
+        ignored: parameters that belong to none, and are only made the same on all ranks.
+        apart: parameters that belong to other units already.
+        """
+        self.precision.prepare(self.module)
+        owned = params_by_unit(self.module, modules, {*ignored, *apart})
+        units = [self._unit(name, modules[name], params) for name, params in owned.items()]
+        if self.synced:
+            self.materialiser.materialise(ignored)
+            self.placement.broadcast([*ignored, *self.module.buffers()])
+        self.problem = self.materialiser.problem or self.problem
+        return units
 
     def _unit(self, name: str, module: nn.Module, owned: list[tuple[str, nn.Parameter]]) -> Unit:
         self.materialiser.materialise(param for _, param in owned)

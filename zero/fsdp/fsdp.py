@@ -111,13 +111,11 @@ class FSDP(nn.Module):
             f"units {', '.join(modules)}",
             *describe(module, without=taken),
         ]
-        for comm in self.comms:
-            comm.compare("the models given to FSDP", told, problem)
+        self._compare(told, problem)
 
-        home = offload.home() if offload else None
         for name, one in inside.items():
             one._hand_over(module, name)
-        precision.prepare(module)
+        home = offload.home() if offload else None
         materialiser = Materialiser(module, param_init_fn, initialises=self._placement.first)
         builder = Builder(
             module,
@@ -129,16 +127,16 @@ class FSDP(nn.Module):
             synced=sync_module_states,
             home=home,
         )
-        self._units: list[Unit] = [*builder.units(modules, ignored.keys() | taken), *adopted]
-        if sync_module_states:
-            materialiser.materialise(ignored)
-            self._placement.broadcast([*ignored, *module.buffers()])
-        for comm in self.comms:
-            comm.compare("the models given to FSDP", [], materialiser.problem or builder.problem)
+        self._units: list[Unit] = [*builder.build(modules, [*ignored], apart=taken), *adopted]
+        self._compare([], builder.problem)
         disk = home if isinstance(home, Disk) else None
         self._guard = Guard(self._units, self._comm, cut_on_request=partition == "even", disk=disk)
         self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
         self._buffers_in_step = BufferSync(module, self.comms) if broadcast_buffers else None
+
+    def _compare(self, told: Sequence[str], problem: str | None) -> None:
+        for comm in self.comms:
+            comm.compare("the models given to FSDP", told, problem)
 
     def _misfit(self, inside: dict[str, FSDP]) -> str | None:
         if "" in inside:
