@@ -220,6 +220,20 @@ def test_import_of_numbers_without_names(tmp_path):
         import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_import_of_numbers_from_a_distributed_checkpoint(tmp_path):
+    """Which turns the numbers of parameters into text."""
+    model = net()
+    optimizer = adam()(model.named_parameters())
+    train_net(model, optimizer)
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    import_checkpoint(tmp_path / "dcp", tmp_path / "run")
+    again = net()
+    loaded = adam()(again.parameters())
+    zero.checkpoint.load(tmp_path / "run", again, loaded)
+    assert not differences(plain_state(model, optimizer), plain_state(again, loaded))
+
+
 def test_import_of_a_crafted_file_runs_nothing(tmp_path):
     torch.save({"model": Runs(tmp_path / "ran")}, tmp_path / "evil.pt")
     with pytest.raises(ValueError, match="was not read"):

@@ -167,14 +167,16 @@ def _take_optimizer(found: Found, told: dict[str, Any], where: str) -> None:
     ]
     index = OptimizerIndex("", groups)
     for param, state in told["state"].items():
+        # torch's distributed checkpoints make strings of the keys of dictionaries, and so of a parameter's number.
+        name = called[param] if param in called else called[int(param)]
         for key, value in state.items():
-            path = f"optimizer/{number}/{called[param]}/{key}"
+            path = f"optimizer/{number}/{name}/{key}"
             if isinstance(value, Tensor) and key == "master":
-                found.tensors[_MASTER + called[param]] = value
+                found.tensors[_MASTER + name] = value
             elif isinstance(value, Tensor) and value.dim():
                 found.tensors[path] = value
             else:
-                index.values.setdefault(called[param], {})[key] = encode(value, path)
+                index.values.setdefault(name, {})[key] = encode(value, path)
     found.optimizers.append(index)
 
 
