@@ -138,6 +138,32 @@ def test_less_is_resident_than_parts_and_state_are_large(tmp_path):
     assert in_memory > 1.25 * state
 
 
+def saved_and_loaded(rank: int, world: int, path: Path) -> None:
+    """A checkpoint of parts in files goes into parts in files, and training goes on from it."""
+    case = CASES["gpt"]
+    torch.manual_seed(rank)
+    models = [zero.FSDP(case.model(), offload=zero.DiskOffload(path / "parts")) for _ in range(2)]
+    optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
+
+    def step(model: zero.FSDP, optimizer: AdamW, number: int) -> float:
+        optimizer.zero_grad()
+        loss = model(*case.batch(rank, number).inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    for number in range(2):
+        step(models[0], optimizers[0], number)
+    zero.checkpoint.save(path / "run", models[0], optimizers[0])
+    zero.checkpoint.load(path / "run", models[1], optimizers[1])
+    losses = [[step(*pair, number) for number in range(2, 5)] for pair in zip(models, optimizers, strict=True)]
+    assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_goes_from_files_to_files(tmp_path):
+    ranks.run(saved_and_loaded, args=(tmp_path,))
+
+
 def no_room(rank: int, world: int, path: Path) -> None:
     path = path / "file" if rank else path
     zero.FSDP(nn.Linear(3, 3), offload=zero.DiskOffload(path))
