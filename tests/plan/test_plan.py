@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ranks
 import zero
-from zero.plan import Cost, Options, Plan, Sizes, layouts
+from zero.oss import direct
+from zero.plan import Cost, Options, Plan, Sizes, flat, layouts
 from zero.plan.meter import Meter
 from zero.plan.needs import measure_optimizer
 
@@ -55,7 +58,6 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), tokens.flatten())
 
 
-BATCH = (torch.zeros(4, 32, dtype=torch.int64),)
 OPTIMIZERS = {
     "adam": torch.optim.Adam,
     "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
@@ -73,10 +75,13 @@ class Case:
     optim: str = "adam"
     broadcast: Any = None
     reduce: Any = None
+    width: int = 192
+    tokens: tuple[int, int] = (4, 32)
     replicas: int = 1
+    one_host: bool = True
 
 
-CASES = [
+ON_ONE_HOST = [
     *(Case(stage, world) for stage in ("0", "1", "2", "3 kept", "3") for world in (2, 4)),
     *(Case(stage, mixed=True) for stage in ("1", "2", "3 kept", "3")),
     *(Case(stage, partition="whole") for stage in ("1", "2", "3")),
@@ -89,7 +94,27 @@ CASES = [
     *(Case("3", replicas=2, mixed=mixed) for mixed in (False, True)),
     *(Case(stage, reduce=torch.bfloat16) for stage in ("2", "3")),
     Case("3", mixed=True, reduce=torch.float32),
+    *(Case(stage, optim="momentum", broadcast=torch.bfloat16, tokens=(1, 2)) for stage in ("1", "2")),
+    Case("1", 4, width=32, tokens=(1, 2)),
 ]
+"""As the tests run: ranks read one another's memory."""
+
+ACROSS_HOSTS = [
+    *(Case(stage, mixed=mixed) for stage in ("2", "3 kept", "3") for mixed in (False, True)),
+    *(Case(stage, 4) for stage in ("1", "2", "3")),
+    Case("1", 4, width=32, tokens=(1, 2)),  # where comparing ranks takes most
+    *(Case(stage, partition="whole", mixed=True) for stage in ("2", "3")),
+    Case("1", broadcast=torch.bfloat16),
+    Case("2", reduce=torch.bfloat16),
+    Case("3", 4, replicas=2),
+]
+"""Ranks go by collectives, as those of several hosts do."""
+
+CASES = [*ON_ONE_HOST, *(replace(case, one_host=False) for case in ACROSS_HOSTS)]
+
+
+def batch(case: Case) -> tuple[Tensor]:
+    return (torch.zeros(case.tokens, dtype=torch.int64),)
 
 
 def precision(case: Case) -> zero.MixedPrecision:
@@ -98,7 +123,7 @@ def precision(case: Case) -> zero.MixedPrecision:
 
 def planned(case: Case) -> Cost:
     with torch.device("meta"):
-        model = Model()
+        model = Model(case.width)
     options = Options(
         partition=case.partition,
         granularity=case.granularity,
@@ -106,13 +131,14 @@ def planned(case: Case) -> Cost:
         broadcast_dtype=case.broadcast,
         reduce_dtype=case.reduce,
         replicas=case.replicas,
+        one_host=case.one_host,
     )
     plan = zero.plan(
         model,
         world_size=case.world,
         optimizer=OPTIMIZERS[case.optim],
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        batch=BATCH,
+        batch=batch(case),
         options=options,
     )
     return plan.cost(case.stage)
@@ -120,20 +146,23 @@ def planned(case: Case) -> Cost:
 
 def measured(rank: int, world: int, case: Case) -> dict[str, int]:
     """A settled step on one rank, its tensors counted."""
-    with Meter() as meter:
+    with ExitStack() as entered:
+        if not case.one_host:
+            entered.enter_context(mock.patch("zero.oss.comm.meet", return_value=None))
+        meter = entered.enter_context(Meter())
         model, optimizer = build(case)
         for _ in range(2):
-            step(model, optimizer)
+            step(case, model, optimizer)
         meter.reset_peak()
         before = zero.traffic().total
-        model(*BATCH).backward()
+        model(*batch(case)).backward()
         found = at_rest(model, optimizer)
-        step(model, optimizer, backward=False)
+        step(case, model, optimizer, backward=False)
         return {**found, "peak": meter.peak(), "sent": zero.traffic().total - before}
 
 
 def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, optim = Model(), OPTIMIZERS[case.optim]
+    model, optim = Model(case.width), OPTIMIZERS[case.optim]
     if case.stage.startswith("3"):
         sharded = zero.FSDP(
             model,
@@ -171,9 +200,9 @@ def placement(case: Case) -> dict[str, Any]:
     }
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, backward: bool = True) -> None:
+def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, *, backward: bool = True) -> None:
     if backward:
-        model(*BATCH).backward()
+        model(*batch(case)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -200,6 +229,10 @@ def test_within_two_percent_of_a_step_that_is_run(case):
         most["sent"] += 2 * (case.world - 1) * most["gradients"] // case.world
     for kind in KINDS:
         assert getattr(expected, kind) == pytest.approx(most[kind], rel=0.02), kind
+
+
+def test_pieces_are_as_long_as_they_are_read():
+    assert flat.PIECE == direct._PIECE
 
 
 def test_the_papers_table():
@@ -305,7 +338,7 @@ def test_the_lowest_stage_that_fits_is_taken_and_why():
         ({"world_size": []}, "world_size is empty"),
         ({"world_size": 2, "optimizer": torch.optim.LBFGS}, "LBFGS computes with all parameters"),
         ({"world_size": 6, "options": Options(replicas=4)}, "cannot be divided into 4 replicas"),
-        ({"world_size": 2, "batch": BATCH}, "needs a module to run it"),
+        ({"world_size": 2, "batch": (torch.zeros(4, 32),)}, "needs a module to run it"),
     ],
 )
 def test_what_the_stages_would_refuse_is_refused(options, message):
@@ -341,6 +374,18 @@ def test_the_table_has_a_line_for_every_stage_and_world(capsys):
     assert lines[0].startswith("7,000,000,000 parameters, AdamW, mixed; GiB a rank and step")
     assert [line.split()[:2] for line in lines[3:8]] == [["8", "0"], ["8", "1"], ["8", "2"], ["8", "3"], ["8", "3"]]
     assert lines[-1].startswith("64 ranks: stage 1")
+
+
+def test_the_command_line_knows_of_one_host(capsys):
+    from zero.plan.command import main
+
+    job = ["--parameters", "1e7", "--layers", "8", "--world", "4", "--backend", "gloo", "--json"]
+    peaks = []
+    for flags in [], ["--one-host"]:
+        main([*job, *flags])
+        peaks.append({cost["stage"]: cost["peak"] for cost in json.loads(capsys.readouterr().out)["costs"]})
+    across, within = peaks
+    assert [stage for stage in across if within[stage] < across[stage]] == ["2", "3 kept", "3"]
 
 
 def test_it_is_a_function_and_a_package():

@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             optimizer=getattr(torch.optim, given.optimizer),
             memory=given.memory,
             batch=given.batch,
-            options=Options(partition=given.partition, precision=precision, backend=given.backend),
+            options=Options(
+                partition=given.partition, precision=precision, backend=given.backend, one_host=given.one_host
+            ),
         )
     except (ValueError, RuntimeError) as error:
         sys.exit(f"zero.plan: {error}")
@@ -71,6 +73,8 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--precision", choices=PRECISIONS, default="float32", help=f"{precision_help} (default: %(default)s)")
     add("--partition", choices=("auto", "even", "whole"), default="auto", help="where parameters are cut")
     add("--backend", choices=("nccl", "gloo"), default="nccl", help="of the process group (default: %(default)s)")
+    one_host_help = "with gloo: all ranks run on one Linux host, and read one another's memory"
+    add("--one-host", action="store_true", help=one_host_help)
     batch_help = "measure a step's activations: the forward's arguments, such as 2x1024:int64,2x1024:int64"
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=batch_help)
     add("--json", action="store_true", help="print JSON")

@@ -12,6 +12,9 @@ import torch
 from zero.oss.layout import Layout
 from zero.sdp.bucket import travels_alone
 
+PIECE = 1 << 18
+"""Bytes that a rank reads from each other one before it adds them up."""
+
 
 @dataclass(frozen=True)
 class Flat:
@@ -29,8 +32,10 @@ class Flat:
     alone: of those gradients, what is sent each by itself.
     cast: what those take in the dtype that they are sent in, where it is another than they were written in.
     small, small_written: the message of all others, as it is sent, and as it is put together where that differs.
+    received: what comes in from all ranks, on its way: nothing where it is read when it is added up.
+    pieces: of what is read then, as much as is held at a time.
     widened: what is held besides to add up 16-bit numbers in float32.
-    received, sums: what comes in from all ranks, and what is left of it, in `sums_dtype`.
+    sums: what is left of what came, in `sums_dtype`.
     sent: what leaves this rank.
     """
 
@@ -47,8 +52,9 @@ class Flat:
     cast: int
     small: int
     small_written: int
-    widened: int
     received: int
+    pieces: int
+    widened: int
     sums: int
     sums_dtype: torch.dtype
     sent: int
@@ -64,8 +70,12 @@ def size_up(
     computed: torch.dtype | None = None,
     stepped: torch.dtype | None = None,
     sent_as: torch.dtype | None = None,
+    reads: bool = False,
 ) -> Flat:
-    """stored: the parameters' own dtype. computed, stepped, sent_as: other dtypes, where there are."""
+    """stored: the parameters' own dtype. computed, stepped, sent_as: other dtypes, where there are.
+
+    reads: whether ranks read one another's memory.
+    """
     floating = stored.is_floating_point
     computed = computed if computed is not None and floating else stored
     stepped = stepped if stepped is not None and floating else stored
@@ -81,7 +91,8 @@ def size_up(
     total = sum(numels) + pieces
     large = [span.numel for span in spans if travels_alone(layout.numels[span.index] * size)]
     most = max([own - sum(large), *large])  # of one message, what this rank gets
-    held_to_add_up = 2 * sums_dtype.itemsize * most if world > 1 else sent_as.itemsize * own
+    at_once = min(most, PIECE // sent_as.itemsize) if reads else most
+    held_to_add_up = 2 * sums_dtype.itemsize * at_once if world > 1 else sent_as.itemsize * own
     return Flat(
         itemsize=size,
         whole=layout.numel * size,
@@ -96,8 +107,9 @@ def size_up(
         cast=alone * sent_as.itemsize if sent_as is not computed else 0,
         small=(total - alone) * sent_as.itemsize,
         small_written=(total - alone) * size if sent_as is not computed else 0,
+        received=own * world * sent_as.itemsize if world > 1 and not reads else 0,
+        pieces=at_once * world * sent_as.itemsize if world > 1 and reads else 0,
         widened=held_to_add_up if sums_dtype is not sent_as else 0,
-        received=own * world * sent_as.itemsize if world > 1 else 0,
         sums=own * sums_dtype.itemsize,
         sums_dtype=sums_dtype,
         sent=(total - own) * sent_as.itemsize if world > 1 else 0,

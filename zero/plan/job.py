@@ -35,7 +35,8 @@ class Job:
     @property
     def agreement(self) -> tuple[int, int]:
         """Bytes held and sent where operations are compared between ranks, as they are where the CPU can send."""
-        return agreement_bytes(self.world if self.gloo else 1)
+        held, sent = agreement_bytes(self.world if self.gloo else 1)
+        return 0 if self.layouts.options.reads else held, sent
 
     @property
     def buffers(self) -> int:

@@ -111,6 +111,7 @@ class Layouts:
                 trained=first.trained,
                 stepped=first.stepped,
                 sent_as=self.options.reduce_dtype,
+                reads=self.options.reads,
             )
             names = tuple(kept[i].name for i in one.members)
             buckets.append(Bucket(names, flat, first.stepped, first.mastered))
@@ -128,6 +129,7 @@ class Layouts:
                 trained=first.requires_grad,
                 computed=group.dtype,
                 sent_as=self.options.precision.reduce_dtype,
+                reads=self.options.reads,
             )
             names = tuple(group.names[i] for i in one.members)
             units.setdefault(group.unit, []).append(Bucket(names, flat, first.dtype))
@@ -154,10 +156,10 @@ class Layouts:
         return self._fullest((one.layout, group.params[one.members[0]].itemsize) for group, one in self._units)
 
     def _of_equals(self, sent: Iterable[torch.dtype]) -> list[int]:
-        """Where segments are equal, and padding is at the end. What 16-bit gradients take to be added up depends on
-        how large a piece of one message a rank has, which matters where there are few ranks."""
-        widened = self.world <= _FEW and any(dtype in (torch.float16, torch.bfloat16) for dtype in sent)
-        return [*range(self.world)] if widened else [0]
+        """Where segments are equal, and padding is at the end. What it takes to add up gradients that are read, or of
+        16 bits, depends on how large a piece of one message a rank has, which matters where there are few ranks."""
+        differ = self.options.reads or any(dtype in (torch.float16, torch.bfloat16) for dtype in sent)
+        return [*range(self.world)] if differ and self.world <= _FEW else [0]
 
     def _fullest(self, layouts: Iterable[tuple[Layout, int]]) -> list[int]:
         """Of layouts, each with the bytes of an element: the rank that owns most of all, and most of one."""

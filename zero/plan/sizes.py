@@ -22,6 +22,9 @@ class Options:
     bucket_bytes: of stages 1 and 2, by default what OSS chooses.
     replicas: at stage 3, how often the sharded model is repeated across the ranks (HYBRID_SHARD).
     backend: decides what comparing operations between ranks takes, and which implementation torch's optimizers choose.
+    one_host: whether all ranks run on one Linux host, where over Gloo, with tensors on the CPU, they read one another's
+        memory, and none holds what is on its way from the others. Otherwise the larger figure of several hosts is
+        planned, which is also that of a host where processes may not read one another. Nothing changes with NCCL.
     """
 
     partition: Partition = "auto"
@@ -33,6 +36,12 @@ class Options:
     bucket_bytes: int | None = None
     replicas: int = 1
     backend: Literal["gloo", "nccl"] = "gloo"
+    one_host: bool = False
+
+    @property
+    def reads(self) -> bool:
+        """Whether ranks read one another's memory."""
+        return self.one_host and self.backend == "gloo"
 
 
 @dataclass(frozen=True)

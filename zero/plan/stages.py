@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 
@@ -152,15 +152,16 @@ def _gather_after_step(job: Job, ledger: Ledger) -> int:
     """What OSS sends after its step."""
     as_sent = job.layouts.options.broadcast_dtype
     ledger.touch(job.agreement[0])
-    sent, copies = job.agreement[1], 0
+    sent, copies = job.agreement[1], [0]
     for bucket in job.buckets:
         flat = bucket.flat
         if flat.taken and as_sent is not None and as_sent.itemsize < flat.itemsize and job.world > 1:
             sent += flat.gathered * as_sent.itemsize // flat.itemsize * (job.world - 1)
-            copies += flat.whole * as_sent.itemsize // flat.itemsize
+            copies.append(flat.whole * as_sent.itemsize // flat.itemsize)
         elif flat.taken:
             sent += flat.gathered * (job.world - 1)
-    ledger.touch(copies)
+            copies.append(0)
+    ledger.touch(max(map(sum, pairwise(copies)), default=0))  # those of two buckets are in flight at a time
     return sent
 
 

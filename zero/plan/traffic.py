@@ -69,7 +69,7 @@ class Reduction:
         for bucket, held in self._in_flight:
             flat = bucket.flat
             self._ledger.take(flat.sums)
-            self._ledger.touch(flat.widened)
+            self._ledger.touch(flat.pieces + flat.widened)
             self._ledger.give(held)
             if flat.sums_dtype is bucket.stepped:
                 self.kept += flat.sums
