@@ -87,7 +87,7 @@ def plan_stages(settings: Settings, world: int) -> tuple[Plan, dict[str, int]]:
         optimizer=partial(choice.type, **choice.arguments),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         batch=draw_batch(settings.text, seed=SEED, step=0, rank=0),
-        options=Options(backend="nccl" if torch.cuda.is_available() else "gloo"),
+        options=Options(backend="nccl" if torch.cuda.is_available() else "gloo", one_host=True),
     )
     parameters = [*model.parameters()]
     return plan, {

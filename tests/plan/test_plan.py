@@ -23,8 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ranks
 import zero
-from zero.oss import direct
-from zero.plan import Cost, Options, Plan, Sizes, flat, layouts
+from zero.plan import Cost, Options, Plan, Sizes, layouts
 from zero.plan.meter import Meter
 from zero.plan.needs import measure_optimizer
 
@@ -229,10 +228,6 @@ def test_within_two_percent_of_a_step_that_is_run(case):
         most["sent"] += 2 * (case.world - 1) * most["gradients"] // case.world
     for kind in KINDS:
         assert getattr(expected, kind) == pytest.approx(most[kind], rel=0.02), kind
-
-
-def test_pieces_are_as_long_as_they_are_read():
-    assert flat.PIECE == direct._PIECE
 
 
 def test_the_papers_table():

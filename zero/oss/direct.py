@@ -11,7 +11,7 @@ from torch import Tensor
 from zero.oss.neighbours import Neighbours
 from zero.oss.sums import add_in_order, wide
 
-_PIECE = 1 << 18
+PIECE = 1 << 18
 """Bytes that are read from each rank before they are added up: they are still in the cache then."""
 
 
@@ -47,7 +47,7 @@ class Shares:
         tables = {rank: self._read_table(neighbours, rank, address) for rank, address in addresses.items()}
         sample, world = self._messages[0], len(tables) + 1
         total = wide(sample[:0]).new_empty(sum(high - low for low, high in self._bounds))
-        most = min(_PIECE // sample.element_size(), max(1, *(high - low for low, high in self._bounds)))
+        most = min(PIECE // sample.element_size(), max(1, *(high - low for low, high in self._bounds)))
         pieces = sample.new_empty(world, most)
         done = 0
         for place, (low, high) in enumerate(self._bounds):

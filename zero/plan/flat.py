@@ -9,11 +9,9 @@ from itertools import pairwise
 
 import torch
 
+from zero.oss.direct import PIECE
 from zero.oss.layout import Layout
 from zero.sdp.bucket import travels_alone
-
-PIECE = 1 << 18
-"""Bytes that a rank reads from each other one before it adds them up."""
 
 
 @dataclass(frozen=True)
