@@ -46,7 +46,9 @@ def setup(
     problem = problem or partition_problem(partition, optim if stage else None)
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
     if stage == 3:
-        cut = cut_for(partition, optim)
+        cut: Partition = cut_for(partition, optim)
+        if partition == "auto" and cut == "even":
+            cut = partition  # so that another optimizer is looked at, too
         sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut)
         return sharded, optim(sharded.parameters(), **defaults)
     if stage == 2:
