@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import ranks
-from zero import OSS
+from zero import OSS, ShardedDDP
 
 MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -93,6 +93,22 @@ def _optimizers(rank, world, name, partition):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trains_as_the_plain_optimizer_does_bit_for_bit(name):
     ranks.run(_optimizers, 2, args=(name, "auto"))
+
+
+def _at_stage_2(rank, world, name):
+    optim, options, _ = OPTIMIZERS[name]
+    make = MODELS.get(name, Net)
+    model, inner = distributed(built(make)), built(make)
+    optimizer = OSS(inner.parameters(), optim, **options)
+    assert not is_cut(optimizer)
+    assert_equal_training(
+        rank, (model, optim(model.parameters(), **options)), (ShardedDDP(inner, optimizer), optimizer)
+    )
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB by hand"])
+def test_optimizers_of_whole_parameters_train_so_at_stage_2_too(name):
+    ranks.run(_at_stage_2, 2, args=(name,))
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
