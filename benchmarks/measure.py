@@ -121,7 +121,7 @@ def time_steps(settings: Settings, stage: str, rank: Rank) -> dict[str, Any]:
     """Times and bytes sent in the steps after the warm-up, and the losses of all, as means over the ranks."""
     training = Training(settings, stage, rank)
     losses = [training.step(step) for step in range(WARM_UP)]
-    sent, cpu_seconds, step_seconds = zero.traffic().total, read_cpu_seconds(), []
+    sent, cpu_seconds, step_seconds = zero.traffic(), read_cpu_seconds(), []
     for step in range(WARM_UP, settings.steps):
         wait_for_device(rank.device)
         begin = time.perf_counter()
@@ -129,9 +129,10 @@ def time_steps(settings: Settings, stage: str, rank: Rank) -> dict[str, Any]:
         wait_for_device(rank.device)
         step_seconds.append(time.perf_counter() - begin)
     timed = settings.steps - WARM_UP
-    sent_a_step = (zero.traffic().total - sent) // timed
+    sent = zero.traffic() - sent
+    sent_a_step = sent.total // timed
     cpu_seconds = read_cpu_seconds() - cpu_seconds
-    if STAGES[stage].ddp:
+    if STAGES[stage].ddp and not sent.reduce:  # otherwise gradients are averaged through zero, and counted
         gradients_bytes = count_bytes(p for p in training.model.parameters() if p.requires_grad)
         sent_a_step += predict_ddp_sent(world=rank.world, gradients_bytes=gradients_bytes)
     return {

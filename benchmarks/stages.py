@@ -32,7 +32,7 @@ peak                  the most bytes of tensors alive at once in a step, counted
 predicted             the same by zero.plan, before anything was run
 process               the peak of the whole process with Python and torch, in the pass that counts (freed blocks
                       returned to the system at once)
-sent                  a rank and step; DDP's all-reduce, at ddp and oss, by its formula 2 (W - 1) / W of the gradients
+sent                  a rank and step; DDP's own all-reduce by its formula, 2 (W - 1) / W of the gradients
 step ms, CPU ms       the median step of the pass that takes the time, and all threads' CPU time a step"""
 
 
