@@ -31,7 +31,8 @@ class Upload(io.BytesIO):
     def close(self) -> None:
         if self.closed:
             return
-        if self.tell() > 1000 and os.path.exists(os.path.join(os.path.dirname(self._path), "..", "..", FULL)):
+        store = os.path.dirname(os.path.dirname(os.path.dirname(self._path)))
+        if self.tell() > 1000 and os.path.exists(os.path.join(store, FULL)):
             super().close()
             raise PermissionError(f"no more room for {os.path.basename(self._path)}")  # as stores say it: no errno
         folder = os.path.dirname(self._path)
