@@ -34,6 +34,11 @@ def no_parameters(rank: int) -> None:
     zero.FSDP(nn.ReLU())
 
 
+def all_ignored(rank: int) -> None:
+    model = net()
+    zero.FSDP(model, ignored_parameters=model.parameters())
+
+
 def no_parameters_on_one_rank(rank: int) -> None:
     zero.FSDP(nn.ReLU() if rank else net())
 
@@ -79,6 +84,7 @@ def in_two_ranks(rank: int, world: int, function: Callable[..., None], *args: ob
     ("function", "words"),
     [
         (no_parameters, ["without parameters", "nothing to shard"]),
+        (all_ignored, ["without parameters", "nothing to shard"]),
         (no_parameters_on_one_rank, ["without parameters", r"\(on rank 1\)"]),
         (nested_over_other_ranks, ["'1' is an FSDP over another process group", "ignored_modules"]),
         (wrapped_twice, ["is an FSDP already", "auto_wrap_policy"]),

@@ -104,7 +104,7 @@ class FSDP(nn.Module):
             module, auto_wrap_policy, as_one_unit, [*inside.values()], small=self._prefetch.limit == 1
         )
         problem = problem or unwrappable or partition_problem(partition) or self._misfit(inside)
-        problem = problem or _unusable(module, ignored.keys() | taken, synced=sync_module_states)
+        problem = problem or _unusable(module, ignored, taken, synced=sync_module_states)
         told = [
             f"{strategy}, reshard_after_forward {not stays}, partition {partition}, {precision}, {self._prefetch}, "
             f"offload {type(offload).__name__}",
@@ -325,11 +325,15 @@ def _units_of(
         return {}, str(error)
 
 
-def _unusable(module: nn.Module, left_out: Collection[nn.Parameter], *, synced: bool) -> str | None:
+def _unusable(
+    module: nn.Module, ignored: Collection[nn.Parameter], taken: Collection[nn.Parameter], *, synced: bool
+) -> str | None:
     found = False
     for name, param in module.named_parameters():
+        if param in ignored:
+            continue
         found = True
-        if param in left_out or (param.is_meta and synced):
+        if param in taken or (param.is_meta and synced):
             continue
         problem = unusable(param, repr(name))
         if problem:
