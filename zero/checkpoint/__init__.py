@@ -3,7 +3,8 @@
 What is stored is whole tensors by name, in pieces; who wrote which piece does not matter to who reads it. So there is
 nothing to convert between stages, numbers of ranks or cuts: a reader asks for the ranges that it needs.
 
-    format      the index, values and names, to JSON and back
+    format      the index: every tensor by name, and its pieces, to JSON and back
+    values      what is no tensor, to JSON and back
     storage     directories, and object stores through fsspec
     files       safetensors files with checksums; ranges of bytes
     directory   a run's checkpoints, which is the latest, and how one comes to be seen

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, SafeFile, write
-from zero.checkpoint.format import Entry, Geometry, Index, decode
+from zero.checkpoint.format import Entry, Geometry, Index
 from zero.checkpoint.progress import Progress
 from zero.checkpoint.source import Range, Source
 from zero.checkpoint.storage import Local, mounted, place
+from zero.checkpoint.values import decode
 
 SINGLE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""What a checkpoint says: the index, its values and its names, to JSON and back.
+"""What a checkpoint says of its tensors: the index, to JSON and back.
 
 A checkpoint is a directory. `index.json` names every tensor and the pieces that make it up; the pieces lie in one
 safetensors file a rank. A piece is a run of a tensor's elements, counted in row-major order, or, where the tensor is
@@ -11,15 +11,12 @@ stored with its dimensions in another order, in row-major order of the permuted 
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,7 +85,7 @@ class Geometry:
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The other way round, as a view."""
+        """The whole tensor, as a view, of a flat one whose elements are counted so."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset())
 
 
@@ -105,6 +102,19 @@ def memory_order(shape: Iterable[int], stride: Iterable[int]) -> tuple[int, ...]
     if ordered == long or 0 in sizes:
         return None
     return (*(dim for dim in range(len(sizes)) if dim not in long), *ordered)
+
+
+def tensor_problem(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be stored, in words for the user; None if it can."""
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return f"is a {type(tensor).__name__}, which wraps other tensors (DTensor, quantised). Store plain tensors"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}. Store dense tensors"
+    if tensor.is_meta:
+        return "is on the meta device and has no values. Give it values first"
+    if tensor.dtype not in NAMES:
+        return f"has dtype {tensor.dtype}, which safetensors files cannot hold"
+    return None
 
 
 @dataclass(frozen=True)
@@ -157,18 +167,18 @@ class Entry:
 
 @dataclass
 class OptimizerIndex:
-    """One optimizer. State is by parameter and key: a path of a tensor, or a value.
+    """One optimizer: its parameter groups, and its state by parameter and key.
 
     kind: the class's name; empty where it is not known.
+    groups: of each {"params": [name, ...], "options": {name: value, as JSON}}.
+    tensors: {parameter: {key: path}} of state that is a tensor.
+    values: {parameter: {key: value, as JSON}} of all other state.
     """
 
     kind: str
     groups: list[dict[str, Any]]
     tensors: dict[str, dict[str, str]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def keys(self, name: str) -> list[str]:
-        return [*self.tensors.get(name, ()), *self.values.get(name, ())]
 
     def names(self) -> set[str]:
         """The parameters that have state."""
@@ -180,9 +190,11 @@ class Index:
     """`index.json`.
 
     stage, world: what it was saved at; of one that was imported the stage is None.
+    tensors: by path.
     tied: of names that share a tensor, each further one and the one that it is stored under.
-    values: of the module's state_dict, what is no tensor.
-    extra, extra_by_rank: what the user gave, and what of it differed between ranks.
+    values: of the module's state_dict what is no tensor, by name, as JSON.
+    files: by name, the size and the header's checksum of each.
+    extra, extra_by_rank: what the user gave, as JSON, and what of it differed between ranks, rank by rank.
     """
 
     stage: int | None
@@ -213,6 +225,7 @@ class Index:
                 self.optimizers[int(number)].tensors.setdefault(param, {})[key] = path
 
     def dumps(self) -> str:
+        """As JSON, with a checksum of itself."""
         told = {
             "format": "zero",
             "version": VERSION,
@@ -251,90 +264,3 @@ class Index:
 
 def _digest(told: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------------------ values
-
-_ARRAYS = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
-"""Dtypes of numpy, by name, that torch has too."""
-
-_TAG = "$"
-"""In a JSON object: what it stands for, where that is no JSON value."""
-
-
-def encode(value: Any, where: str) -> Any:
-    """A value as JSON: JSON's own, and tuples, dictionaries with other keys, Counters, small tensors and arrays.
-
-    Raises ValueError, naming `where`, for anything else.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    for plain in (int, float, str):  # also of subclasses, such as numpy's float64
-        if isinstance(value, plain):
-            return plain(value)
-    if isinstance(value, list):
-        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
-    if isinstance(value, Mapping):
-        if not isinstance(value, Counter) and _TAG not in value and all(isinstance(key, str) for key in value):
-            return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
-        items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
-        return {_TAG: "Counter" if isinstance(value, Counter) else "dict", "items": items}
-    if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS:
-        return {
-            **encode(torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), ndmin=1)), where),
-            "shape": list(value.shape),
-            _TAG: "array",
-        }
-    if isinstance(value, Tensor) and _plain(value):
-        told = {_TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape)}
-        if value.dim() == 0 and not value.dtype.is_complex and value.dtype.itemsize != 1:
-            return {**told, "value": value.item()}
-        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return {**told, "base64": base64.b64encode(flat.numpy().tobytes()).decode()}
-    raise ValueError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which JSON cannot hold. Save numbers, "
-        "strings, lists, tuples, dictionaries and plain tensors of them, such as a state_dict()."
-    )
-
-
-def decode(told: Any) -> Any:
-    """The other way round."""
-    if isinstance(told, list):
-        return [decode(item) for item in told]
-    if not isinstance(told, dict):
-        return told
-    kind = told.get(_TAG)
-    if kind is None:
-        return {key: decode(item) for key, item in told.items()}
-    if kind == "tuple":
-        return tuple(decode(item) for item in told["items"])
-    if kind in ("dict", "Counter"):
-        items = {decode(key): decode(item) for key, item in told["items"]}
-        return Counter(items) if kind == "Counter" else items
-    if kind == "array":
-        return decode({**told, _TAG: "tensor"}).numpy()
-    dtype = DTYPES[told["dtype"]]
-    if "value" in told:
-        return torch.tensor(told["value"], dtype=dtype)
-    data = bytearray(base64.b64decode(told["base64"]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.view(told["shape"])
-
-
-def _plain(tensor: Tensor) -> bool:
-    return tensor_problem(tensor) is None
-
-
-def tensor_problem(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be stored, in words for the user; None if it can."""
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-        return f"is a {type(tensor).__name__}, which wraps other tensors (DTensor, quantised). Store plain tensors"
-    if tensor.layout != torch.strided:
-        return f"has layout {tensor.layout}. Store dense tensors"
-    if tensor.is_meta:
-        return "is on the meta device and has no values. Give it values first"
-    if tensor.dtype not in NAMES:
-        return f"has dtype {tensor.dtype}, which safetensors files cannot hold"
-    return None

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import SafeFile
-from zero.checkpoint.format import Index, OptimizerIndex, encode, geometry_of, tensor_problem
+from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
 from zero.checkpoint.parts import Held, own_name
 from zero.checkpoint.storage import Local, Place, mounted, place
+from zero.checkpoint.values import encode
 from zero.checkpoint.write import Share, seal, write_file
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")

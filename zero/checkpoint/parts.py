@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.checkpoint.agree import Ranks
-from zero.checkpoint.format import Geometry, encode, geometry_of, memory_order, tensor_problem
+from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_problem
+from zero.checkpoint.values import encode
 from zero.fsdp import FSDP
 from zero.oss import OSS, layout
 from zero.oss.comm import Comm

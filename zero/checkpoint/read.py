@@ -25,10 +25,11 @@ from torch.optim import Optimizer
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import FileProblem
-from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, decode
+from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex
 from zero.checkpoint.parts import Held, Stepped, Training, flat_of, inner, kind
 from zero.checkpoint.source import Range, Source
 from zero.checkpoint.storage import place
+from zero.checkpoint.values import decode
 from zero.oss import OSS
 
 _HALF = (

@@ -25,10 +25,11 @@ from torch.optim import Optimizer
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, FileProblem, SafeFile, checksum, write
-from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Piece, encode
+from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Piece
 from zero.checkpoint.parts import Held, Training, kind
 from zero.checkpoint.progress import Progress
 from zero.checkpoint.storage import Place, place
+from zero.checkpoint.values import encode
 
 _PATIENCE = 60.0
 """Seconds that the first rank's thread goes on waiting for other ranks' files once the program has come to its end."""

@@ -1,0 +1,87 @@
+"""Values that are no tensors of the model, to JSON and back: options, step counts, what the user gives as `extra`.
+
+JSON's own values stand for themselves. Anything else is an object with the member "$", which names what it stands for:
+
+    {"$": "tuple", "items": [...]}
+    {"$": "dict" or "Counter", "items": [[key, value], ...]}            with keys that are no strings, or "$" among them
+    {"$": "tensor" or "array", "dtype": "F32", "shape": [...], "value": number or "base64": bytes}
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero.checkpoint.format import DTYPES, NAMES, tensor_problem
+
+_ARRAYS = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+"""numpy's names of the dtypes that a checkpoint can hold."""
+
+_TAG = "$"
+
+
+def encode(value: Any, where: str) -> Any:
+    """A value as JSON: JSON's own, and tuples, dictionaries with other keys, Counters, small tensors and arrays.
+
+    where: what errors call the value. Raises ValueError for anything else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for plain in (int, float, str):  # also of subclasses, such as numpy's float64
+        if isinstance(value, plain):
+            return plain(value)
+    if isinstance(value, list):
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "items": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        if not isinstance(value, Counter) and _TAG not in value and all(isinstance(key, str) for key in value):
+            return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {_TAG: "Counter" if isinstance(value, Counter) else "dict", "items": items}
+    if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS:
+        return {
+            **encode(torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), ndmin=1)), where),
+            "shape": list(value.shape),
+            _TAG: "array",
+        }
+    if isinstance(value, Tensor) and tensor_problem(value) is None:
+        told = {_TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape)}
+        if value.dim() == 0 and not value.dtype.is_complex and value.dtype.itemsize != 1:
+            return {**told, "value": value.item()}
+        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return {**told, "base64": base64.b64encode(flat.numpy().tobytes()).decode()}
+    raise ValueError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which JSON cannot hold. Save numbers, "
+        "strings, lists, tuples, dictionaries and plain tensors of them, such as a state_dict()."
+    )
+
+
+def decode(told: Any) -> Any:
+    """The value that `encode` made JSON of."""
+    if isinstance(told, list):
+        return [decode(item) for item in told]
+    if not isinstance(told, dict):
+        return told
+    kind = told.get(_TAG)
+    if kind is None:
+        return {key: decode(item) for key, item in told.items()}
+    if kind == "tuple":
+        return tuple(decode(item) for item in told["items"])
+    if kind in ("dict", "Counter"):
+        items = {decode(key): decode(item) for key, item in told["items"]}
+        return Counter(items) if kind == "Counter" else items
+    if kind == "array":
+        return decode({**told, _TAG: "tensor"}).numpy()
+    dtype = DTYPES[told["dtype"]]
+    if "value" in told:
+        return torch.tensor(told["value"], dtype=dtype)
+    data = bytearray(base64.b64decode(told["base64"]))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(told["shape"])
