@@ -10,7 +10,10 @@ nothing to convert between stages, numbers of ranks or cuts: a reader asks for t
     directory   a run's checkpoints, which is the latest, and how one comes to be seen
     agree       what ranks tell one another
     parts       what one rank has of a model and its optimizers, at every stage
-    write       save                source, read    load
+    write       save
+    source      a checkpoint that is open for reading
+    load_plan   what one rank takes of it, and what does not fit
+    read        load
     export, importing, __main__     for and from others
 
 torch.distributed.checkpoint (2.13) was tried as the engine, and serves where its own format is read and written

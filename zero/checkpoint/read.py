@@ -14,31 +14,26 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import FileProblem
-from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex
-from zero.checkpoint.parts import Held, Stepped, Training, flat_of, inner, kind
-from zero.checkpoint.source import Range, Source
+from zero.checkpoint.format import CheckpointError, Index
+from zero.checkpoint.load_plan import LoadPlan, listed
+from zero.checkpoint.parts import Training
+from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
-from zero.oss import OSS
 
 _HALF = (
     "It went wrong while tensors were being taken: model and optimizer are partly as before and partly as saved. Load "
     "this or another checkpoint before they are used."
 )
-
-_LISTED = 8
-"""How many names an error lists."""
 
 T = TypeVar("T")
 
@@ -79,7 +74,7 @@ def load(
     ranks.compare("the checkpoints found", [str(source.directory), source.digest] if source else [], problem)
     assert source is not None
     with source:
-        plan = Plan(training, source.index)
+        plan = LoadPlan(training, source.index)
         found = f"{source.directory} does not fit: {plan.problem}" if plan.problem else None
         ranks.exchange(None, found)
         _, problem = _attempt(lambda: source.check(plan.ranges(), shown=ranks.first))
@@ -95,234 +90,6 @@ def load(
     return _extra(source.index, training)
 
 
-class Plan:
-    """What this rank takes of a checkpoint. What does not fit is in `problem`, in words for the user."""
-
-    def __init__(self, training: Training, index: Index) -> None:
-        self._training, self._index = training, index
-        self._stored = _stored_names(training, index)
-        self.problem = self._misfit()
-        self._taken: list[tuple[Range, Held]] = []
-        self._state: list[_State] = []
-        if self.problem is None:
-            self._plan_model()
-            self._plan_optimizers()
-
-    def ranges(self) -> Iterable[Range]:
-        yield from (one for one, _ in self._taken)
-        for state in self._state:
-            yield from state.ranges()
-
-    def take_values(self) -> None:
-        """What is no tensor: modules may refuse theirs, and can be given back what they had."""
-        for state in self._state:
-            state.decode()
-        for name, told in self._index.values.items():
-            self._training.holders[name].set_extra_state(decode(told))
-
-    def give_values_back(self) -> None:
-        for name, value in self._training.values.items():
-            with suppress(Exception):  # one that refuses what it gave itself is lost, the others are not
-                self._training.holders[name].set_extra_state(value)
-
-    @torch.no_grad()
-    def take(self, source: Source) -> None:
-        for one, held in self._taken:
-            _fill(source, one, held)
-        for state in self._state:
-            state.take(source)
-
-    # -------------------------------------------------------------------------------------------------- the model
-
-    def _plan_model(self) -> None:
-        for name in self._training.tensors:
-            held = self._training.resident(name)
-            if held is not None:
-                entry, master = self._entry(name), self._master(name)
-                wider = held.whole.dtype.itemsize > entry.geometry.dtype.itemsize
-                self._taken.append((_range(master if master is not None and wider else entry, held), held))
-        for held in self._training.masters(settled=False):
-            name = held.path.removeprefix("master/")
-            self._taken.append((_range(self._master(name) or self._entry(name), held), held))
-
-    def _entry(self, name: str) -> Entry:
-        return self._index.entry(self._stored[name])
-
-    def _master(self, name: str) -> Entry | None:
-        return self._index.tensors.get(f"master/{self._stored[name]}")
-
-    def _misfit(self) -> str | None:
-        """Whether the checkpoint is of another model."""
-        training, index = self._training, self._index
-        here = {name: name for name in training.tensors} | training.tied
-        there = {name: name for name in index.names()} | index.tied
-        names = [
-            ("it has nothing for", [name for name in training.tensors if name not in self._stored]),
-            ("the model has no", [name for name in there if name not in here]),
-            ("these differ", list(filter(None, map(self._difference, self._stored)))),
-        ]
-        problems = [f"{what}: {_listed(some)}" for what, some in names if some]
-        if not problems and index.stage is not None:
-            problems += [
-                f"{name} and {home} were {'one tensor' if saved else 'two'} when it was saved, and are not here"
-                for tied, saved in [(index.tied, True), (training.tied, False)]
-                for name, home in tied.items()
-                if (here[name] == here[home]) != (there.get(name) == there.get(home))
-            ]
-        if set(training.values) != set(index.values) and not problems:
-            problems.append("other modules had extra state (get_extra_state) when it was saved")
-        return f"it is of another model: {'; '.join(problems)}." if problems else None
-
-    def _difference(self, name: str) -> str | None:
-        stored, whole = self._entry(name).geometry, self._training.whole(name)
-        if stored.shape == whole.shape and _convertible(stored.dtype, whole.dtype):
-            return None
-        return f"{name} (saved {_shown(stored)}, here {_shown(whole)})"
-
-    # ------------------------------------------------------------------------------------------------ optimizers
-
-    def _plan_optimizers(self) -> None:
-        optimizers, stored = self._training.optimizers, self._index.optimizers
-        if not optimizers:
-            return
-        if len(optimizers) != len(stored):
-            saved = f"{len(stored)} optimizers" if stored else "no optimizer"
-            self.problem = f"it was saved with {saved}, but {len(optimizers)} to be loaded were given."
-            return
-        for optimizer, index in zip(optimizers, stored, strict=True):
-            state = _State(self._training, self._index, optimizer, index, self._stored)
-            self.problem = self.problem or state.problem
-            self._state.append(state)
-
-
-class _State:
-    """What this rank takes of one optimizer's state."""
-
-    def __init__(
-        self, training: Training, index: Index, optimizer: Optimizer, stored: OptimizerIndex, names: dict[str, str]
-    ) -> None:
-        self._index, self._optimizer, self._stored = index, optimizer, stored
-        self.problem = _optimizer_misfit(training, optimizer, stored, names)
-        self._tensors: list[tuple[Stepped, str, Range]] = []
-        self._values: list[tuple[Stepped, str, Any]] = []
-        self._options: list[dict[str, Any]] = []
-        if self.problem is None:
-            for one in training.stepped(optimizer):
-                self._plan(one, names[one.name])
-
-    def _plan(self, one: Stepped, name: str) -> None:
-        for key, path in self._stored.tensors.get(name, {}).items():
-            entry = self._index.tensors[path]
-            stored = entry.geometry
-            if stored.shape == one.whole.shape:
-                wanted = replace(one.whole, dtype=stored.dtype)
-                self._tensors.append((one, key, Range(entry, wanted, one.start, one.stop)))
-            elif not one.cut:
-                self._tensors.append((one, key, Range(entry, stored, 0, stored.numel)))
-            else:
-                self.problem = (
-                    f"{key!r} of {name} has shape {list(stored.shape)}, the parameter {list(one.whole.shape)}, and is "
-                    "cut between ranks here. Build the optimizer, or FSDP, with partition='whole'."
-                )
-        for key, told in self._stored.values.get(name, {}).items():
-            self._values.append((one, key, told))
-
-    def ranges(self) -> Iterable[Range]:
-        return (one for _, _, one in self._tensors)
-
-    def decode(self) -> None:
-        """What is no tensor, from JSON."""
-        self._values = [(one, key, decode(told)) for one, key, told in self._values]
-        self._options = [decode(group["options"]) for group in self._stored.groups]
-
-    def take(self, source: Source) -> None:
-        before = inner(self._optimizer).state
-        taken: dict[Tensor, dict[str, Any]] = {}
-        for one, key, value in self._values:
-            taken.setdefault(one.tensor, {})[key] = value
-        for one, key, needed in self._tensors:
-            tensor = _room(one, needed, before.get(one.tensor, {}).get(key))
-            _fill(source, needed, Held(key, needed.wanted, needed.start, needed.stop, tensor))
-            taken.setdefault(one.tensor, {})[key] = tensor
-        if isinstance(self._optimizer, OSS):
-            self._optimizer.take_parts(taken, self._options)  # type: ignore[arg-type]
-        else:
-            _hand_over(self._optimizer, taken, self._options)
-
-
-def _stored_names(training: Training, index: Index) -> dict[str, str]:
-    """For the model's tensors, the name that each is stored under: any of its names here, as any of its names there."""
-    aliases = {name: [name] for name in training.tensors}
-    for name, home in training.tied.items():
-        aliases[home].append(name)
-    there = {name: name for name in index.names()} | index.tied
-    stored = {}
-    for name, some in aliases.items():
-        known = [there[alias] for alias in some if alias in there]
-        if known:
-            stored[name] = known[0]
-    return stored
-
-
-def _optimizer_misfit(
-    training: Training, optimizer: Optimizer, stored: OptimizerIndex, renamed: dict[str, str]
-) -> str | None:
-    if stored.kind not in ("", kind(optimizer)):
-        return f"it holds the state of {stored.kind}, but the optimizer is {kind(optimizer)}."
-    here = [[renamed[name] for name in names] for names in training.group_names(optimizer)]
-    if len(here) != len(stored.groups):
-        return f"its {stored.kind} has {len(stored.groups)} parameter groups, the optimizer here has {len(here)}."
-    group_here = {name: number for number, names in enumerate(here) for name in names}
-    group_there = {name: number for number, group in enumerate(stored.groups) for name in group["params"]}
-    homeless = [name for name in sorted(stored.names()) if name not in group_here]
-    if homeless:
-        return f"it has state of {_listed(homeless)}, which the {stored.kind} here does not have."
-    moved = [name for name, number in group_here.items() if group_there.get(name, number) != number]
-    if moved:
-        return f"{_listed(moved)} were in other parameter groups of the {stored.kind} when it was saved."
-    return None
-
-
-def _hand_over(optimizer: Optimizer, taken: dict[Tensor, dict[str, Any]], options: list[dict[str, Any]]) -> None:
-    """Through the optimizer's own `load_state_dict`, which knows what dtype and device each entry needs."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    number = {param: position for position, param in enumerate(params)}
-    optimizer.load_state_dict(
-        {
-            "state": {number[param]: state for param, state in taken.items()},
-            "param_groups": [
-                {**option, "params": [number[param] for param in group["params"]]}
-                for option, group in zip(options, optimizer.param_groups, strict=True)
-            ],
-        }
-    )
-
-
-def _room(one: Stepped, needed: Range, present: Any) -> Tensor:
-    """A tensor for an entry of the state: the one that is there if it is such a one, or a new one."""
-    wanted = needed.wanted
-    shape = tuple(one.tensor.shape) if one.cut else wanted.shape
-    if isinstance(present, Tensor) and present.dtype == wanted.dtype and tuple(present.shape) == shape:
-        return present
-    if one.cut:
-        return torch.empty(shape, dtype=wanted.dtype, device=one.tensor.device)
-    return torch.empty_strided(shape, wanted.strides, dtype=wanted.dtype, device=one.tensor.device)
-
-
-def _range(entry: Entry, held: Held) -> Range:
-    return Range(entry, held.whole, held.start, held.stop)
-
-
-def _fill(source: Source, one: Range, held: Held) -> None:
-    flat = flat_of(held)
-    if flat is not None:
-        source.fill(flat, one)
-        return
-    whole = torch.empty(held.whole.numel, dtype=held.whole.dtype, device=held.tensor.device)
-    source.fill(whole, one)
-    held.tensor.detach().copy_(held.whole.shaped(whole))
-
-
 def _extra(index: Index, training: Training) -> dict[str, Any]:
     extra = decode(index.extra)
     by_rank = index.extra_by_rank
@@ -330,24 +97,11 @@ def _extra(index: Index, training: Training) -> dict[str, Any]:
         return {**extra, **decode(by_rank[training.ranks.number])}
     if by_rank:
         warnings.warn(
-            f"{_listed(sorted({key for one in by_rank for key in one}))} of extra differed between the {len(by_rank)} "
+            f"{listed(sorted({key for one in by_rank for key in one}))} of extra differed between the {len(by_rank)} "
             f"ranks that saved it, and there are {training.ranks.all} now: left out.",
             stacklevel=3,
         )
     return dict(extra)
-
-
-def _convertible(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    return stored == wanted or (stored.is_floating_point and wanted.is_floating_point)
-
-
-def _shown(geometry: Geometry) -> str:
-    return f"{str(geometry.dtype).removeprefix('torch.')} {list(geometry.shape)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{', '.join(names[:_LISTED])}{more}"
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
