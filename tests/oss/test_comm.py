@@ -26,10 +26,9 @@ def as_on(way):
     """
     with ExitStack() as patches:
         if way == "gloo":
-            patches.enter_context(mock.patch("zero.oss.comm.meet", return_value=None))
+            patches.enter_context(mock.patch("zero.oss.agreement.meet", return_value=None))
         elif way == "other":
             patches.enter_context(mock.patch.object(Collectives, "backend", return_value=way))
-            patches.enter_context(mock.patch.object(Comm, "_checks", return_value=False))
         yield
 
 
@@ -248,8 +247,10 @@ def test_users_of_one_group_never_share_a_channel():
 # Whole tensors
 
 
-def _whole(rank, world):
+def _whole(rank, world, way):
     comm = Comm()
+    with as_on(way):
+        comm.agree(comm.channel("a test"))  # from here on the way stays
     lengths = [0, 1, 5, 5_000_000, 0, 3]  # the long one passes the limit of one message
     mine = [numbers(rank, length, torch.float32, salt) for salt, length in enumerate(lengths)]
     mine += [torch.tensor(rank + 0.5), numbers(rank, 12, torch.int64).view(3, 4).t(), torch.tensor([rank == 1])]
@@ -289,9 +290,10 @@ def _whole(rank, world):
     assert comm.all_gather_text(texts[rank]) == texts
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(world):
-    ranks.run(_whole, world)
+def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(world, way):
+    ranks.run(_whole, world, args=(way,))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -419,14 +421,14 @@ def _out_of_step(rank, world, operations, way):
 
     with as_on(way):
         come_to("agree")  # all together: no harm
-    return refusal(lambda: come_to(operations[rank])), refusal(lambda: come_to("agree"))
+        return refusal(lambda: come_to(operations[rank])), refusal(lambda: come_to("agree"))
 
 
 @pytest.mark.parametrize(
     "operations",
     [("agree", "other agree"), ("gather", "agree"), ("agree", "gather", "agree"), ("gather", "other agree", "gather")],
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "other"])
 def test_ranks_out_of_step_are_told_on_every_rank_what_each_is_doing(operations, way):
     told = ranks.run(_out_of_step, len(operations), args=(operations, way), timeout=20)
     for rank, (first, _) in enumerate(told):
@@ -438,11 +440,39 @@ def test_ranks_out_of_step_are_told_on_every_rank_what_each_is_doing(operations,
             assert (named in first) == (operation != operations[rank]), first
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "other"])
 def test_after_ranks_were_out_of_step_the_group_refuses_to_go_on(way):
     for _, second in ranks.run(_out_of_step, 2, args=(("agree", "gather"), way), timeout=20):
         assert second.startswith("RuntimeError: ranks are out of step")
         assert "tart the process group anew" in second
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Groups that send only what is on a GPU
+
+
+def _host_group(rank, world):
+    """As of NCCL alone, but that it sends nothing; the last rank is no member."""
+    members = [*range(world - 1)]
+    group = dist.new_group(members, backend="cuda:gloo")
+    if rank not in members:
+        return None
+    comm = Comm(group)
+    channel = comm.channel("a test")
+    comm.agree(channel)
+    told = torch.tensor([float(rank)])
+    comm.all_reduce(told)
+    full = torch.full((len(members),), float(rank))
+    comm.gather(full, range(len(members) + 1), channel).wait()
+    own = Comm(group).all_gather_text(str(rank))
+    return told.item(), full.tolist(), own, refusal(lambda: comm.compare("the things", [f"a: {rank}"]))
+
+
+def test_ranks_of_a_group_for_gpus_alone_are_compared_all_the_same():
+    first, second, outside = ranks.run(_host_group, 3)
+    assert first == second == (1.0, [0.0, 1.0], ["0", "1"], first[3])
+    assert first[3].startswith("ValueError: the things differ between ranks")
+    assert outside is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

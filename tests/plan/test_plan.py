@@ -147,7 +147,7 @@ def measured(rank: int, world: int, case: Case) -> dict[str, int]:
     """A settled step on one rank, its tensors counted."""
     with ExitStack() as entered:
         if not case.one_host:
-            entered.enter_context(mock.patch("zero.oss.comm.meet", return_value=None))
+            entered.enter_context(mock.patch("zero.oss.agreement.meet", return_value=None))
         meter = entered.enter_context(Meter())
         model, optimizer = build(case)
         for _ in range(2):

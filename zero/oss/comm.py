@@ -9,7 +9,11 @@ segment, summed over the ranks, reaches its owner). Both go one of two ways:
   overwrites or frees what others still read, so there `wait` returns when all have read.
 
 Which way it goes is agreed on by all ranks when they first operate together, and makes no difference to the results:
-reduce adds up in rank order at the owner, in float32 what travelled with 16 bits.
+reduce adds up in rank order at the owner, in float32 what travelled with 16 bits. Broadcasts and small sums go by
+reading too.
+
+On a GPU transfers run beside the computing. There a gather is launched at once and compared while it runs, on the CPU
+and before anybody uses what it brings; elsewhere nothing is launched before the ranks are known to agree.
 
 CPU ms of a rank, medians, two loaded cores, by reading and by Gloo's collectives:
 
@@ -26,70 +30,31 @@ the sum, and the pages of the buffer that it is read into.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero.oss import direct
-from zero.oss.collectives import Collectives
-from zero.oss.differences import as_text, refuse_differences
+from zero.oss.agreement import NUMBER, Agreement, agreement_bytes
 from zero.oss.handle import Handle
-from zero.oss.neighbours import Neighbours, meet
+from zero.oss.neighbours import Neighbours
+from zero.oss.packing import batches, room_for, spread, together
 from zero.oss.sums import sum_in_rank_order, wide
 from zero.oss.traffic import Traffic, count, traffic
-from zero.oss.wire import BROADCAST, COLLECTION, COMPARISON, GATHER, REDUCTION, SUM, Wire, wire_of
+from zero.oss.wire import BROADCAST, COLLECTION, GATHER, REDUCTION, SUM
 
 __all__ = ["Comm", "Handle", "Traffic", "agreement_bytes", "traffic"]
 
-_LEAD = 1 << 15
-"""Bytes of a segment that travel with its operation's number by collectives; of small segments that is all there is.
 
-With 4 KiB, or 64 bytes, a comparison without a segment took as long within the noise (0.43 CPU ms at 2 ranks, 1.1 at
-4), and a segment of 16 to 32 KiB, which then takes a second message, 0.15 to 0.7 ms more.
-"""
-
-_NUMBER = 8
-"""Bytes of the number of an operation."""
-
-_CPU = torch.device("cpu")
-
-
-def agreement_bytes(world: int) -> tuple[int, int]:
-    """What comparing an operation between ranks takes a rank: bytes held as long as it lasts, and bytes sent.
-
-    Held by collectives; ranks that read one another's memory hold nothing.
-    """
-    return (_NUMBER + _LEAD) * (1 + world) if world > 1 else 0, _NUMBER * (world - 1)
-
-
-class Comm:
+class Comm(Agreement):
     """One process group, seen from this rank. `rank` and `world` are of the group, never of the whole job.
 
     group: None is the default group, or this process alone where torch.distributed is not initialised.
     Raises ValueError where this rank is not in the group.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        if group is not None and dist.get_rank(group) < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} of the job is not in the process group that it was given. "
-                "Build the model and its optimizer only on the ranks of the group, or pass each rank its own group."
-            )
-        self._set_group(group)
-
-    def _set_group(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world = 1 if group is None else dist.get_world_size(group)
-        self._wire = Wire(self.rank, self.world) if group is None else wire_of(group)
-        self._by_collectives = None if group is None else Collectives(group)
 
     @classmethod
     def alone(cls) -> Comm:
@@ -98,107 +63,50 @@ class Comm:
         comm._set_group(None)
         return comm
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
-        return self  # a process group cannot be copied, and a copied module belongs to the same one
-
-    # ------------------------------------------------------------------------------------------- agreeing
-
-    def channel(self, name: str) -> int:
-        """A number for one stream of transfers, given out in the same order on every rank; `name` is for errors."""
-        return self._wire.channel(name)
-
-    def announce(self, channel: int | None) -> None:
-        """Tells with every operation to come, until told otherwise, what this rank is going to do after it.
-
-        What is not compared by itself, such as a reduce, is safe to launch once an operation that announced it passed.
-        """
-        self._wire.announced = channel or 0
-
-    def agree(self, channel: int) -> None:
-        """Collective. Raises RuntimeError on every rank unless all ranks have come to this same point."""
-        if self.world > 1 and self._checks():
-            compare = self._launch_lead(None, channel)
-            if self._neighbours() is None:
-                compare()
-            else:
-                Handle(compare, self._wire.queue).wait()
-
-    def _launch_lead(self, segment: Tensor | None, channel: int) -> Callable[[], list[Tensor]]:
-        """Tells the others which operation this rank has come to, and maybe the first bytes of its segment with it.
-
-        This message has the same length in every operation, so it arrives whatever each rank is doing; all else is
-        launched when it has: ranks that are out of step get an error, not a hang or another's data. The result, called,
-        raises RuntimeError where they are, or returns the first bytes of every rank's segment, of all the same length.
-        """
-        number = self._wire.number(channel)
-        count(other=_NUMBER * (self.world - 1))
-        near = self._neighbours()
-        if near is not None:
-            hear = self._tell(near, number, 0, None)
-            return lambda: [torch.empty(0, dtype=torch.uint8) for _ in range(len(hear()) + 1)]
-        self._wire.refuse_if_broken()
-        told = torch.zeros(_NUMBER + _LEAD, dtype=torch.uint8)
-        told[:_NUMBER].view(torch.int64)[0] = number
-        if segment is not None:
-            lead = segment[:_LEAD]
-            told[_NUMBER : _NUMBER + len(lead)] = lead
-        work, heard = self._collectives.launch_exchange(told)
-
-        def compare() -> list[Tensor]:
-            self._wait([work], channel, (told, heard))
-            numbers = {peer: int(one[:_NUMBER].view(torch.int64)) for peer, one in enumerate(heard)}
-            self._wire.refuse_others(number, numbers)
-            return [one[_NUMBER:] for one in heard]
-
-        return compare
-
-    def compare(self, what: str, lines: Sequence[str], problem: str | None = None) -> None:
-        """Collective. Raises ValueError on every rank if any rank has a `problem`, or if `lines` differ between ranks.
-
-        Costs one exchange of 32 bytes where all is well. lines: what must be the same, one thing a line.
-        """
-        texts = [as_text(lines, problem)]
-        if self.world > 1:
-            self.agree(COMPARISON)
-            digest = hashlib.sha256(texts[0].encode()).digest()
-            digests = self._exchange(torch.tensor(list(digest), dtype=torch.uint8))
-            if problem is not None or any(not torch.equal(digests[0], other) for other in digests[1:]):
-                texts = self.all_gather_text(texts[0])
-            elif problem is None:
-                return
-        refuse_differences(what, texts)
-
-    def all_gather_text(self, text: str) -> list[str]:
-        """Collective. The text of every rank, by rank."""
-        if self.world == 1:
-            return [text]
-        self.agree(COMPARISON)
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = [int(n) for n in torch.cat(self._exchange(torch.tensor([len(data)])))]
-        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-        padded[: len(data)] = data
-        return [
-            bytes(received[:length].numpy()).decode()
-            for received, length in zip(self._exchange(padded), lengths, strict=True)
-        ]
-
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        count(other=tensor.nbytes * (self.world - 1))
-        return self._collectives.exchange(tensor)
-
     # ------------------------------------------------------------------------------------- whole tensors
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Collective. Overwrites the tensors by those of rank `source` of the group."""
-        if self.world > 1 and any(tensor.numel() for tensor in tensors):
+        if self.world == 1:
+            return
+        for batch in batches(tensors):
+            flat = together(batch) if self.rank == source else room_for(batch)
+            self._broadcast(flat, source)
+            if self.rank == source:
+                count(other=flat.nbytes * (self.world - 1))
+            else:
+                spread(flat, batch)
+
+    def _broadcast(self, flat: Tensor, source: int) -> None:
+        near = self._neighbours(flat.device)
+        if near is None:
             self.agree(BROADCAST)
-            self._collectives.broadcast(tensors, source)
+            self._collectives.broadcast(flat, source)
+            return
+
+        def read(addresses: Mapping[int, int]) -> None:
+            if self.rank != source:
+                near.read(source, addresses[source], flat.data_ptr(), flat.nbytes)
+
+        count(other=NUMBER * (self.world - 1))
+        self._launch_reading(near, BROADCAST, flat.data_ptr(), read, flat).wait()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         """Collective. Sums (or takes the maximum of) a small tensor over the ranks, in place."""
-        if self.world > 1:
+        if self.world == 1:
+            return
+        count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
+        near = self._neighbours(tensor.device) if tensor.nbytes <= direct.PIECE else None
+        if near is None:
             self.agree(SUM)
             self._collectives.all_reduce(tensor, maximum=maximum)
+            return
+        count(other=NUMBER * (self.world - 1))
+        rows = tensor.new_empty(self.world, tensor.numel())
+        rows[self.rank] = tensor.view(-1)
+        address = rows[self.rank].data_ptr()
+        self._launch_reading(near, SUM, address, lambda told: direct.read_rows(near, rows, told), rows).wait()
+        tensor.copy_((rows.amax(0) if maximum else sum_in_rank_order([[*rows]])).view(tensor.shape))
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         """Collective. Brings flat tensors from their owners to rank `to` of the group, or (None) to all.
@@ -228,17 +136,32 @@ class Comm:
         segments = [full[low:high] for low, high in pairwise(bounds)]
         own = segments[self.rank]
         count(gather=own.nbytes * (self.world - 1))
-        checked = channel is not None and self._checks()
         near = self._neighbours(full.device)
         if near is not None:
-            count(other=_NUMBER * (self.world - 1) if checked else 0)
+            count(other=0 if channel is None else NUMBER * (self.world - 1))
             number = GATHER if channel is None else self._wire.number(channel)
             return self._launch_reading(
                 near, number, own.data_ptr(), lambda told: direct.read_segments(near, full, bounds, told), full
             )
-        if channel is None or not checked:
+        if channel is None:
             works = self._collectives.launch_gather(full, segments)
             return Handle(lambda: self._wait(works, channel, full))
+        if self.runs_beside(full):
+            return self._gather_as_compared(full, segments, channel)
+        return self._gather_once_compared(full, segments, channel)
+
+    def _gather_as_compared(self, full: Tensor, segments: Sequence[Tensor], channel: int) -> Handle:
+        compared = Handle(self._launch_lead(None, channel), self._wire.queue)
+        works = self._collectives.launch_gather(full, segments)
+
+        def finish() -> None:
+            compared.wait()
+            self._wait(works, channel, full)
+
+        return Handle(finish)
+
+    def _gather_once_compared(self, full: Tensor, segments: Sequence[Tensor], channel: int) -> Handle:
+        """The first bytes of each segment travel with what is compared; of small segments that is all."""
         as_bytes = [segment.view(torch.uint8) for segment in segments]
         compare = self._launch_lead(as_bytes[self.rank], channel)
 
@@ -278,35 +201,6 @@ class Comm:
 
         return Handle(finish)
 
-    # ------------------------------------------------------------------------- reading from one another
-
-    def _neighbours(self, device: torch.device = _CPU) -> Neighbours | None:
-        """Collective the first time. The other ranks, where tensors on `device` are read from their memory."""
-        by_reading = device.type == "cpu" and self._checks() and self._collectives.backend(device) == "gloo"
-        if by_reading and not self._wire.have_met:
-            self._wire.have_met = True
-            seconds = self._collectives.timeout.total_seconds()
-            self._wire.neighbours = meet(self._collectives.exchange_bytes, self.rank, self.world, seconds)
-        return self._wire.neighbours if by_reading else None
-
-    def _tell(self, near: Neighbours, number: int, address: int, buffers: object) -> Callable[[], dict[int, int]]:
-        """Tells the others which operation this rank has come to, and the address of what they are to read for it.
-
-        The result, called, raises RuntimeError where another has come to another operation, or returns the addresses
-        on the others, by rank. It is to be called in the order in which operations were launched.
-        """
-        self._wire.refuse_if_broken()
-        with self._wire.in_vain(number, buffers):
-            near.tell(number, address)
-
-        def hear() -> dict[int, int]:
-            with self._wire.in_vain(number, buffers):
-                heard = near.hear()
-            self._wire.refuse_others(number, {peer: told.number for peer, told in heard.items()})
-            return {peer: told.address for peer, told in heard.items()}
-
-        return hear
-
     def _launch_reading(
         self,
         near: Neighbours,
@@ -330,8 +224,6 @@ class Comm:
 
         return Handle(finish, self._wire.queue)
 
-    # -------------------------------------------------------------------------------------------- backends
-
     def reads(self, device: torch.device) -> bool:
         """Collective the first time. Whether ranks read tensors on the device from one another's memory."""
         return self.world > 1 and self._neighbours(device) is not None
@@ -339,17 +231,3 @@ class Comm:
     def runs_beside(self, tensor: Tensor) -> bool:
         """Whether such tensors are sent without taking the processor from what computes."""
         return self.world > 1 and self._collectives.backend(tensor.device) != "gloo"
-
-    @property
-    def _collectives(self) -> Collectives:
-        assert self._by_collectives is not None, "a process alone sends nothing"
-        return self._by_collectives
-
-    def _checks(self) -> bool:
-        """Whether operations are compared between ranks: where small tensors on the CPU can be sent."""
-        return self._collectives.control_device().type == "cpu"
-
-    def _wait(self, works: Sequence[dist.Work], channel: int | None, buffers: object) -> None:
-        with self._wire.in_vain(channel, buffers):
-            for work in works:
-                work.wait()

@@ -23,6 +23,12 @@ def read_segments(neighbours: Neighbours, full: Tensor, bounds: Sequence[int], a
         neighbours.read(rank, address, full.data_ptr() + low * size, (high - low) * size)
 
 
+def read_rows(neighbours: Neighbours, rows: Tensor, addresses: Mapping[int, int]) -> None:
+    """Fills the rows of the other ranks, one a rank; each lies at its address there."""
+    for rank, address in addresses.items():
+        neighbours.read(rank, address, rows[rank].data_ptr(), rows[rank].nbytes)
+
+
 class Shares:
     """What one rank has of its messages for every rank, and what it reads from the others' for itself.
 

@@ -7,6 +7,7 @@
 
 Nothing large is copied: gradients are sent from where autograd wrote them. A parameter that no rank
 used has a count of zero at its owner, and gets no gradient; one that some ranks used gets the average with zeros.
+The owner looks at counts only of parameters that it did not use itself: on a GPU it has to wait for what it looks at.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class GradBucket:
         self._large: list[int] = []
         self._routes = Routes(flat.layout)
         self._taken: dict[int, Tensor] = {}
+        self._used_here: frozenset[int] = frozenset()
+        """Parameters of which this rank had gradients among those that are on their way."""
         self._handle: Handle | None = None
         self.notice_trained()
 
@@ -118,6 +121,7 @@ class GradBucket:
         self.phase = Phase.REDUCING
         messages = [self._large_message(index) for index in self._large]
         messages.append(self._small_message())
+        self._used_here = frozenset(self._taken)
         self._taken = {}
         self._handle = self.flat.comm.reduce(messages)
 
@@ -132,17 +136,17 @@ class GradBucket:
         """Shares of small gradients for each rank, and for each parameter that it owns something of, 1 if used."""
         sample = self.flat.full
         pieces: list[Tensor] = []
-        used: list[float] = []  # in a large world most ranks get nothing else, and one tensor holds it for many
+        used: list[bool] = []  # in a large world most ranks get nothing else, and one tensor holds it for many
         for index, start, stop in self._routes.together.shares:
             if stop is None:
-                used.append(float(index in self._taken))
+                used.append(index in self._taken)
                 continue
             if used:
-                pieces.append(sample.new_tensor(used))
+                pieces.append(_as_counts(used, sample))
                 used = []
             gradient = self._taken.get(index)
             pieces.append(sample.new_zeros(stop - start) if gradient is None else gradient[start:stop])
-        pieces.append(sample.new_tensor(used))
+        pieces.append(_as_counts(used, sample))
         return torch.cat(pieces).to(self._sent_as), self._routes.together.counts
 
     def finish(self, deliver: Callable[[int, Tensor | None], None]) -> None:
@@ -163,12 +167,14 @@ class GradBucket:
             ranks *= self._replicas.world
         if ranks > 1:
             sums *= 1 / ranks
-        counts = sums[len(sums) - len(owned) :].tolist()
-        used = {span.index: count for span, count in zip(owned, counts, strict=True)}
+        used = self._used_here
+        if any(span.index not in used for span in owned):
+            counts = sums[len(sums) - len(owned) :].tolist()
+            used = frozenset(span.index for span, count in zip(owned, counts, strict=True) if count)
         low = 0
         for span in spans:
             part = sums[low : low + span.numel]
-            deliver(span.index, self.flat.shaped(span.index, part, span) if used[span.index] else None)
+            deliver(span.index, self.flat.shaped(span.index, part, span) if span.index in used else None)
             low += span.numel
 
     def abandon(self) -> None:
@@ -178,3 +184,8 @@ class GradBucket:
             handle, self._handle = self._handle, None
             handle.wait()
         self.phase = Phase.FILLING
+
+
+def _as_counts(used: list[bool], like: Tensor) -> Tensor:
+    """Of one rank: 1 or 0 each. Where all are the same nothing is copied from the host, which on a GPU would wait."""
+    return like.new_ones(len(used)) if all(used) else like.new_tensor(used)

@@ -1,0 +1,39 @@
+"""Tensors put together into few messages, and taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_BATCH = 1 << 24
+"""Bytes of a message that is put together from several tensors."""
+
+
+def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """What can travel together: of one dtype and device, and not much. Empty tensors are left out."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            of_kind = kinds.setdefault((tensor.dtype, tensor.device), [[]])
+            if of_kind[-1] and sum(one.nbytes for one in of_kind[-1]) + tensor.nbytes > _BATCH:
+                of_kind.append([])
+            of_kind[-1].append(tensor)
+    return [batch for of_kind in kinds.values() for batch in of_kind]
+
+
+def together(batch: Sequence[Tensor]) -> Tensor:
+    """One after another, flat, as a copy."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in batch])
+
+
+def room_for(batch: Sequence[Tensor]) -> Tensor:
+    """A tensor like that, of whatever values."""
+    return batch[0].detach().new_empty(sum(tensor.numel() for tensor in batch))
+
+
+def spread(flat: Tensor, batch: Sequence[Tensor]) -> None:
+    """Overwrites the tensors by what was put together."""
+    for tensor, values in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
+        tensor.detach().copy_(values.view(tensor.shape))
