@@ -91,52 +91,34 @@ class FSDP(nn.Module):
         super().__init__()
         self.module = module
         strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh)
-        self._comm = self._placement.comm
         self._prefetch = prefetch or Prefetch()
-        precision = mixed_precision or MixedPrecision()
-        stays = strategy.keeps_parameters or not reshard_after_forward
-        ignored = dict.fromkeys([*(p for one in ignored_modules for p in one.parameters()), *ignored_parameters])
-
-        inside = _inside(module)
-        adopted: list[Unit] = [unit for one in inside.values() for unit in one._units]
-        taken = {param for unit in adopted for group in unit.groups for param in group.params}
-        modules, unwrappable = _units_of(
-            module, auto_wrap_policy, as_one_unit, [*inside.values()], small=self._prefetch.limit == 1
+        options = Options(
+            partition,
+            mixed_precision or MixedPrecision(),
+            stays=strategy.keeps_parameters or not reshard_after_forward,
+            synced=sync_module_states,
+            offload=offload,
         )
-        problem = problem or unwrappable or partition_problem(partition) or self._misfit(inside)
-        problem = problem or _unusable(module, ignored, taken, synced=sync_module_states)
-        told = [
-            f"{strategy}, reshard_after_forward {not stays}, partition {partition}, {precision}, {self._prefetch}, "
-            f"offload {type(offload).__name__}",
-            f"units {', '.join(modules)}",
-            *describe(module, without=taken),
-        ]
-        self._compare(told, problem)
+        inside = _inside(module)
+        adopted = [unit for one in inside.values() for unit in one._units]
+        taken = {param for unit in adopted for group in unit.groups for param in group.params}
+        choice = Choice(module, inside, taken, _ignored(ignored_modules, ignored_parameters))
+        problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=self._prefetch.limit == 1)
+        problem = problem or partition_problem(partition) or self._misfit(inside)
+        problem = problem or choice.unusable(synced=sync_module_states)
+        told = [f"{strategy}, {options.told()}, {self._prefetch}", *choice.told()]
+        self._placement.compare("the models given to FSDP", told, problem)
 
+        home = offload.home() if offload else None
+        self._units = [*Builder(choice, self._placement, options, home, param_init_fn).build(), *adopted]
+
+        # From here on nothing can fail.
         for name, one in inside.items():
             one._hand_over(module, name)
-        home = offload.home() if offload else None
-        materialiser = Materialiser(module, param_init_fn, initialises=self._placement.first)
-        builder = Builder(
-            module,
-            self._placement,
-            materialiser,
-            precision,
-            partition,
-            stays=stays,
-            synced=sync_module_states,
-            home=home,
-        )
-        self._units: list[Unit] = [*builder.build(modules, [*ignored], apart=taken), *adopted]
-        self._compare([], builder.problem)
         disk = home if isinstance(home, Disk) else None
         self._guard = Guard(self._units, self._comm, cut_on_request=partition == "even", disk=disk)
         self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
         self._buffers_in_step = BufferSync(module, self.comms) if broadcast_buffers else None
-
-    def _compare(self, told: Sequence[str], problem: str | None) -> None:
-        for comm in self.comms:
-            comm.compare("the models given to FSDP", told, problem)
 
     def _misfit(self, inside: dict[str, FSDP]) -> str | None:
         if "" in inside:
@@ -194,7 +176,8 @@ class FSDP(nn.Module):
         parts = [param.grad for param in params if param.grad is not None]
         dtypes = {param.dtype for param in params}
         total = norm.total_norm(parts, self._comm, float(norm_type), params[0].device, dtypes)
-        norm.clip(parts, total, float(max_norm))
+        with self._guard.scaling_alike():
+            norm.clip(parts, total, float(max_norm))
         return total
 
     @property

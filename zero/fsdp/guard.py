@@ -6,7 +6,8 @@ the one here looks whether the parameters of an FSDP are among those about to be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -62,6 +63,12 @@ class Guard:
         """Collective. Backward is complete: gradients are as they should be."""
         self._overflow.spread()
         self._scaling.remember()
+
+    @contextmanager
+    def scaling_alike(self) -> Iterator[None]:
+        """What is written into gradients in here scales them by one number that is the same on every rank."""
+        with self._scaling.alike():
+            yield
 
     def _held(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for group in optimizer.param_groups for param in group["params"] if param in self._places]

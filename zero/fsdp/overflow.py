@@ -34,8 +34,11 @@ class Overflow:
         if not self._params or self._comm.world == 1:
             return
         gradients = [param.grad for param in self._params if param.grad is not None and param.grad.numel()]
-        here = not all(math.isfinite(gradient.sum(dtype=torch.float32).item()) for gradient in gradients)
-        found = torch.tensor(float(here))
+        found = torch.zeros((), device=self._params[0].device)
+        if gradients:
+            sums = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients])
+            found = 1 - sums.isfinite().all().float()
         self._comm.all_reduce(found, maximum=True)
-        if found and not here and gradients:
-            gradients[0].view(-1)[0] = math.inf
+        if gradients:  # nothing is asked of `found` here, which on a GPU would have to be waited for
+            first = gradients[0].view(-1)[:1]
+            first.copy_(torch.where(found > 0, math.inf, first))

@@ -2,14 +2,16 @@
 
 torch.nn.utils.clip_grad_norm_ does this to parts: it knows the norm of this rank's alone. A few elements of the
 gradients are remembered after backward; where all of them were multiplied by one number since, that number must be the
-same on every rank.
+same on every rank. Whether anything was written into a gradient since, torch counts itself: only then are elements
+looked at, which on a GPU have to be waited for. (It does not count what is written into `gradient.data`.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +23,32 @@ _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
 """Gradients looked at, elements of each, and the number of gradients below which nothing can be told."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Sample:
-    """Elements of the gradient of one parameter as they were, and where."""
+    """The first elements of the gradient of one parameter as they were, and how often it had been written into."""
 
     param: nn.Parameter
     address: int
-    at: Tensor
+    version: int
     values: Tensor
 
-    def factors(self) -> Tensor | None:
-        """What each element was multiplied by since; None where the gradient is another tensor now."""
+    @property
+    def current(self) -> Tensor | None:
+        """The gradient, if it is still the same tensor."""
         now = self.param.grad
-        if now is None or now.data_ptr() != self.address:
-            return None
-        return now.detach().reshape(-1)[self.at].double() / self.values.double()
+        return None if now is None or now.data_ptr() != self.address else now
+
+    @property
+    def touched(self) -> bool:
+        """Whether the gradient was written into since."""
+        now = self.current
+        return now is not None and now._version != self.version
+
+    def factors(self) -> Tensor:
+        """What each element was multiplied by since; of no finite number where that cannot be told."""
+        now = self.current
+        assert now is not None
+        return _first(now).double() / self.values.double()
 
 
 class Scaling:
@@ -47,9 +60,23 @@ class Scaling:
 
     def remember(self) -> None:
         """Looks at the gradients as backward left them."""
-        have = [param for param in self._params if param.grad is not None and param.numel()]
-        apart = have[:: max(len(have) // _GRADIENTS, 1)]
-        self._samples = [sample for param in apart if (sample := _sample(param)) is not None]
+        have = [(param, param.grad) for param in self._params if param.grad is not None and param.numel()]
+        self._samples = [
+            _Sample(param, gradient.data_ptr(), gradient._version, _first(gradient).clone())
+            for param, gradient in have[:: max(len(have) // _GRADIENTS, 1)]
+        ]
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """What is written into gradients in here scales them by one number that is the same on every rank."""
+        untouched = {sample for sample in self._samples if not sample.touched}
+        yield
+        self._samples = [
+            replace(sample, version=now._version)
+            if sample in untouched and (now := sample.current) is not None
+            else sample
+            for sample in self._samples
+        ]
 
     def compare(self, problem: str | None) -> None:
         """Collective. Raises RuntimeError, on every rank, where ranks scaled their gradients differently, or where any
@@ -71,22 +98,22 @@ class Scaling:
             )
 
     def _factor(self) -> float | None:
-        """The one number that all samples were multiplied by, if it is one."""
-        if self._comm.world == 1:
+        """The one number that all samples were multiplied by, if it is one and can be told."""
+        here = [sample for sample in self._samples if sample.current is not None]
+        if self._comm.world == 1 or len(here) < _NEEDED:
             return None
-        factors = [factors for sample in self._samples if (factors := sample.factors()) is not None]
-        if len(factors) < _NEEDED:
+        if not any(sample.touched for sample in here):
+            return 1.0
+        lengths = [len(sample.values) for sample in here]
+        of_each = torch.cat([sample.factors() for sample in here]).cpu().split(lengths)
+        known = [finite for factors in of_each if len(finite := factors[factors.isfinite()])]
+        if len(known) < _NEEDED:
             return None
-        together = torch.cat(factors).cpu()
+        together = torch.cat(known)
         mean = together.mean().item()
         uniform = (together - mean).abs().max().item() <= 1e-2 * abs(mean)
         return mean if uniform else None
 
 
-def _sample(param: nn.Parameter) -> _Sample | None:
-    gradient = param.grad
-    if gradient is None:
-        return None
-    values = gradient.detach().reshape(-1)[:_ELEMENTS]
-    at = values.nonzero().view(-1)
-    return _Sample(param, gradient.data_ptr(), at, values[at].clone()) if len(at) else None
+def _first(gradient: Tensor) -> Tensor:
+    return gradient.detach().reshape(-1)[:_ELEMENTS]

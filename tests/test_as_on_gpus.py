@@ -1,0 +1,130 @@
+"""What GPUs ask of the code, shown without one.
+
+Gloo is taken here for a backend that sends beside the computing, as NCCL does: gathers go the same way then, and give
+the same numbers. And a settled step asks no tensor for its values, and makes none of the host's: on a GPU the host
+would wait there until all that it had launched was done.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import ranks
+import zero
+from models import CASES, GPT
+from sidebyside import SideBySide, sgd, stage_1, stage_2, stage_3
+from zero.oss.collectives import Collectives
+
+PACKAGE = Path(zero.__file__).parent
+STAGES: dict[str, Callable[..., Any]] = {
+    "2": stage_2,
+    "2 overlapping": lambda model, optim: _overlapping(model, optim),
+    "3": stage_3,
+    "3 whole": partial(stage_3, partition="whole"),
+    "3 kept": partial(stage_3, reshard_after_forward=False),
+    "3 memory first": partial(stage_3, prefetch=zero.MEMORY_FIRST),
+    "3 speed first": partial(stage_3, prefetch=zero.SPEED_FIRST),
+}
+
+
+def _overlapping(model: nn.Module, optim: Any) -> Any:
+    optimizer = zero.OSS(model.parameters(), optim)
+    return zero.ShardedDDP(model, optimizer, overlap_param_gather=True), optimizer
+
+
+@contextmanager
+def beside_the_computing():
+    with mock.patch.object(Collectives, "backend", return_value="nccl"):
+        yield
+
+
+def small_gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(width=32, layers=3)
+
+
+def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(CASES["gpt"].batch(rank, step).inputs[0]).float().square().mean()
+
+
+def train(rank: int, world: int, stage: str, optim: Any) -> None:
+    with beside_the_computing():
+        both = SideBySide(small_gpt(), STAGES[stage], optim)
+        for step in range(3):
+            both.step(lambda model: loss(model, rank, step))  # noqa: B023
+
+
+@pytest.mark.parametrize("optim", [sgd, partial(AdamW, lr=1e-2)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_transfers_beside_the_computing_give_the_same_numbers(stage, optim):
+    ranks.run(train, 2, args=(stage, optim))
+
+
+# --------------------------------------------------------------------------------------------------- waiting for values
+
+ASKING = ["item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"]
+ASKING += ["nonzero", "is_nonzero", "equal", "allclose", "masked_select"]
+AMONG_HOSTS = ("agreement.py", "scaling.py: compare")
+"""Where ranks tell each other what they do, in tensors that are always on the CPU."""
+
+
+@contextmanager
+def noting_waits(waits: list[str]) -> Iterator[None]:
+    """Notes what the package does that a GPU's host would wait in: file, function, and what it calls."""
+
+    def noting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            code = sys._getframe(1).f_code
+            place = f"{Path(code.co_filename).name}: {code.co_name}"
+            by_mask = name != "__getitem__" or (isinstance(args[1], Tensor) and args[1].dtype == torch.bool)
+            if by_mask and PACKAGE in Path(code.co_filename).parents and not place.startswith(AMONG_HOSTS):
+                waits.append(f"{place}: {name}")
+            return function(*args, **kwargs)
+
+        return noted
+
+    with ExitStack() as patches:
+        for name in [*ASKING, "new_tensor", "__getitem__"]:
+            patches.enter_context(mock.patch.object(Tensor, name, noting(getattr(Tensor, name), name)))
+        for name in ["tensor", "as_tensor", "equal", "allclose"]:
+            patches.enter_context(mock.patch.object(torch, name, noting(getattr(torch, name), name)))
+        yield
+
+
+def waits_of_a_settled_step(rank: int, world: int, stage: str, options: dict[str, Any]) -> list[str]:
+    waits: list[str] = []
+    with beside_the_computing():
+        model, optimizer = {"1": stage_1, **STAGES}[stage](small_gpt(), partial(AdamW, lr=1e-2), **options)
+        for step in range(3):
+            with noting_waits(waits) if step == 2 else nullcontext():
+                optimizer.zero_grad()
+                loss(model, rank, step).backward()
+                if isinstance(optimizer, zero.OSS):
+                    optimizer.clip_grad_norm(1.0)
+                else:
+                    model.clip_grad_norm_(1.0)
+                optimizer.step()
+    return waits
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": zero.MixedPrecision(torch.float16)}], ids=["", "float16"])
+@pytest.mark.parametrize("stage", ["3", "3 whole", "3 kept", "3 memory first", "3 speed first"])
+def test_a_settled_step_of_parameters_in_parts_waits_for_no_value(stage, options):
+    assert ranks.run(waits_of_a_settled_step, 2, args=(stage, options)) == [[], []]
+
+
+@pytest.mark.parametrize("options", [{}, {"partition": "whole"}, {"broadcast_fp16": True}], ids=str)
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_a_settled_step_of_whole_parameters_waits_for_no_value(stage, options):
+    assert ranks.run(waits_of_a_settled_step, 2, args=(stage, options)) == [[], []]
