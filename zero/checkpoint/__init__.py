@@ -10,6 +10,9 @@ nothing to convert between stages, numbers of ranks or cuts: a reader asks for t
     directory   a run's checkpoints, which is the latest, and how one comes to be seen
     agree       what ranks tell one another
     parts       what one rank has of a model and its optimizers, at every stage
+    save_plan   what one rank writes of it
+    rank_files  the files that ranks write, and the index made of them
+    staging     copies, to be written behind training
     write       save
     source      a checkpoint that is open for reading
     load_plan   what one rank takes of it, and what does not fit

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,6 +214,13 @@ class Index:
     def entry(self, name: str) -> Entry:
         """A parameter or buffer, by any of its names."""
         return self.tensors[f"model/{self.tied.get(name, name)}"]
+
+    def take_extras(self, extras: Sequence[dict[str, Any]]) -> None:
+        """Keeps what the ranks gave, as JSON and rank by rank: once what all of them gave alike."""
+        shared = {key for key in extras[0] if all(key in one and one[key] == extras[0][key] for one in extras)}
+        self.extra = {key: value for key, value in extras[0].items() if key in shared}
+        by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
+        self.extra_by_rank = by_rank if any(by_rank) else []
 
     def find_state(self) -> None:
         """Has the optimizers know which tensors are their state, by the tensors' paths."""

@@ -20,9 +20,10 @@ from zero.checkpoint import directory
 from zero.checkpoint.files import SafeFile
 from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
 from zero.checkpoint.parts import Held, own_name
+from zero.checkpoint.rank_files import seal, write_rank_file
+from zero.checkpoint.save_plan import SavePlan
 from zero.checkpoint.storage import Local, Place, mounted, place
 from zero.checkpoint.values import encode
-from zero.checkpoint.write import Share, seal, write_file
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict")
@@ -86,14 +87,14 @@ def _write(found: Found, run: Place) -> Place:
             raise ValueError(f"{path} {problem}.")
     held = [Held(path, geometry_of(tensor), 0, tensor.numel(), tensor) for path, tensor in found.tensors.items()]
     values = [optimizer.values for optimizer in found.optimizers]
+    index = Index(None, 1, tied=found.tied, optimizers=found.optimizers, extra=found.extra)
 
     def flat(one: Held) -> Tensor:
         return one.whole.flat(found.value(one.path))
 
     partial = directory.begin(run)
     try:
-        write_file(partial, 0, Share(held, values), flat, shown=True)
-        index = Index(None, 1, tied=found.tied, optimizers=found.optimizers, extra=found.extra)
+        write_rank_file(partial, 0, SavePlan(index, held, values), shown=True, flat=flat)
         return seal(partial, index, keep=None)
     except BaseException:
         partial.remove()

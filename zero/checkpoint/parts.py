@@ -8,7 +8,7 @@
 
 Buffers, and parameters that no flat group holds, are whole on every rank; of buffers those of rank 0 count, as in
 training. Parameters that no wrapper keeps the same on all ranks (a plain module's, those that FSDP ignores) are
-compared before they are written.
+`unsynchronised`, and compared before they are written.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from torch.optim import Optimizer
 
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_problem
-from zero.checkpoint.values import encode
 from zero.fsdp import FSDP
-from zero.oss import OSS, layout
+from zero.oss import OSS
 from zero.oss.comm import Comm
-from zero.oss.flat import FlatGroup, alignment
+from zero.oss.flat import FlatGroup
 from zero.sdp import ShardedDDP
 
 
@@ -46,9 +45,22 @@ class Held:
     tensor: Tensor
     offset: int = 0
 
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.whole.dtype.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        return self.numel == self.whole.numel
+
     def flat(self) -> Tensor:
+        """The elements, flat, in the order in which the whole counts them; in place where they lie so, else a copy."""
         ordered = _in_order(self.whole, self.tensor)
-        return ordered[self.offset : self.offset + self.stop - self.start].detach()
+        return ordered[self.offset : self.offset + self.numel].detach()
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,6 @@ class Training:
     tensors: its parameters and buffers, each once, by the name that they are stored under.
     tied: further names of them, and the name that each is stored under.
     values: of its state_dict what is no tensor, by name; holders: the modules that gave it.
-    common: once `share` was called, what all ranks have whole and share the writing of.
     """
 
     def __init__(
@@ -90,13 +101,12 @@ class Training:
         sharding = [one for one in self.optimizers if isinstance(one, OSS)]
         self.module, wrappers = _unwrapped(model)
         self.stage = _stage(wrappers, sharding)
-        self._copied = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
+        self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
         self.ranks = Ranks(_comms(wrappers, sharding, process_group))
         self.tensors: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}
         self.values: dict[str, Any] = {}
         self.holders: dict[str, nn.Module] = {}
-        self.common: list[Held] = []
         self.problem: str | None = None
         self._name_tensors()
         self._names = {tensor: name for name, tensor in self.tensors.items()}
@@ -170,9 +180,19 @@ class Training:
         shape, stride = flat.whole_shape(index)
         return Geometry(tuple(shape), flat.part.dtype, memory_order(shape, stride))
 
+    def lies_flat(self, name: str) -> bool:
+        """Whether it is a parameter in a flat group, of which each rank owns a part (stages 1 to 3)."""
+        return self.tensors[name] in self._homes
+
+    @property
+    def unsynchronised(self) -> bool:
+        """Whether there are parameters that should be the same on all ranks, but that no wrapper keeps the same."""
+        loose = any(isinstance(one, nn.Parameter) and one not in self._homes for one in self.tensors.values())
+        return loose and not self._synchronised and self.ranks.all > 1
+
     def in_parts(self, name: str) -> bool:
         """Whether ranks keep only their parts of it (stage 3)."""
-        return self.stage == 3 and self.tensors[name] in self._homes
+        return self.stage == 3 and self.lies_flat(name)
 
     def owned(self, name: str) -> Held | None:
         """What this rank owns of a parameter in a flat group; None where it owns nothing."""
@@ -222,69 +242,6 @@ class Training:
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
 
-    # ------------------------------------------------------------------------------------------ what to write
-
-    def share(self) -> tuple[list[Held], list[dict[str, dict[str, Any]]]]:
-        """What this rank writes: tensors, and for each optimizer other state by parameter and key, as JSON.
-
-        Raises ValueError, in words for the user, for state whose place in the whole is not known.
-        """
-        held: list[Held] = []
-        self.common.clear()
-        for name, tensor in self.tensors.items():
-            if tensor in self._homes:
-                held += filter(None, [self.owned(name)])
-            elif isinstance(tensor, nn.Parameter):
-                self.common += filter(None, [self.resident(name)])
-            elif self.ranks.rank == 0:
-                held += filter(None, [self.resident(name)])
-        held += self.masters(settled=True)
-        values = []
-        for number, optimizer in enumerate(self.optimizers):
-            values.append(self._state(optimizer, f"optimizer/{number}", held))
-        return held + self._divided(), values
-
-    @property
-    def trusts(self) -> bool:
-        """Whether there are parameters that should be the same on all ranks, but that no wrapper keeps the same."""
-        loose = any(isinstance(one, nn.Parameter) and one not in self._homes for one in self.tensors.values())
-        return loose and not self._copied and self.ranks.all > 1
-
-    def _state(self, optimizer: Optimizer, prefix: str, held: list[Held]) -> dict[str, dict[str, Any]]:
-        """Adds this rank's tensors to what it alone holds or to what all have in common; returns what is no tensor."""
-        state = inner(optimizer).state
-        strangers = [key for key in state if not isinstance(key, Tensor)]
-        if strangers:
-            raise ValueError(
-                f"the {kind(optimizer)} keeps state under {strangers[0]!r}, which is no parameter and has no owner."
-            )
-        values: dict[str, dict[str, Any]] = {}
-        for one in self.stepped(optimizer):
-            for key, value in state.get(one.tensor, {}).items():
-                path = f"{prefix}/{one.name}/{key}"
-                if not isinstance(key, str) or "/" in key:
-                    raise ValueError(f"{path}: names of state must be strings without a slash.")
-                if isinstance(value, Tensor) and value.dim():
-                    (self.common if one.shared else held).append(_placed(path, one, value))
-                elif one.start == 0 and (self.ranks.rank == 0 or not one.shared):
-                    values.setdefault(one.name, {})[key] = encode(value, path)
-        return values
-
-    def _divided(self) -> list[Held]:
-        """This rank's share of what is the same on all ranks."""
-        if self.ranks.world == 1:
-            return self.common if self.ranks.first else []
-        kinds: dict[torch.dtype, list[Held]] = {}
-        for one in self.common:
-            kinds.setdefault(one.whole.dtype, []).append(one)
-        mine = []
-        for dtype, same in kinds.items():
-            cut = layout.even([one.whole.numel for one in same], self.ranks.world, align=alignment(dtype))
-            for span in cut.spans(self.ranks.rank):
-                one = same[span.index]
-                mine.append(replace(one, start=span.start, stop=span.stop, offset=span.start))
-        return mine
-
 
 def own_name(name: str) -> str:
     """A name in a model as it is without torch.compile, which puts modules into one of its own."""
@@ -299,26 +256,6 @@ def inner(optimizer: Optimizer) -> Optimizer:
 def kind(optimizer: Optimizer) -> str:
     """The class that decides what the state means."""
     return type(inner(optimizer)).__name__
-
-
-def elementwise(one: Stepped, shape: Sequence[int]) -> bool:
-    """Whether state of this shape has an element for each of the part's."""
-    return tuple(shape) == tuple(one.tensor.shape)
-
-
-def _placed(path: str, one: Stepped, value: Tensor) -> Held:
-    problem = tensor_problem(value)
-    if problem:
-        raise ValueError(f"{path} {problem}.")
-    if elementwise(one, value.shape):
-        return Held(path, replace(one.whole, dtype=value.dtype), one.start, one.stop, value)
-    if one.cut:
-        raise ValueError(
-            f"{path} has shape {list(value.shape)}, but this rank's part of the parameter has "
-            f"{list(one.tensor.shape)}: its place in the whole is not known. Build it with partition='whole'."
-        )
-    whole = geometry_of(value)
-    return Held(path, whole, 0, whole.numel, value)
 
 
 def _in_order(whole: Geometry, tensor: Tensor) -> Tensor:
@@ -364,4 +301,4 @@ def flat_of(held: Held) -> Tensor | None:
     flat = _in_order(held.whole, held.tensor.detach())
     if flat.numel() and flat.data_ptr() != held.tensor.data_ptr():
         return None
-    return flat[held.offset : held.offset + held.stop - held.start]
+    return flat[held.offset : held.offset + held.numel]

@@ -1,0 +1,134 @@
+"""What one rank writes of a model and its optimizers, planned before anything is written.
+
+What lies in parts is written by its owner. What is whole on every rank is written once: parameters, and state that all
+ranks step alike, in equal shares; buffers by rank 0, because its buffers are those that count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero.checkpoint.agree import Ranks
+from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
+from zero.checkpoint.parts import Held, Stepped, Training, inner, kind
+from zero.checkpoint.values import encode
+from zero.oss import layout
+from zero.oss.flat import alignment
+from zero.oss.groups import options
+
+
+@dataclass
+class SavePlan:
+    """What this rank writes.
+
+    index: the checkpoint's, but for what will be in the files; the first rank's counts.
+    held: tensors, or ranges of them.
+    values: for each optimizer, state that is no tensor: {parameter: {key: value, as JSON}}.
+    common: what all ranks have whole; `held` has this rank's share of it.
+    """
+
+    index: Index
+    held: list[Held] = field(default_factory=list)
+    values: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    common: list[Held] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self.held)
+
+
+def plan_save(training: Training) -> SavePlan:
+    """What this rank writes. Raises ValueError, in words for the user, for what cannot be stored, and for state whose
+    place in the whole is not known."""
+    plan = SavePlan(_index(training))
+    for name, tensor in training.tensors.items():
+        if training.lies_flat(name):
+            plan.held += filter(None, [training.owned(name)])
+        elif isinstance(tensor, nn.Parameter):
+            plan.common += filter(None, [training.resident(name)])
+        elif training.ranks.rank == 0:
+            plan.held += filter(None, [training.resident(name)])
+    plan.held += training.masters(settled=True)
+    for number, optimizer in enumerate(training.optimizers):
+        _plan_state(plan, training, optimizer, f"optimizer/{number}")
+    if not training.ranks.writes:
+        return SavePlan(plan.index, common=plan.common)
+    plan.held += _share(plan.common, training.ranks)
+    return plan
+
+
+def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix: str) -> None:
+    state = inner(optimizer).state
+    strangers = [key for key in state if not isinstance(key, Tensor)]
+    if strangers:
+        raise ValueError(
+            f"the {kind(optimizer)} keeps state under {strangers[0]!r}, which is no parameter and has no owner."
+        )
+    values: dict[str, dict[str, Any]] = {}
+    for one in training.stepped(optimizer):
+        for key, value in state.get(one.tensor, {}).items():
+            path = f"{prefix}/{one.name}/{key}"
+            if not isinstance(key, str) or "/" in key:
+                raise ValueError(f"{path}: names of state must be strings without a slash.")
+            if isinstance(value, Tensor) and value.dim():
+                (plan.common if one.shared else plan.held).append(_state_held(path, one, value))
+            elif one.start == 0 and (training.ranks.rank == 0 or not one.shared):
+                values.setdefault(one.name, {})[key] = encode(value, path)
+    plan.values.append(values)
+
+
+def _state_held(path: str, one: Stepped, value: Tensor) -> Held:
+    """A tensor of the state of what this rank steps: elements of a whole tensor, or a whole tensor itself."""
+    problem = tensor_problem(value)
+    if problem:
+        raise ValueError(f"{path} {problem}.")
+    if value.shape == one.tensor.shape:
+        return Held(path, replace(one.whole, dtype=value.dtype), one.start, one.stop, value)
+    if one.cut:
+        raise ValueError(
+            f"{path} has shape {list(value.shape)}, but this rank's part of the parameter has "
+            f"{list(one.tensor.shape)}: its place in the whole is not known. Build it with partition='whole'."
+        )
+    whole = geometry_of(value)
+    return Held(path, whole, 0, whole.numel, value)
+
+
+def _share(common: list[Held], ranks: Ranks) -> list[Held]:
+    """This rank's share of what is the same on all ranks: as many elements of each dtype as any other's."""
+    if ranks.world == 1:
+        return common
+    kinds: dict[torch.dtype, list[Held]] = {}
+    for one in common:
+        kinds.setdefault(one.whole.dtype, []).append(one)
+    mine = []
+    for dtype, same in kinds.items():
+        cut = layout.even([one.whole.numel for one in same], ranks.world, align=alignment(dtype))
+        for span in cut.spans(ranks.rank):
+            one = same[span.index]
+            mine.append(replace(one, start=span.start, stop=span.stop, offset=span.start))
+    return mine
+
+
+def _index(training: Training) -> Index:
+    index = Index(training.stage, training.ranks.world, tied=training.tied)
+    index.values = {name: encode(value, name) for name, value in training.values.items()}
+    index.optimizers = [OptimizerIndex(kind(one), _groups(training, one)) for one in training.optimizers]
+    return index
+
+
+def _groups(training: Training, optimizer: Optimizer) -> list[dict[str, Any]]:
+    groups = zip(training.group_names(optimizer), optimizer.param_groups, strict=True)
+    return [
+        {
+            "params": names,
+            "options": {
+                key: encode(value, f"option {key!r} of group {position}") for key, value in options(group).items()
+            },
+        }
+        for position, (names, group) in enumerate(groups)
+    ]
