@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import objects  # noqa: F401 - registers its URLs, in every rank's process
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -177,6 +178,16 @@ def load_and_go_on(rank: int, world: int, jobs: list[tuple[str, int, Config]]) -
     return results
 
 
+def messages_of_failing_saves(path: str, model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Collective. What a save says that cannot be made, one that is waited for and one behind training."""
+    told = []
+    for wait in [True, False]:
+        with pytest.raises(zero.checkpoint.CheckpointError) as caught:
+            zero.checkpoint.save(path, model, optimizer, wait=wait).wait()
+        told.append(str(caught.value))
+    return told
+
+
 def tiny(width: int = 8) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
@@ -184,3 +195,13 @@ def tiny(width: int = 8) -> nn.Module:
 
 def adam(**options: Any) -> Callable[..., Optimizer]:
     return partial(torch.optim.Adam, lr=1e-2, **options)
+
+
+class Blockwise(torch.optim.SGD):
+    """Keeps one number for every 16 elements, as optimizers do whose state has few bits."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["absmax"] = torch.zeros(-(-param.numel() // 16))
+        return super().step(closure)

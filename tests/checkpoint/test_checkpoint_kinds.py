@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from saved import CASE, Config, adam, differences, read_plainly, steps, tiny, whole
+from saved import CASE, Blockwise, Config, adam, differences, read_plainly, steps, tiny, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -126,16 +126,6 @@ def test_state_of_other_shapes_than_the_parameter(tmp_path):
         for name, value in expected.items():
             if name != "0.bias":  # comes before a BatchNorm: its gradient is rounding alone
                 torch.testing.assert_close(found[name], value)
-
-
-class Blockwise(torch.optim.SGD):
-    """Keeps one number for every 16 elements."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param]["absmax"] = torch.zeros(-(-param.numel() // 16))
-        return super().step(closure)
 
 
 def save_blocks(rank, world, path):

@@ -166,17 +166,11 @@ class Saving:
         def work() -> None:
             _give_way()
             self._write_file(plan)
-            self._written.set()
             if not self._ranks.first:
                 self._tell()
-            else:
-                if self._problem is None:
-                    told, problem = _attempt(self._partial, self._await_others)
-                    self._problem = told or problem
-                if self._problem is None:
-                    self._publish()
-                else:
-                    self._discard()
+            self._written.set()  # only the first rank touches the directory from here on, and can remove it for good
+            if self._ranks.first:
+                self._finish()
 
         self._thread = threading.Thread(target=work, name="zero.checkpoint")
         self._thread.start()
@@ -192,7 +186,7 @@ class Saving:
             )
 
     def _tell(self) -> None:
-        """Has the first rank's thread know that this rank's file is there, or what went wrong."""
+        """Leaves a report for the first rank's thread: that this rank's file is there, or what went wrong."""
         report = self._partial / _report(self._ranks.rank)
         if self._ranks.writes:
             _attempt(report, lambda: report.put((self._problem or "").encode()))
@@ -216,6 +210,16 @@ class Saving:
                 self._given_up.wait(pause)
                 pause = min(2 * pause, self._partial.look_every)
         return "another rank could not write its file." if missing else None
+
+    def _finish(self) -> None:
+        """On the first rank, behind training, when its own file is written or could not be."""
+        if self._problem is None:
+            told, problem = _attempt(self._partial, self._await_others)
+            self._problem = told or problem
+        if self._problem is None:
+            self._publish()
+        else:
+            self._discard()
 
     def _publish(self) -> None:
         self._final, self._problem = _attempt(self._partial, lambda: seal(self._partial, self._index, keep=self._keep))
