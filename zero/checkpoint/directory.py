@@ -20,7 +20,8 @@ from zero.checkpoint.storage import Local, Place
 LATEST = "latest"
 _NAME = re.compile(r"\d{8}")
 _PARTIAL = ".partial-"
-_PART = re.compile(r"rank-\d+\.\w+")
+_RANKS = re.compile(r"rank-\d+\.\w+")
+"""The files and reports of ranks."""
 
 
 def checkpoints(run: Place) -> list[Place]:
@@ -38,7 +39,7 @@ def begin(run: Place) -> Place:
         partial = run / f"{_PARTIAL}{uuid.uuid4().hex[:12]}"
     else:
         for left in _numbered(run):
-            if all(_PART.fullmatch(one.name) for one in left.inside()):  # without an index, and nobody else's
+            if all(_RANKS.fullmatch(one.name) for one in left.inside()):  # without an index, and nobody else's
                 left.remove()
         partial = run / _next(_numbered(run))
     partial.make()

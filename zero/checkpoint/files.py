@@ -163,7 +163,10 @@ def as_bytes(flat: Tensor) -> memoryview:
 class SafeFile:
     """A safetensors file that is open for reading. Raises FileProblem for all that is wrong with it.
 
-    expected: its size and its header's checksum, from the index.
+    expected: its `identity` (size and header's checksum) as the index has it; None if it is in none.
+    pieces: {key: (dtype, shape, first byte in the data)}.
+    metadata: what is in the header beside the pieces.
+    data_offset: the byte of the file at which the data begins.
     """
 
     def __init__(self, place: Place, expected: dict[str, Any] | None = None) -> None:

@@ -33,7 +33,11 @@ _MASTER = "master/"
 
 @dataclass
 class Found:
-    """What was found. Tensors may be on the meta device; `load` then gives the values of a path."""
+    """What was found, as an index has it.
+
+    tensors: by path; they may be on the meta device, and `load` then gives the values of a path.
+    tied: further names of the model's tensors, and the name that each is stored under.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)

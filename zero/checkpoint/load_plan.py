@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.checkpoint.format import Entry, Geometry, Index, OptimizerIndex
-from zero.checkpoint.parts import Held, Stepped, Training, flat_of, inner, kind
+from zero.checkpoint.parts import Held, Stepped, Training, inner, kind
 from zero.checkpoint.source import Range, Source
 from zero.checkpoint.values import decode
 from zero.oss import OSS
@@ -254,9 +254,9 @@ def _range(entry: Entry, held: Held) -> Range:
 
 def _fill(source: Source, one: Range, held: Held) -> None:
     """Reads a range into the memory of what is held, straight where that lies as the range counts its elements."""
-    flat = flat_of(held)
-    if flat is not None:
-        source.fill(flat, one)
+    memory = held.memory()
+    if memory is not None:
+        source.fill(memory, one)
         return
     whole = torch.empty(held.whole.numel, dtype=held.whole.dtype, device=held.tensor.device)
     source.fill(whole, one)

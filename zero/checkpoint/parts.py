@@ -35,7 +35,8 @@ from zero.sdp import ShardedDDP
 class Held:
     """Elements [start, stop) of a stored tensor, as this rank has them: in `tensor`, from `offset` on.
 
-    tensor: of the whole's shape, or a part's, whose elements are in order.
+    tensor: of the whole's shape and in any order in memory; or of another, such as a part's, with its elements in the
+        order in which the whole counts them.
     """
 
     path: str
@@ -58,9 +59,19 @@ class Held:
         return self.numel == self.whole.numel
 
     def flat(self) -> Tensor:
-        """The elements, flat, in the order in which the whole counts them; in place where they lie so, else a copy."""
-        ordered = _in_order(self.whole, self.tensor)
-        return ordered[self.offset : self.offset + self.numel].detach()
+        """The elements, flat, in the order in which the whole counts them: a view where they lie so, else a copy."""
+        return self._ordered()[self.offset : self.offset + self.numel]
+
+    def memory(self) -> Tensor | None:
+        """The same, to be written into; None where they lie with gaps, or in another order."""
+        ordered = self._ordered()
+        if ordered.numel() and ordered.data_ptr() != self.tensor.data_ptr():
+            return None
+        return ordered[self.offset : self.offset + self.numel]
+
+    def _ordered(self) -> Tensor:
+        tensor = self.tensor.detach()
+        return self.whole.flat(tensor) if tuple(tensor.shape) == self.whole.shape else tensor.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -204,7 +215,7 @@ class Training:
         return Held(f"model/{name}", self.whole(name), span.start, span.stop, part)
 
     def resident(self, name: str) -> Held | None:
-        """All that this rank keeps of a parameter or buffer: its part at stage 3, otherwise the whole."""
+        """All that this rank keeps of a parameter or buffer: the whole, or at stage 3 its part (None if it has none)."""
         if self.in_parts(name):
             return self.owned(name)
         whole = self.whole(name)
@@ -240,6 +251,7 @@ class Training:
                     yield Stepped(name, self.whole(name), span.start, span.stop, tensor, shared=False)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """The names of the parameters in each of an optimizer's groups."""
         return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
@@ -256,10 +268,6 @@ def inner(optimizer: Optimizer) -> Optimizer:
 def kind(optimizer: Optimizer) -> str:
     """The class that decides what the state means."""
     return type(inner(optimizer)).__name__
-
-
-def _in_order(whole: Geometry, tensor: Tensor) -> Tensor:
-    return whole.flat(tensor) if tuple(tensor.shape) == whole.shape else tensor.reshape(-1)
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
@@ -294,11 +302,3 @@ def _comms(
         if isinstance(one, DistributedDataParallel):
             return [Comm(one.process_group)]
     return [Comm(process_group)]
-
-
-def flat_of(held: Held) -> Tensor | None:
-    """The memory that holds what is held, flat, to be written into; None where it has gaps or another order."""
-    flat = _in_order(held.whole, held.tensor.detach())
-    if flat.numel() and flat.data_ptr() != held.tensor.data_ptr():
-        return None
-    return flat[held.offset : held.offset + held.numel]

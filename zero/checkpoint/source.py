@@ -36,7 +36,10 @@ class Range:
 
 
 class Source:
-    """Raises FileProblem for all that is wrong with the checkpoint's files."""
+    """A checkpoint's index, and its files, which stay open from their first use until the context is left.
+
+    digest: of the index, to be compared between ranks. Raises FileProblem for all that is wrong with the files.
+    """
 
     def __init__(self, directory: Place) -> None:
         self.directory = directory
