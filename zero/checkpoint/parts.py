@@ -215,7 +215,7 @@ class Training:
         return Held(f"model/{name}", self.whole(name), span.start, span.stop, part)
 
     def resident(self, name: str) -> Held | None:
-        """All that this rank keeps of a parameter or buffer: the whole, or at stage 3 its part (None if it has none)."""
+        """All that this rank keeps of a parameter or buffer: the whole, or at stage 3 its part (None without one)."""
         if self.in_parts(name):
             return self.owned(name)
         whole = self.whole(name)

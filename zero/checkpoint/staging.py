@@ -1,7 +1,7 @@
 """Copies of what a rank is about to write, so that training can go on meanwhile.
 
 They lie in the memory of the CPU, in one buffer a model, which is kept for the model's next save: memory that is new
-to the process costs as much as the copy itself.
+to the process takes longer to be had than the copy to be made.
 """
 
 from __future__ import annotations
