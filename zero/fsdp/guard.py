@@ -94,6 +94,7 @@ class Guard:
         for unit in {self._places[param][0]: None for param in params}:
             if unit.stage is Stage.IDLE and not unit.summoned:
                 unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
+                unit.settle()
         for param in params:
             problem = self._problem_of(optimizer, param) if param.grad is not None else None
             if problem is not None:

@@ -284,6 +284,7 @@ class Schedule:
         for unit in self._units:
             unit.calls = 0
             unit.reshard()
+            unit.settle()
         self._in_backward = False
         if self.active:
             self._after_backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -170,21 +171,22 @@ class Unit:
         """Waits for this rank's part of the gradients, and adds it to what was there before."""
         for bucket in self.buckets:
             if bucket.phase is Phase.REDUCING:
-                params = bucket.flat.params
+                bucket.finish(partial(self._deliver, bucket.flat))
 
-                part = bucket.flat.part
+    def _deliver(self, flat: FlatGroup, index: int, gradient: Tensor | None) -> None:
+        param = flat.params[index]
+        resting = self._resting.pop(param, None)
+        if gradient is not None:
+            gradient = flat.bring_home(gradient)
+        if resting is not None and gradient is not None:
+            flat.settle()
+            gradient = resting.add_(gradient)
+        param.grad = resting if gradient is None else gradient
 
-                def deliver(
-                    index: int, gradient: Tensor | None, params: list[nn.Parameter] = params, part: Tensor = part
-                ) -> None:
-                    resting = self._resting.pop(params[index], None)
-                    if gradient is not None:
-                        gradient = gradient.to(part)
-                    if resting is not None and gradient is not None:
-                        gradient = resting.add_(gradient)
-                    params[index].grad = resting if gradient is None else gradient
-
-                bucket.finish(deliver)
+    def settle(self) -> None:
+        """Waits until the parts and their gradients are the host's to read and write."""
+        for group in self.groups:
+            group.settle()
 
     def keep_gradients(self) -> None:
         """Ends a backward under no_sync: whole gradients stay here; `param.grad` shows this rank's share of them."""

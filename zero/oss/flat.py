@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zero.oss.comm import Comm, Handle
+from zero.oss.lane import lane_of
 from zero.oss.layout import ALIGNMENT, Layout, Span
 
 
@@ -87,6 +89,7 @@ class FlatGroup:
         self.spans = {span.index: span for span in layout.spans(comm.rank)}
         self.part_views = self.views_of_part(self.part)
         self._home = home
+        self._lane = lane_of(self.full.device) if home else None
         self._part_in_whole = part_in_whole and home is None and compute_dtype in (None, self.part.dtype)
         if own_part:
             if compute_dtype not in (None, self.part.dtype):
@@ -153,19 +156,24 @@ class FlatGroup:
         if self._own_part:
             assert self.residence is Residence.PART
             self.full.untyped_storage().resize_(self.full.nbytes)
-            with torch.no_grad():
-                self.full[self.layout.segment(self.comm.rank)].copy_(self.part, non_blocking=True)
-            self._part_used()
             self.residence = Residence.GATHERING
         if conceal:
             unknown = self.full.new_full((), torch.nan)
             self._bind([unknown.expand(shape) for shape in self._shapes])
             self.residence = Residence.GATHERING
         channel = None if agreed else self._channel
+        with self._lane or nullcontext():
+            if self._own_part:
+                with torch.no_grad():
+                    own = self.full[self.layout.segment(self.comm.rank)]
+                    own.copy_(self.part.to(own.device, non_blocking=True))
+                self._part_used()
+            self._handle = self._launch_gather(sent_as, channel)
+
+    def _launch_gather(self, sent_as: torch.dtype | None, channel: int | None) -> Handle:
         if sent_as is None or sent_as.itemsize >= self.full.element_size() or self.comm.world == 1:
-            self._handle = self.comm.gather(self.full, self.layout.bounds, channel)
-        else:
-            self._handle = self._gather_compressed(sent_as, channel)
+            return self.comm.gather(self.full, self.layout.bounds, channel)
+        return self._gather_compressed(sent_as, channel)
 
     def _gather_compressed(self, dtype: torch.dtype, channel: int | None) -> Handle:
         low, high = self.layout.bounds[self.comm.rank : self.comm.rank + 2]
@@ -185,6 +193,8 @@ class FlatGroup:
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
         handle.wait()
+        if self._lane is not None:
+            self._lane.join()
         if self._bound is not self.whole_views:
             self._bind(self.whole_views)
         if self._part_in_whole:
@@ -225,6 +235,21 @@ class FlatGroup:
         else:
             self.comm.collect([(owner, whole[self.layout.segment(owner)]) for owner in self._owners], to)
         return whole
+
+    def bring_home(self, gradient: Tensor) -> Tensor:
+        """Where the part lies, in its dtype. From a GPU to the CPU it is on its way until `settle`."""
+        gradient = gradient.to(self.part.dtype)
+        if gradient.device == self.part.device:
+            return gradient
+        if self._lane is None:
+            return gradient.to(self.part.device)
+        there = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self.part.is_pinned())
+        return self._lane.bring(gradient, there)
+
+    def settle(self) -> None:
+        """Waits until what was brought home is there, and the part is no longer being read."""
+        if self._lane is not None:
+            self._lane.wait()
 
     def _part_used(self) -> None:
         if self._home is not None:
