@@ -204,6 +204,7 @@ def ordered_by_streams(rank: int, world: int) -> list[str]:
         optimizer = sgd(model.parameters())
         with mock.patch.object(Collectives, "launch_gather", launch_gather):
             for _ in range(2):
+                optimizer.zero_grad()
                 streams.notes.clear()
                 model(torch.ones(2, 4)).sum().backward()
                 streams.note("backward was")
