@@ -328,6 +328,26 @@ def with_a_buffer() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), OnlyBuffer())
 
 
+def only_a_buffer() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, device="cpu"), OnlyBuffer())
+
+
+class Mean(nn.Module):
+    """A parameter that has values beside a buffer that has none, as load_state_dict(assign=True) leaves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH, device="cpu"))
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+
+    def reset_parameters(self) -> None:
+        raise AssertionError("values would be lost")
+
+
+def half_loaded() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Mean())
+
+
 def fails(module: nn.Module) -> None:
     raise KeyError("as told")
 
@@ -337,9 +357,10 @@ def fails(module: nn.Module) -> None:
     [
         (WithBare, {}, ValueError, [r"blocks\.0\.0", "Bare has no reset_parameters", "param_init_fn"]),
         (with_a_buffer, {}, ValueError, ["'1", "OnlyBuffer has no reset_parameters", "param_init_fn"]),
-        (WithBare, {"param_init_fn": fails}, Exception, ["as told"]),
+        (half_loaded, {}, ValueError, [r"the buffer '1\.mean' is on the meta device", "would overwrite"]),
+        (WithBare, {"param_init_fn": fails}, ValueError, ["as told"]),
     ],
-    ids=["parameters", "buffer", "param_init_fn that fails"],
+    ids=["parameters", "buffer", "buffer beside values", "param_init_fn that fails"],
 )
 def test_what_cannot_be_given_values_is_refused_on_every_rank(build, options, exception, words):
     ranks.expect_error(wrap, 2, exception, *words, args=(build, options, False), timeout=10)
@@ -354,6 +375,12 @@ def test_modules_without_reset_parameters_are_no_matter_where_rank_0_has_values(
 def test_meta_without_sync_module_states_is_refused_on_every_rank(real_on_rank_0):
     args = (WithBare, {"sync_module_states": False}, real_on_rank_0)
     ranks.expect_error(wrap, 2, ValueError, "'first.weight' is on the meta device", args=args, timeout=10)
+
+
+@pytest.mark.parametrize("real_on_rank_0", [False, True])
+def test_buffers_on_meta_without_sync_module_states_are_refused_on_every_rank(real_on_rank_0):
+    args = (only_a_buffer, {"sync_module_states": False}, real_on_rank_0)
+    ranks.expect_error(wrap, 2, ValueError, r"the buffer '1\.inverse' is on the meta device", args=args, timeout=10)
 
 
 def ignored_on_meta(rank: int, world: int, real_on_rank_0: bool) -> str:

@@ -2,91 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from zero.fsdp.choice import Choice
 from zero.fsdp.materialise import Materialiser
+from zero.fsdp.offload import CPUOffload, DiskOffload
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
-from zero.fsdp.wrap import params_by_unit
 from zero.oss.flat import FlatGroup, Home
 from zero.oss.partition import Partition, lay_out
 
 
-@dataclass
+@dataclass(frozen=True)
+class Options:
+    """How units are laid out and kept.
+
+    stays: whether they stay whole from forward to backward.
+    synced: whether all start from the first rank's values.
+    offload: where parts lie, if not beside what is computed with.
+    """
+
+    partition: Partition
+    precision: MixedPrecision
+    stays: bool
+    synced: bool
+    offload: CPUOffload | DiskOffload | None
+
+    def told(self) -> str:
+        """What must be the same on every rank."""
+        return (
+            f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
+            f"offload {type(self.offload).__name__}"
+        )
+
+
 class Builder:
     """Makes units of one model one after another, so that never more than one is whole.
 
-    stays: whether units stay whole from forward to backward.
-    synced: whether all start from the first rank's values.
-    home: where parts lie, if not beside what is computed with.
-    `problem`: what kept values from being made or parts from being put there, in words for the user.
+    Where this can fail, because modules are still to be initialised or parts may find no room, ranks compare after each
+    unit whether it did, and the values that parameters came with stay in memory until all units are there.
+
+    param_init_fn: gives values to modules that were built on the meta device.
+    `home`: where parts lie, if not beside what is computed with.
     """
 
-    module: nn.Module
-    placement: Placement
-    materialiser: Materialiser
-    precision: MixedPrecision
-    partition: Partition
-    stays: bool
-    synced: bool
-    home: Home | None = None
-    problem: str | None = field(init=False, default=None)
-    _loads: list[int] = field(init=False)
+    def __init__(
+        self,
+        choice: Choice,
+        placement: Placement,
+        options: Options,
+        param_init_fn: Callable[[nn.Module], None] | None,
+    ) -> None:
+        self._choice, self._placement, self._options = choice, placement, options
+        self.home = options.offload.home() if options.offload else None
+        self._room = _Room(self.home) if self.home else None
+        self._undo = ExitStack()
+        self._materialiser = Materialiser(choice.module, param_init_fn, self._undo, initialises=placement.first)
+        self._loads = [0] * placement.comm.world
+        self._can_fail = False
 
-    def __post_init__(self) -> None:
-        self._loads = [0] * self.placement.comm.world
+    def build(self) -> list[Unit]:
+        """Collective. The units, the root first.
 
-    def build(
-        self, modules: dict[str, nn.Module], ignored: Sequence[nn.Parameter], apart: Collection[nn.Parameter]
-    ) -> list[Unit]:
-        """Collective. The units of these modules by name, the root first.
-
-        ignored: parameters that belong to none, and are only made the same on all ranks.
-        apart: parameters that belong to other units already.
+        Raises ValueError on every rank where modules could not be initialised or parts found no room on any; the model
+        is what it was then.
         """
-        self.precision.prepare(self.module)
-        owned = params_by_unit(self.module, modules, {*ignored, *apart})
-        units = [self._unit(name, modules[name], params) for name, params in owned.items()]
-        if self.synced:
-            self.materialiser.materialise(ignored)
-            self.placement.broadcast([*ignored, *self.module.buffers()])
-        self.problem = self.materialiser.problem or self.problem
+        with self._undo:
+            self._can_fail = self._on_any_rank(self._room is not None or self._materialiser.pending)
+            self._materialiser.materialise_buffers()
+            units = [self._unit(name, owned) for name, owned in self._choice.owned().items()]
+            if self._options.synced:
+                self._materialiser.materialise(self._choice.ignored)
+                self._agree()
+            self._undo.pop_all()
+        self._options.precision.prepare(self._choice.module)
+        if self._options.synced:
+            self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
         return units
 
-    def _unit(self, name: str, module: nn.Module, owned: list[tuple[str, nn.Parameter]]) -> Unit:
-        self.materialiser.materialise(param for _, param in owned)
-        if self.synced:
-            self.placement.broadcast([param for _, param in owned])
-        label = f"unit {name!r}" if name else "the root unit"
-        try:
-            groups = self._lay_out(owned, label, self.home)
-        except OSError as error:
-            self.problem = self.problem or (
-                f"there is no room for the parts of {label} in {self.home}: {error}. Free some, or choose another "
-                "directory."
-            )
-            groups = self._lay_out(owned, label, None)  # so that this rank comes to where all ranks are told
-        return Unit(name, module, groups, precision=self.precision, stays=self.stays, replicas=self.placement.replicas)
+    def _unit(self, name: str, owned: list[tuple[str, nn.Parameter]]) -> Unit:
+        params = [param for _, param in owned]
+        title = f"unit {name!r}" if name else "the root unit"
+        had_values = [param for param in params if not param.is_meta]
+        self._materialiser.materialise(params)
+        if self._can_fail:
+            self._put_by(had_values)
+        if self._options.synced:
+            self._placement.broadcast(params)
+        groups = self._lay_out(owned, title)
+        self._agree(title)
+        return Unit(
+            name,
+            self._choice.units[name],
+            groups,
+            precision=self._options.precision,
+            stays=self._options.stays,
+            replicas=self._placement.replicas,
+        )
 
-    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], label: str, home: Home | None) -> list[FlatGroup]:
+    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str) -> list[FlatGroup]:
         """In flat groups of their own parts, those apart that are computed with in another dtype."""
         return [
             group
-            for dtype, named in self.precision.apart(self.module, [*owned]).items()
+            for dtype, named in self._options.precision.apart(self._choice.module, [*owned]).items()
             for group in lay_out(
                 [param for _, param in named],
                 [name for name, _ in named],
-                self.placement.comm,
-                cut="whole" if self.partition == "whole" else "even",
+                self._placement.comm,
+                cut="whole" if self._options.partition == "whole" else "even",
                 loads=self._loads,
                 own_part=True,
                 compute_dtype=dtype,
-                part_in_whole=self.stays,
-                home=home,
-                label=label,
+                part_in_whole=self._options.stays,
+                home=self._room,
+                label=title,
             )
         ]
+
+    # ---------------------------------------------------------------------------------------------- failing
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        """Collective."""
+        found = torch.tensor(float(flag))
+        for comm in self._placement.all_groups():
+            comm.all_reduce(found, maximum=True)
+        return bool(found)
+
+    def _agree(self, title: str = "") -> None:
+        """Collective, where building can fail. Raises ValueError on every rank where it did on any."""
+        if not self._can_fail:
+            return
+        problem = self._materialiser.problem
+        if problem is None and self._room is not None and self._room.full is not None:
+            problem = (
+                f"there is no room for the parts of {title} in {self._options.offload}: {self._room.full}. Free some, "
+                "or choose another directory."
+            )
+        self._placement.compare("the units of FSDP", [], problem)
+
+    def _put_by(self, params: Sequence[nn.Parameter]) -> None:
+        """What these parameters are now; other ranks' values, if they are to come, go to other memory."""
+        for param in params:
+            self._undo.callback(_bind, param, param.data)
+            if self._options.synced and not self._placement.first:
+                param.data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
+
+
+class _Room:
+    """A home that goes on where there is no room, for all ranks to be told. `full`: what kept a part from it."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self.full: str | None = None
+
+    def place(self, part: Tensor) -> Tensor:
+        try:
+            return self._home.place(part)
+        except OSError as error:
+            self.full = str(error)
+            return part.clone()
+
+    def used(self, part: Tensor) -> None:
+        self._home.used(part)
+
+
+def _bind(param: nn.Parameter, data: Tensor) -> None:
+    param.data = data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zero.fsdp import whole
-from zero.fsdp.build import Builder
+from zero.fsdp.build import Builder, Options
+from zero.fsdp.choice import Choice
 from zero.fsdp.guard import Guard
-from zero.fsdp.materialise import Materialiser
 from zero.fsdp.offload import CPUOffload, Disk, DiskOffload
 from zero.fsdp.optim_state import SteppingParts
 from zero.fsdp.precision import MixedPrecision
@@ -21,13 +21,12 @@ from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.unit import Unit
-from zero.fsdp.wrap import Policy, unit_modules
+from zero.fsdp.wrap import Policy
 from zero.oss import norm, state
 from zero.oss.comm import Comm
-from zero.oss.flat import FlatGroup, unusable
+from zero.oss.flat import FlatGroup
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
-from zero.sdp.sharded_ddp import describe
 
 
 class FSDP(nn.Module):
@@ -64,8 +63,9 @@ class FSDP(nn.Module):
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
 
     Collective: the constructor, forward, backward, `state_dict`, `load_state_dict`, `summon_full_params`.
-    Raises ValueError, on every rank, for what cannot be sharded or differs between ranks; RuntimeError, on every rank,
-    where ranks run different units.
+    Raises ValueError, on every rank, for what cannot be sharded or differs between ranks, and where modules cannot be
+    initialised or parts find no room: the model, its parameters and FSDPs inside it are as before then. RuntimeError,
+    on every rank, where ranks run different units.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FSDP(nn.Module):
         super().__init__()
         self.module = module
         strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh)
-        self._prefetch = prefetch or Prefetch()
+        self._comm, self._prefetch = self._placement.comm, prefetch or Prefetch()
         options = Options(
             partition,
             mixed_precision or MixedPrecision(),
@@ -100,22 +100,22 @@ class FSDP(nn.Module):
             offload=offload,
         )
         inside = _inside(module)
-        adopted = [unit for one in inside.values() for unit in one._units]
-        taken = {param for unit in adopted for group in unit.groups for param in group.params}
-        choice = Choice(module, inside, taken, _ignored(ignored_modules, ignored_parameters))
-        problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=self._prefetch.limit == 1)
-        problem = problem or partition_problem(partition) or self._misfit(inside)
-        problem = problem or choice.unusable(synced=sync_module_states)
+        choice = Choice(module, inside, _parameters_in(inside), _ignored(ignored_modules, ignored_parameters))
+        problem = (
+            problem
+            or choice.divide(auto_wrap_policy, as_one_unit, small=self._prefetch.limit == 1)
+            or partition_problem(partition)
+            or self._misfit(inside)
+            or choice.unusable(synced=sync_module_states)
+        )
         told = [f"{strategy}, {options.told()}, {self._prefetch}", *choice.told()]
         self._placement.compare("the models given to FSDP", told, problem)
 
-        home = offload.home() if offload else None
-        self._units = [*Builder(choice, self._placement, options, home, param_init_fn).build(), *adopted]
-
-        # From here on nothing can fail.
+        builder = Builder(choice, self._placement, options, param_init_fn)
+        self._units = builder.build()  # the last that can fail
         for name, one in inside.items():
-            one._hand_over(module, name)
-        disk = home if isinstance(home, Disk) else None
+            self._units += one._hand_over(module, name)
+        disk = builder.home if isinstance(builder.home, Disk) else None
         self._guard = Guard(self._units, self._comm, cut_on_request=partition == "even", disk=disk)
         self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
         self._buffers_in_step = BufferSync(module, self.comms) if broadcast_buffers else None
@@ -131,7 +131,7 @@ class FSDP(nn.Module):
                 )
         return None
 
-    def _hand_over(self, root: nn.Module, name: str) -> None:
+    def _hand_over(self, root: nn.Module, name: str) -> list[Unit]:
         """To the FSDP around this one: the units, and in the root the place at which this one stands."""
         self._schedule.remove()
         self._guard.dismiss()
@@ -141,6 +141,7 @@ class FSDP(nn.Module):
                     parent._modules[child] = self.module
         for unit in self._units:
             unit.move_below(name)
+        return self._units
 
     # --------------------------------------------------------------------------------------------- running
 
@@ -293,32 +294,10 @@ def _inside(module: nn.Module) -> dict[str, FSDP]:
     return {name: one for name, one in module.named_modules() if isinstance(one, FSDP)}
 
 
-def _units_of(
-    module: nn.Module,
-    policy: Policy,
-    as_one_unit: Sequence[nn.Module | type[nn.Module]],
-    inside: Sequence[nn.Module],
-    *,
-    small: bool,
-) -> tuple[dict[str, nn.Module], str | None]:
-    """The units, or what is wrong with the way they were chosen, to be raised on every rank."""
-    try:
-        return unit_modules(module, policy, as_one_unit, apart=inside, small=small), None
-    except ValueError as error:
-        return {}, str(error)
+def _parameters_in(inside: dict[str, FSDP]) -> set[nn.Parameter]:
+    """What is sharded already."""
+    return {param for one in inside.values() for group in one.flat_groups for param in group.params}
 
 
-def _unusable(
-    module: nn.Module, ignored: Collection[nn.Parameter], taken: Collection[nn.Parameter], *, synced: bool
-) -> str | None:
-    found = False
-    for name, param in module.named_parameters():
-        if param in ignored:
-            continue
-        found = True
-        if param in taken or (param.is_meta and synced):
-            continue
-        problem = unusable(param, repr(name))
-        if problem:
-            return problem
-    return None if found else "FSDP was given a module without parameters: there is nothing to shard."
+def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [*dict.fromkeys([*(param for module in modules for param in module.parameters()), *params])]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Materialiser:
@@ -16,50 +17,88 @@ class Materialiser:
     param_init_fn: called with a module whose own parameters have memory but no values; by default the module's own
         `reset_parameters` is. Each module is initialised once, when the first of its parameters gets memory, and the
         one that names a shared parameter first after the others that share it.
+    undo: is told how to take everything back: memory from what had none, and what an initialisation may have
+        overwritten.
     initialises: whether this rank is that source.
     `problem`: what kept a module from being initialised, in words for the user.
     """
 
     def __init__(
-        self, root: nn.Module, param_init_fn: Callable[[nn.Module], None] | None, *, initialises: bool
+        self,
+        root: nn.Module,
+        param_init_fn: Callable[[nn.Module], None] | None,
+        undo: ExitStack,
+        *,
+        initialises: bool,
     ) -> None:
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self._init, self._initialises = param_init_fn, initialises
+        self._init, self._initialises, self._undo = param_init_fn, initialises, undo
         self._holders: dict[nn.Parameter, list[nn.Module]] = {}
         self._waiting: dict[nn.Module, str] = {}
         """Modules that are not initialised yet, and their names."""
         self.problem: str | None = None
         for prefix, module in root.named_modules():
             own = [*module.parameters(recurse=False)]
-            empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
             for param in own:
                 if param.is_meta:
                     self._holders.setdefault(param, []).append(module)
-                    self._waiting[module] = prefix
-            for name in empty:
-                module._buffers[name] = torch.zeros_like(module._buffers[name], device=self._device)
-            if empty and not own:
-                self._initialise(module, prefix)
+            if any(tensor.is_meta for tensor in _own(module)):
+                self._waiting[module] = prefix
+
+    @property
+    def pending(self) -> bool:
+        """Whether modules wait for this rank to initialise them."""
+        return self._initialises and bool(self._waiting)
+
+    def materialise_buffers(self) -> None:
+        """Gives memory to all buffers that have none, and values to the modules that hold nothing else."""
+        for module, name in [*self._waiting.items()]:
+            self._put_by(module)
+            empty = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+            for key, buffer in empty.items():
+                module._buffers[key] = torch.zeros_like(buffer, device=self._device)
+            params = [*module.parameters(recurse=False)]
+            if params and not any(param.is_meta for param in params):
+                self._refuse_to_overwrite(module, name, next(iter(empty)))
+            elif not params:
+                self._initialise(module, name)
 
     def materialise(self, params: Iterable[nn.Parameter]) -> None:
         """Gives memory to those of the parameters that have none, and values to the modules that hold them."""
         for param in params:
-            holders = self._holders.get(param, [])
+            holders = [module for module in self._holders.get(param, []) if module in self._waiting]
             for module in holders:
                 for each in module.parameters(recurse=False):
                     self._give_memory(each)
             for module in reversed(holders):
-                if module in self._waiting:
-                    self._initialise(module, self._waiting.pop(module))
+                self._initialise(module, self._waiting[module])
+
+    def _refuse_to_overwrite(self, module: nn.Module, name: str, buffer: str) -> None:
+        del self._waiting[module]
+        if self._initialises:
+            self.problem = self.problem or (
+                f"the buffer {f'{name}.{buffer}'.lstrip('.')!r} is on the meta device, but the parameters beside it "
+                "have values, which initialising the module would overwrite. Give the buffer its values first."
+            )
+
+    def _put_by(self, module: nn.Module) -> None:
+        """What the module holds itself and has values, for these to be put back: initialising it may change them."""
+        self._undo.callback(module._buffers.update, dict(module._buffers))
+        if self._initialises:
+            for tensor in _own(module):
+                if not tensor.is_meta:
+                    self._undo.callback(tensor.data.copy_, tensor.detach().clone())
 
     def _give_memory(self, param: nn.Parameter) -> None:
         if param.is_meta:
             real = nn.Parameter(torch.empty_like(param, device=self._device), requires_grad=param.requires_grad)
             vars(real).update(vars(param))
             torch.utils.swap_tensors(param, real)
+            self._undo.callback(torch.utils.swap_tensors, param, real)
 
     def _initialise(self, module: nn.Module, name: str) -> None:
+        del self._waiting[module]
         if not self._initialises or self.problem is not None:
             return
         reset = self._init or getattr(type(module), "reset_parameters", None)
@@ -74,3 +113,7 @@ class Materialiser:
                 reset(module)
         except Exception as error:  # the other ranks wait for this one, and are told what it was
             self.problem = f"{name!r} could not be initialised: {type(error).__name__}: {error}"
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -46,6 +46,16 @@ class Placement:
         """Whether this rank is the one whose values all start from."""
         return all(comm.rank == 0 for comm in self.all_groups())
 
+    def compare(self, what: str, lines: Sequence[str], problem: str | None) -> None:
+        """Collective. Comm.compare over all ranks: where it raises on one, it does on all."""
+        for comm in self.all_groups():
+            try:
+                comm.compare(what, lines, problem)
+            except ValueError as error:
+                problem = str(error)
+        if problem is not None:
+            raise ValueError(problem)
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Overwrites the tensors of all ranks by those of the first."""
         for comm in self.all_groups():

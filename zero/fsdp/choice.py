@@ -1,0 +1,77 @@
+"""What of a model is sharded, and into which units it is divided: found out before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import nn
+
+from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
+from zero.oss.flat import unusable
+from zero.sdp.sharded_ddp import describe
+
+
+class Choice:
+    """The units of a model, and the parameters that are in none.
+
+    inside: FSDPs in the model, by name, that will hand their modules back into their places. All in them stays divided
+        as it is.
+    taken: parameters that are in units of these already.
+    ignored: parameters that belong to no unit.
+    `units`: the modules that become units, by name, the root first, once they are divided.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inside: Mapping[str, nn.Module],
+        taken: Collection[nn.Parameter],
+        ignored: Sequence[nn.Parameter],
+    ) -> None:
+        self.module, self.ignored = module, ignored
+        self._inside, self._taken = inside, taken
+        self._left_out = {*ignored, *taken}
+        self.units: dict[str, nn.Module] = {}
+
+    def divide(self, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]], *, small: bool) -> str | None:
+        """Chooses the units as `unit_modules` does; or says what is wrong with the way to, in words for the user."""
+        apart = [*self._inside.values()]
+        try:
+            self.units = unit_modules(self.module, policy, as_one_unit, apart=apart, small=small)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def unusable(self, *, synced: bool) -> str | None:
+        """Why the model cannot be sharded, in words for the user; None if it can.
+
+        synced: whether what has no values is given those of the first rank.
+        """
+        found = False
+        ignored = {*self.ignored}
+        for name, param in self.module.named_parameters():
+            if param in ignored:
+                continue
+            found = True
+            problem = None if param in self._taken or (param.is_meta and synced) else unusable(param, repr(name))
+            if problem is not None:
+                return problem
+        for name, buffer in self.module.named_buffers():
+            if buffer.is_meta and not synced:
+                return unusable(buffer, f"the buffer {name!r}")
+        return None if found else "FSDP was given a module without parameters: there is nothing to shard."
+
+    def told(self) -> list[str]:
+        """What must be the same on every rank."""
+        return [f"units {', '.join(self.units)}", *describe(self.module, without=self._taken)]
+
+    def owned(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """The parameters of each unit, by its name, with the names that they have when FSDPs inside are gone."""
+        found = params_by_unit(self.module, self.units, self._left_out)
+        return {unit: [(self._plain(name), param) for name, param in named] for unit, named in found.items()}
+
+    def _plain(self, name: str) -> str:
+        for prefix in self._inside:
+            if name.startswith(f"{prefix}.module."):
+                return prefix + name.removeprefix(f"{prefix}.module")
+        return name
