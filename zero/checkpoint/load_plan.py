@@ -19,6 +19,7 @@ from zero.checkpoint.parts import Held, Stepped, Training, inner, kind
 from zero.checkpoint.source import Range, Source
 from zero.checkpoint.values import decode
 from zero.oss import OSS
+from zero.oss.state import restore
 
 _LISTED = 8
 """How many names an error lists."""
@@ -182,7 +183,7 @@ class _OptimizerPlan:
         if isinstance(self._optimizer, OSS):
             self._optimizer.take_parts(taken, self._options)  # type: ignore[arg-type]
         else:
-            _hand_over(self._optimizer, taken, self._options)
+            restore(self._optimizer, taken, self._options)
 
 
 def _stored_names(training: Training, index: Index) -> dict[str, str]:
@@ -220,21 +221,6 @@ def _optimizer_misfit(
     if moved:
         return f"{listed(moved)} were in other parameter groups of the {stored.kind} when it was saved."
     return None
-
-
-def _hand_over(optimizer: Optimizer, taken: dict[Tensor, dict[str, Any]], options: list[dict[str, Any]]) -> None:
-    """Through the optimizer's own `load_state_dict`, which knows what dtype and device each entry needs."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    number = {param: position for position, param in enumerate(params)}
-    optimizer.load_state_dict(
-        {
-            "state": {number[param]: state for param, state in taken.items()},
-            "param_groups": [
-                {**option, "params": [number[param] for param in group["params"]]}
-                for option, group in zip(options, optimizer.param_groups, strict=True)
-            ],
-        }
-    )
 
 
 def _room(one: Stepped, needed: Range, present: Any) -> Tensor:

@@ -1,9 +1,7 @@
 """Optimizer state: this rank's parts, and the whole in the plain optimizer's format.
 
-Of a parameter that is cut, an entry of the state that has the shape of the part is a part of a whole tensor of the
-parameter's shape. One that has a row for each block of so many elements (a divisor of the granularity that cuts are
-multiples of) is a part of a tensor of all rows. A single value (a step count) is the same for all parts. Of a parameter
-that lies whole with one rank, every entry is taken as it is. Lists and tuples in the state are taken item by item.
+Of a parameter that is cut, tensors in the state are cut with it; how, says `Piece`. Of a parameter that lies whole with
+one rank, every entry is taken as it is. Lists and tuples in the state are taken item by item (`leaves`).
 
 A master of a part is an entry like the others, called "master", as the next step takes it (`settled`); plain optimizers
 carry it along.
@@ -15,21 +13,21 @@ carry it along.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.oss import leaves
 from zero.oss.comm import Comm
-from zero.oss.flat import FlatGroup, part_shape
+from zero.oss.flat import FlatGroup
 from zero.oss.groups import options as group_options
-from zero.oss.layout import Span
+from zero.oss.masters import settled
+from zero.oss.piece import Piece
 
 _PART = "zero_part"
 
@@ -64,51 +62,6 @@ class Sharded(Protocol):
         """This rank's part of the group in another dtype, if parts are stepped so."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """What one rank owns of one parameter."""
-
-    number: int
-    flat: FlatGroup
-    index: int
-    owner: int
-    span: Span
-    granularity: int | None
-
-    @property
-    def param(self) -> nn.Parameter:
-        return self.flat.params[self.index]
-
-    @property
-    def cut(self) -> bool:
-        return self.span.numel < self.flat.layout.numels[self.index]
-
-    def is_part(self, shape: tuple[int, ...]) -> bool:
-        return self.cut and shape == part_shape(self.flat.whole_shape(self.index)[0], self.span.numel)
-
-    def slot(self, whole: Tensor) -> Tensor:
-        """Where this piece lies in a whole tensor of the parameter's shape, flat, in the order of the layout.
-
-        Or in one of rows by blocks.
-        """
-        if whole.shape == self.flat.whole_shape(self.index)[0]:
-            return self.flat.in_memory_order(self.index, whole)[self.span.start : self.span.stop]
-        rows = self.rows(len(whole))
-        assert rows is not None
-        return whole[rows].reshape(-1)
-
-    def rows(self, total: int) -> slice | None:
-        """Which rows belong to this piece in a state that has one for each block, so many in all; None if it has not.
-
-        A parameter that is cut has more elements than the granularity: two divisors of it then give different totals.
-        """
-        numel = self.flat.layout.numels[self.index]
-        for block in _divisors(self.granularity or 0):
-            if -(-numel // block) == total:
-                return slice(self.span.start // block, -(-self.span.stop // block))
-        return None
-
-
 def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
     """Collective. The whole state on rank `to` of the group (None: on every rank), None elsewhere.
 
@@ -124,15 +77,15 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
         )
     if comm.world == 1:
         return part_of(optimizer, as_whole=True, settle=settle)
-    told = [json.loads(text) for text in comm.all_gather_text(_told(optimizer, settle))]
+    described = [json.loads(text) for text in comm.all_gather_text(_told(optimizer, settle))]  # by rank
     recipient = to is None or to == comm.rank
     whole: dict[int, dict[str, Any]] = {}
     transfers: list[tuple[int, Tensor | None]] = []
-    pieces = [(piece, told[piece.owner].get(str(piece.number), {})) for piece in _pieces(optimizer)]
+    pieces = [(piece, described[piece.owner].get(str(piece.number), {})) for piece in _pieces(optimizer)]
     rows = _count_rows(pieces)
     for piece, entries in pieces:
         state = whole.setdefault(piece.number, {})
-        own = _leaves_of(optimizer, piece, settle) if piece.owner == comm.rank else {}
+        own = leaves.opened(_state_of(optimizer, piece, settle)) if piece.owner == comm.rank else {}
         for key, entry in entries.items():
             shape = _whole_shape(piece, key, entry, rows)
             if key in state and shape is None:
@@ -149,7 +102,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     comm.collect(transfers, to)
     if not recipient:
         return None
-    states = {number: _nested(leaves) for number, leaves in whole.items()}
+    states = {number: leaves.closed(found) for number, found in whole.items()}
     states |= {number: deepcopy(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     return {
         "state": {number: state for number, state in sorted(states.items()) if state},
@@ -157,7 +110,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     }
 
 
-def _count_rows(pieces: list[tuple[_Piece, dict[str, Any]]]) -> Counter[tuple[int, str]]:
+def _count_rows(pieces: list[tuple[Piece, dict[str, Any]]]) -> Counter[tuple[int, str]]:
     """How long the tensors of all pieces of a parameter are together."""
     rows: Counter[tuple[int, str]] = Counter()
     for piece, entries in pieces:
@@ -167,19 +120,19 @@ def _count_rows(pieces: list[tuple[_Piece, dict[str, Any]]]) -> Counter[tuple[in
 
 
 def _whole_shape(
-    piece: _Piece, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
+    piece: Piece, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
 ) -> tuple[int, ...] | None:
     """The shape of the tensor that a piece's is a part of; None if it is no part, but all there is."""
     if not piece.cut or "shape" not in entry:
         return None
     length, *rest = entry["shape"]
-    if piece.is_part((length, *rest)):
-        return piece.flat.whole_shape(piece.index)[0]
+    if piece.shape == (length, *rest):
+        return piece.whole_shape
     own = piece.rows(rows[piece.number, key])
     if own is not None and own.stop - own.start == length:
         return (rows[piece.number, key], *rest)
     raise ValueError(
-        f"the state {key.partition(_WITHIN)[0]!r} of {piece.flat.names[piece.index]} has the shape {entry['shape']}, "
+        f"the state {leaves.entry_of(key)!r} of {piece.name} has the shape {entry['shape']}, "
         "not the part's, a single value's, or a row for each block of a divisor of the granularity "
         f"({piece.granularity}): how parts of it make up a whole, the optimizer alone knows. Save each rank's own "
         "state_dict(), or build OSS with partition='whole'."
@@ -218,7 +171,9 @@ def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
     for piece in _pieces(optimizer, optimizer.comm.rank):
         state = state_dict["state"].get(numbers[piece.number])
         if state is not None:
-            taken[optimizer.part(piece.param)] = {key: _fitting(value, piece, is_part) for key, value in state.items()}
+            taken[optimizer.part(piece.param)] = {
+                key: piece.taken_from(value, is_part=is_part) for key, value in state.items()
+            }
     for number, param in _unsharded(optimizer):
         if numbers[number] in state_dict["state"]:
             taken[param] = deepcopy(state_dict["state"][numbers[number]])
@@ -227,39 +182,28 @@ def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
 
 def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
     """On every rank, whatever it owns. Where parameters lie whole, an optimizer may keep what shapes it likes."""
+    if not optimizer.cuts_parameters:
+        return
     for piece in _pieces(optimizer):
-        shape = piece.flat.whole_shape(piece.index)[0]
         for key, value in states.get(numbers[piece.number], {}).items():
-            for leaf in dict(_leaves(key, value)).values():
-                if not optimizer.cuts_parameters or not isinstance(leaf, Tensor) or not leaf.dim():
+            for leaf in leaves.opened({key: value}).values():
+                if not isinstance(leaf, Tensor) or not leaf.dim():
                     continue
-                if leaf.shape == shape or piece.rows(len(leaf)) is not None:
-                    continue
-                raise ValueError(
-                    f"the state of {piece.flat.names[piece.index]} has {key!r} of shape {list(leaf.shape)}, but the "
-                    f"parameter has {list(shape)}, and is cut between ranks. Load it into the same model, or build OSS "
-                    "with partition='whole'."
-                )
+                if leaf.shape != piece.whole_shape and piece.rows(len(leaf)) is None:
+                    raise ValueError(
+                        f"the state of {piece.name} has {key!r} of shape {list(leaf.shape)}, but the parameter has "
+                        f"{list(piece.whole_shape)}, and is cut between ranks. Load it into the same model, or build "
+                        "OSS with partition='whole'."
+                    )
 
 
 def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Through the inner optimizer's own `load_state_dict`, which knows what dtype and device each entry needs."""
-    inner = optimizer.optim
+    """Takes this rank's parts of a state, by `part(param)`, and the options of the groups."""
     masters = {
         part: state.pop("master") for part, state in taken.items() if optimizer.keeps_masters and "master" in state
     }
-    parts = [part for group in inner.param_groups for part in group["params"]]
-    position = {part: number for number, part in enumerate(parts)}
     options = [deepcopy(group_options(group)) for group in groups]
-    inner.load_state_dict(
-        {
-            "state": {position[part]: state for part, state in taken.items()},
-            "param_groups": [
-                {**option, "params": [position[part] for part in group["params"]]}
-                for option, group in zip(options, inner.param_groups, strict=True)
-            ],
-        }
-    )
+    restore(optimizer.optim, taken, options)
     for option, group in zip(options, optimizer.param_groups, strict=True):
         group.update(option)
     with torch.no_grad():
@@ -267,29 +211,25 @@ def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], gro
             part.copy_(master)
 
 
-def settled(master: Tensor, part: Tensor) -> Tensor:
-    """A master as the next step takes it: where something else was written into the parameters, that.
+def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
+    """Has a plain optimizer take a state by its parameters, and its groups' options.
 
-    Where nothing was, the master itself. It is not written to: the weights that belong to it may be loaded after it.
+    Through its own `load_state_dict`, which knows what dtype and device each entry needs.
     """
-    written = part != master.to(part.dtype)
-    return torch.where(written, part.to(master.dtype), master) if written.any() else master
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = {param: number for number, param in enumerate(params)}
+    optimizer.load_state_dict(
+        {
+            "state": {numbers[param]: state for param, state in taken.items()},
+            "param_groups": [
+                {**option, "params": [numbers[param] for param in group["params"]]}
+                for option, group in zip(options, optimizer.param_groups, strict=True)
+            ],
+        }
+    )
 
 
-def _fitting(value: Any, piece: _Piece, is_part: bool) -> Any:
-    """What this rank's part has of an entry of the state, as a copy."""
-    if type(value) in (list, tuple):
-        return type(value)(_fitting(item, piece, is_part) for item in value)
-    if not isinstance(value, Tensor):
-        return value
-    if is_part or not piece.cut or value.dim() == 0:
-        return value.clone()
-    whole = value.shape == piece.flat.whole_shape(piece.index)[0]
-    shape = piece.flat.part_views[piece.index].shape if whole else (-1, *value.shape[1:])
-    return piece.slot(value).clone().view(shape)
-
-
-def _pieces(optimizer: Sharded, rank: int | None = None) -> Iterator[_Piece]:
+def _pieces(optimizer: Sharded, rank: int | None = None) -> Iterator[Piece]:
     """What each rank owns (or `rank` alone), in an order that is the same on all ranks."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     numbers = {param: number for number, param in enumerate(params)}
@@ -298,7 +238,7 @@ def _pieces(optimizer: Sharded, rank: int | None = None) -> Iterator[_Piece]:
             for span in flat.layout.spans(owner):
                 number = numbers.get(flat.params[span.index])
                 if number is not None:  # else another optimizer's
-                    yield _Piece(number, flat, span.index, owner, span, optimizer.granularity)
+                    yield Piece(number, flat, span.index, owner, span, optimizer.granularity)
 
 
 def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
@@ -323,21 +263,15 @@ def _told(optimizer: Sharded, settle: bool) -> str:
 
 
 def _describe(optimizer: Sharded, settle: bool) -> dict[int, dict[str, Any]]:
-    """What this rank has: of each tensor its shape and dtype, of everything small the value itself."""
+    """What this rank has, by number of the parameter: {key of the leaf: the leaf described}."""
     told: dict[int, dict[str, Any]] = {}
     for piece in _pieces(optimizer, optimizer.comm.rank):
-        for key, value in _leaves_of(optimizer, piece, settle).items():
-            entry: dict[str, Any] = {"value": value}
-            if isinstance(value, _Opened):
-                entry = {"opened": [value.kind, value.length]}
-            elif isinstance(value, Tensor):
-                entry = {"dtype": str(value.dtype).removeprefix("torch."), "device": value.device.type}
-                entry |= {"shape": list(value.shape)} if value.dim() else {"value": value.item()}
-            told.setdefault(piece.number, {})[key] = entry
+        own = leaves.opened(_state_of(optimizer, piece, settle))
+        told[piece.number] = {key: leaves.described(leaf) for key, leaf in own.items()}
     return told
 
 
-def _state_of(optimizer: Sharded, piece: _Piece, settle: bool) -> dict[str, Any]:
+def _state_of(optimizer: Sharded, piece: Piece, settle: bool) -> dict[str, Any]:
     part = optimizer.part(piece.param)
     state = dict(optimizer.optim.state.get(part, {}))
     if optimizer.master(piece.flat) is not None:
@@ -346,64 +280,14 @@ def _state_of(optimizer: Sharded, piece: _Piece, settle: bool) -> dict[str, Any]
     return state
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """Stands for a list or tuple, the items of which stand by themselves."""
-
-    kind: str
-    length: int
-
-
-_WITHIN = "\n"
-"""Between the key of a list and the number of an item of it."""
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The entry as it is, or what a list or tuple is opened into."""
-    if type(value) in (list, tuple):
-        yield key, _Opened(type(value).__name__, len(value))
-        for number, item in enumerate(value):
-            yield from _leaves(f"{key}{_WITHIN}{number}", item)
-    else:
-        yield key, value
-
-
-def _leaves_of(optimizer: Sharded, piece: _Piece, settle: bool) -> dict[str, Any]:
-    return {at: leaf for key, value in _state_of(optimizer, piece, settle).items() for at, leaf in _leaves(key, value)}
-
-
-def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
-    """The other way round."""
-
-    def closed(key: str) -> Any:
-        value = leaves[key]
-        if not isinstance(value, _Opened):
-            return value
-        items = [closed(f"{key}{_WITHIN}{number}") for number in range(value.length)]
-        return items if value.kind == "list" else tuple(items)
-
-    return {key: closed(key) for key in leaves if _WITHIN not in key}
-
-
-def _room(entry: dict[str, Any], piece: _Piece, shape: tuple[int, ...] | None) -> Any:
-    """The entry itself if it is small, or the tensor of that shape that its parts are to be received in."""
-    if "opened" in entry:
-        return _Opened(*entry["opened"])
-    if "dtype" not in entry:
-        return entry["value"]
-    dtype = getattr(torch, entry["dtype"])
-    if "value" in entry:
-        return torch.tensor(entry["value"], dtype=dtype, device=entry["device"])
-    of_parameter, stride = piece.flat.whole_shape(piece.index)
-    if shape == of_parameter:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=piece.param.device)
-    return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=piece.param.device)
-
-
-def _divisors(number: int) -> Iterator[int]:
-    for low in range(1, math.isqrt(number) + 1):
-        if number % low == 0:
-            yield from {low, number // low}
+def _room(entry: dict[str, Any], piece: Piece, shape: tuple[int, ...] | None) -> Any:
+    """The leaf itself if it is small, or the tensor of that shape that its parts are to be received in."""
+    if "shape" not in entry:
+        return leaves.value_of(entry)
+    dtype, device = leaves.dtype_of(entry), piece.param.device
+    if shape == piece.whole_shape:
+        return torch.empty_strided(shape, piece.flat.whole_shape(piece.index)[1], dtype=dtype, device=device)
+    return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)
 
 
 def _groups(optimizer: Sharded) -> list[dict[str, Any]]:

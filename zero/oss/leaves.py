@@ -1,0 +1,81 @@
+"""Lists and tuples in an optimizer's state, opened so that each item stands by itself, and what ranks tell of items.
+
+state     {"pair": [a, (b,)], "step": 3}
+leaves    {"pair": Opened("list", 2), "pair\\n0": a, "pair\\n1": Opened("tuple", 1), "pair\\n1\\n0": b, "step": 3}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WITHIN = "\n"
+"""Between the key of a list and the number of an item of it."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Stands for a list or tuple, the items of which stand by themselves."""
+
+    kind: str
+    length: int
+
+
+def opened(state: dict[str, Any]) -> dict[str, Any]:
+    """The leaves of a state."""
+    return {at: leaf for key, value in state.items() for at, leaf in _leaves(key, value)}
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) in (list, tuple):
+        yield key, Opened(type(value).__name__, len(value))
+        for number, item in enumerate(value):
+            yield from _leaves(f"{key}{_WITHIN}{number}", item)
+    else:
+        yield key, value
+
+
+def closed(leaves: dict[str, Any]) -> dict[str, Any]:
+    """The state that has these leaves."""
+
+    def entry(key: str) -> Any:
+        value = leaves[key]
+        if not isinstance(value, Opened):
+            return value
+        items = [entry(f"{key}{_WITHIN}{number}") for number in range(value.length)]
+        return items if value.kind == "list" else tuple(items)
+
+    return {key: entry(key) for key in leaves if _WITHIN not in key}
+
+
+def entry_of(key: str) -> str:
+    """The key of the entry of the state that a leaf belongs to."""
+    return key.partition(_WITHIN)[0]
+
+
+def described(leaf: Any) -> dict[str, Any]:
+    """A leaf for JSON: of a tensor with dimensions its "shape", "dtype" and "device", of all else the value itself."""
+    if isinstance(leaf, Opened):
+        return {"opened": [leaf.kind, leaf.length]}
+    if not isinstance(leaf, Tensor):
+        return {"value": leaf}
+    told = {"dtype": str(leaf.dtype).removeprefix("torch."), "device": leaf.device.type}
+    return {**told, "shape": list(leaf.shape)} if leaf.dim() else {**told, "value": leaf.item()}
+
+
+def dtype_of(told: dict[str, Any]) -> torch.dtype:
+    """The dtype of a tensor that was described."""
+    return getattr(torch, told["dtype"])  # type: ignore[no-any-return]
+
+
+def value_of(told: dict[str, Any]) -> Any:
+    """The leaf that was described, other than a tensor with dimensions."""
+    if "opened" in told:
+        return Opened(*told["opened"])
+    if "dtype" in told:
+        return torch.tensor(told["value"], dtype=dtype_of(told), device=told["device"])
+    return told["value"]

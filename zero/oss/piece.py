@@ -1,0 +1,96 @@
+"""What one rank owns of one parameter, and which part of the optimizer's state that is.
+
+The state of a parameter that is cut is cut with it: an entry of the parameter's shape into elements, and one that has a
+row for each block of so many elements (a divisor of the granularity, of which cuts are multiples) into rows. A single
+value (a step count) is the same for all parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.oss.flat import FlatGroup, part_shape
+from zero.oss.layout import Span
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [span.start, span.stop) of a parameter, which rank `owner` owns.
+
+    number: of the parameter in the optimizer. flat, index: where it lies.
+    granularity: elements of which cuts inside parameters are multiples, if the user said so.
+    """
+
+    number: int
+    flat: FlatGroup
+    index: int
+    owner: int
+    span: Span
+    granularity: int | None
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self.flat.params[self.index]
+
+    @property
+    def name(self) -> str:
+        return self.flat.names[self.index]
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The parameter's shape when whole."""
+        return self.flat.whole_shape(self.index)[0]
+
+    @property
+    def cut(self) -> bool:
+        return self.span.numel < self.flat.layout.numels[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that the owner steps."""
+        return part_shape(self.whole_shape, self.span.numel) if self.cut else self.whole_shape
+
+    def rows(self, total: int) -> slice | None:
+        """Which rows are the piece's of a tensor that has one for each block, `total` in all; None if it has not.
+
+        A parameter that is cut has more elements than the granularity: two divisors of it then give different totals.
+        """
+        numel = self.flat.layout.numels[self.index]
+        for block in _divisors(self.granularity or 0):
+            if -(-numel // block) == total:
+                return slice(self.span.start // block, -(-self.span.stop // block))
+        return None
+
+    def slot(self, whole: Tensor) -> Tensor:
+        """Where the piece lies in a whole tensor, of the parameter's shape or of rows by blocks.
+
+        A flat view where memory has the elements in the order of the layout, and a copy otherwise.
+        """
+        if whole.shape == self.whole_shape:
+            return self.flat.in_memory_order(self.index, whole)[self.span.start : self.span.stop]
+        rows = self.rows(len(whole))
+        assert rows is not None
+        return whole[rows].reshape(-1)
+
+    def taken_from(self, value: Any, *, is_part: bool) -> Any:
+        """A copy of what the piece has of an entry of a state. is_part: the state is the piece's own, all of it."""
+        if type(value) in (list, tuple):
+            return type(value)(self.taken_from(item, is_part=is_part) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        if is_part or not self.cut or value.dim() == 0:
+            return value.clone()
+        shape = self.shape if value.shape == self.whole_shape else (-1, *value.shape[1:])
+        return self.slot(value).clone().view(shape)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    for low in range(1, math.isqrt(number) + 1):
+        if number % low == 0:
+            yield from {low, number // low}
