@@ -22,8 +22,10 @@ from torch.optim import Optimizer
 from zero.oss import norm, state
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
-from zero.oss.groups import as_groups, called, describe, master_problem, names, options, sent_dtype, told_options
-from zero.oss.partition import Partition, bucket_limit, cut_for, lay_out, partition_problem
+from zero.oss.gradients import refuse_unreduced, take_gradients
+from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
+from zero.oss.partition import Partition, cut_for, partition_problem
+from zero.oss.parts import Parts
 
 _COMPRESSED_AT_ONCE = 2
 """Flat groups whose copies of fewer bits exist at a time."""
@@ -95,8 +97,7 @@ class OSS(Optimizer):
 
         self._built = False
         super().__init__(groups, {})
-        self._clear_layout()
-        self._add_flat_groups(self.param_groups)
+        self._parts = self._laid_out()
         self.optim = self._build_inner(optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self._share_options(self.optim.param_groups, self.param_groups)
@@ -113,20 +114,25 @@ class OSS(Optimizer):
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
         super().add_param_group(groups[0])
         added = self.param_groups[-1]
-        self._add_flat_groups([added])
-        self.optim.add_param_group(self._inner_group(added))
+        self._parts.add([added])
+        self.optim.add_param_group(self._parts.group(added))
         self._share_options(self.optim.param_groups, self.param_groups)
         self._whole_state = None
 
     def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         inner, problem = None, None
         try:
-            inner = optim([self._inner_group(group) for group in self.param_groups], **defaults)
+            inner = optim([self._parts.group(group) for group in self.param_groups], **defaults)
         except Exception as error:  # whatever it is, every rank must hear of it before it waits for this one
             problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
         self._comm.compare("the optimizers that OSS shards", [type(inner).__name__], problem)
         assert inner is not None
         return inner
+
+    def _laid_out(self, numel: int | None = None) -> Parts:
+        parts = Parts(self._comm, cut=self._cut, granularity=self._granularity, master_dtype=self._master_dtype)
+        parts.add(self.param_groups, numel)
+        return parts
 
     def set_bucket_size(self, numel: int) -> None:
         """Collective. Lays the parameters out anew in flat groups of at most so many elements, one parameter at least.
@@ -134,51 +140,13 @@ class OSS(Optimizer):
         The optimizer's state comes along; gradients are cleared.
         """
         self.finish_gathers()
-        whole = state.consolidate(self, None, settle=False) if self.optim.state or self._masters else None
-        self._clear_layout()
-        self._add_flat_groups(self.param_groups, numel)
+        whole = state.consolidate(self, None, settle=False) if self.optim.state or self.keeps_masters else None
+        self._parts = self._laid_out(numel)
         self.optim.state.clear()
         for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
-            inner["params"] = self._inner_group(outer)["params"]
+            inner["params"] = self._parts.group(outer)["params"]
         if whole is not None:
             state.load(self, whole)
-
-    def _clear_layout(self) -> None:
-        self._loads = [0] * self._comm.world
-        self._flat_groups: list[FlatGroup] = []
-        self._masters: dict[FlatGroup, Tensor] = {}
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}
-        self._owned: set[nn.Parameter] = set()
-        self._trained: set[FlatGroup] = set()
-
-    def _add_flat_groups(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
-        # Backwards, because that is how gradients come: a bucket of ShardedDDP then fills in one go.
-        params = [param for group in param_groups for param in group["params"]][::-1]
-        param_names = [name for group in param_groups for name in names(group)][::-1]
-        added = lay_out(
-            params,
-            param_names,
-            self._comm,
-            cut=self._cut,
-            granularity=self._granularity,
-            loads=self._loads,
-            limit=bucket_limit(params) if numel is None else None,
-            limit_numel=numel,
-        )
-        self._flat_groups += added
-        self._trained |= {flat for flat in added if flat.params[0].requires_grad}
-        for flat in added:
-            views = flat.part_views
-            if self._master_dtype is not None and self._master_dtype.itemsize > flat.full.element_size():
-                self._masters[flat] = flat.part.to(self._master_dtype)
-                views = flat.views_of_part(self._masters[flat])
-            for index, param in enumerate(flat.params):
-                self._parts[param] = nn.Parameter(views[index], requires_grad=param.requires_grad)
-                if index in flat.spans:
-                    self._owned.add(param)
-
-    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**options(group), "params": [self._parts[param] for param in group["params"] if param in self._owned]}
 
     # ------------------------------------------------------------------------------------ what others need
 
@@ -189,12 +157,12 @@ class OSS(Optimizer):
     @property
     def flat_groups(self) -> list[FlatGroup]:
         """The flat groups that the parameters lie in, in the order in which backward is expected to reach them."""
-        return self._flat_groups
+        return self._parts.flat_groups
 
     @property
     def bucket_bytes(self) -> int:
         """Bytes of the largest flat group: what a transfer takes at a time."""
-        return max(flat.full.nbytes for flat in self._flat_groups)
+        return max(flat.full.nbytes for flat in self.flat_groups)
 
     def part(self, param: nn.Parameter) -> nn.Parameter:
         """This rank's part of a parameter, as the inner optimizer steps it. Its `.grad` is the part's gradient.
@@ -205,7 +173,7 @@ class OSS(Optimizer):
 
     @property
     def keeps_masters(self) -> bool:
-        return bool(self._masters)
+        return len(self._parts.masters) > 0
 
     @property
     def cuts_parameters(self) -> bool:
@@ -233,14 +201,14 @@ class OSS(Optimizer):
 
         Raises RuntimeError where parameters were moved or replaced since the step.
         """
-        gathering = [flat for flat in self._flat_groups if flat.gathering and (flats is None or flat in flats)]
+        gathering = [flat for flat in self.flat_groups if flat.gathering and (flats is None or flat in flats)]
         self._refuse_strays(gathering)
         for flat in gathering:
             flat.finish_gather()
 
     def rename(self, given: dict[nn.Parameter, str]) -> None:
         """Gives the parameters the names that errors call them by."""
-        for flat in self._flat_groups:
+        for flat in self.flat_groups:
             flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
 
     # -------------------------------------------------------------------------------------------- stepping
@@ -263,10 +231,10 @@ class OSS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.finish_gathers()
-        self._refuse_strays(self._flat_groups)
+        self._refuse_strays(self.flat_groups)
         self._take_gradients()
         self._share_options(self.param_groups, self.optim.param_groups)
-        self._refresh_masters()
+        self._parts.masters.refresh()
         self.optim.step()
         self._share_options(self.optim.param_groups, self.param_groups)
         self._whole_state = None
@@ -274,30 +242,20 @@ class OSS(Optimizer):
         return loss
 
     def _gather(self) -> None:
-        for flat, master in self._masters.items():
-            flat.part.copy_(master)
-        # What was trained once may have been stepped now, though it is frozen since its gradient came.
-        self._trained |= {flat for flat in self._flat_groups if any(param.requires_grad for param in flat.params)}
+        self._parts.masters.write()
         self._comm.agree(self._step_channel)
         in_flight: list[FlatGroup] = []
-        for flat in reversed(self._flat_groups):  # as forward needs them
-            if flat in self._trained:
-                if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
-                    in_flight.pop(0).finish_gather()
-                flat.launch_gather(agreed=True, sent_as=self._sent_as, conceal=self._is_left(flat))
-                in_flight.append(flat)
+        for flat in self._parts.trained_groups():
+            if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
+                in_flight.pop(0).finish_gather()
+            flat.launch_gather(agreed=True, sent_as=self._sent_as, conceal=self._is_left(flat))
+            in_flight.append(flat)
         for flat in in_flight:
             if not self._is_left(flat):
                 flat.finish_gather()
 
     def _is_left(self, flat: FlatGroup) -> bool:
         return self._leaves_gathers and self._comm.runs_beside(flat.full)
-
-    def _refresh_masters(self) -> None:
-        """Takes over what was written into the parameters since the last step, such as loaded weights."""
-        for flat, master in self._masters.items():
-            written = flat.part != master.to(flat.part.dtype)
-            torch.where(written, flat.part.to(master.dtype), master, out=master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's parts."""
@@ -310,9 +268,8 @@ class OSS(Optimizer):
         Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
         """
         self._take_gradients()
-        parts = [self._parts[param].grad for param in self._parts if param in self._owned]
-        device = self._flat_groups[0].full.device
-        owned = [part for part in parts if part is not None]
+        owned = self._parts.gradients()
+        device = self.flat_groups[0].full.device
         dtypes = {part.dtype for part in self._parts.values()}
         total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
         whole = [param.grad for param in self._parts if param.grad is not None]
@@ -321,40 +278,9 @@ class OSS(Optimizer):
 
     def _take_gradients(self) -> None:
         if self.gradients_arrive_in_parts:
-            self._refuse_unreduced()
-            return
-        if all(param.grad is None for param in self._parts):
-            raise RuntimeError(
-                "none of the parameters has a gradient. Call backward() before step(). If it was called, the model has "
-                "other parameters than OSS: load weights with assign=False, and build OSS after replacing any."
-            )
-        self._refuse_sparse()
-        for flat in self._flat_groups:
-            for index, span in flat.spans.items():
-                param, part = flat.params[index], self._parts[flat.params[index]]
-                if param.grad is None:
-                    part.grad = None
-                    continue
-                taken = flat.in_memory_order(index, param.grad)[span.start : span.stop]
-                part.grad = flat.shaped(index, taken, span).to(part.dtype)
-
-    def _refuse_sparse(self) -> None:
-        """On every rank, whatever it owns."""
-        for flat in self._flat_groups:
-            for param, name in zip(flat.params, flat.names, strict=True):
-                if param.grad is not None and param.grad.is_sparse:
-                    raise RuntimeError(
-                        f"{name} has a sparse gradient. zero shards dense ones: build the embedding with sparse=False."
-                    )
-
-    def _refuse_unreduced(self) -> None:
-        for flat in self._flat_groups:
-            for param, name in zip(flat.params, flat.names, strict=True):
-                if param.grad is not None:
-                    raise RuntimeError(
-                        f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went "
-                        "around ShardedDDP. Run the last backward before step() outside no_sync(), or call reduce()."
-                    )
+            refuse_unreduced(self.flat_groups)
+        else:
+            take_gradients(self.flat_groups, self._parts)
 
     def _refuse_strays(self, flats: Sequence[FlatGroup]) -> None:
         for flat in flats:
@@ -404,12 +330,11 @@ class OSS(Optimizer):
 
     def master(self, flat: FlatGroup) -> Tensor | None:
         """This rank's master of a flat group, flat, of the length of its segment; None without one."""
-        return self._masters.get(flat)
+        return self._parts.masters.of(flat)
 
     def settled_master(self, flat: FlatGroup) -> Tensor | None:
         """The same as the next step takes it, to be read: what was written into the parameters since the last wins."""
-        master = self._masters.get(flat)
-        return None if master is None else state.settled(master, flat.part)
+        return self._parts.masters.settled(flat)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -1,0 +1,97 @@
+"""The parameters of an optimizer, laid in flat groups, and the part of each that this rank steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from zero.oss.comm import Comm
+from zero.oss.flat import FlatGroup
+from zero.oss.groups import names, options
+from zero.oss.masters import Masters
+from zero.oss.partition import bucket_limit, lay_out
+
+
+class Parts(Mapping[nn.Parameter, nn.Parameter]):
+    """Of each parameter the part that this rank steps, a view into its flat group or the group's master.
+
+    A part is empty where this rank owns nothing of the parameter.
+
+    flat_groups: in the order in which backward is expected to reach them.
+    masters: those of the flat groups that have one.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        *,
+        cut: Literal["even", "whole"],
+        granularity: int | None,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        self._comm, self._cut, self._granularity = comm, cut, granularity
+        self._loads = [0] * comm.world
+        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+        self._owned: set[nn.Parameter] = set()
+        self._trained: set[FlatGroup] = set()
+        self.flat_groups: list[FlatGroup] = []
+        self.masters = Masters(master_dtype)
+
+    def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
+        """Lays the groups' parameters out, balanced with what each rank owns already.
+
+        numel: elements of a flat group at most, one parameter at least; by default see `bucket_limit`.
+        """
+        # Backwards, because that is how gradients come: a bucket of ShardedDDP then fills in one go.
+        params = [param for group in param_groups for param in group["params"]][::-1]
+        added = lay_out(
+            params,
+            [name for group in param_groups for name in names(group)][::-1],
+            self._comm,
+            cut=self._cut,
+            granularity=self._granularity,
+            loads=self._loads,
+            limit=bucket_limit(params) if numel is None else None,
+            limit_numel=numel,
+        )
+        self.flat_groups += added
+        self._note_trained()
+        for flat in added:
+            stepped = flat.views_of_part(self.masters.add(flat))
+            for index, param in enumerate(flat.params):
+                self._parts[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
+                if index in flat.spans:
+                    self._owned.add(param)
+
+    def trained_groups(self) -> list[FlatGroup]:
+        """The flat groups that a step may have changed, in the order in which forward needs them.
+
+        These are all that were trained when they were added or at an earlier call: a parameter may have been frozen
+        since its gradient came.
+        """
+        self._note_trained()
+        return [flat for flat in reversed(self.flat_groups) if flat in self._trained]
+
+    def _note_trained(self) -> None:
+        self._trained |= {flat for flat in self.flat_groups if any(param.requires_grad for param in flat.params)}
+
+    def group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A parameter group as the optimizer of this rank's parts has it: without those that are empty."""
+        return {**options(group), "params": [self._parts[param] for param in group["params"] if param in self._owned]}
+
+    def gradients(self) -> list[Tensor]:
+        """Those that the parts have, without those that are empty."""
+        owned = [part.grad for param, part in self._parts.items() if param in self._owned]
+        return [gradient for gradient in owned if gradient is not None]
+
+    def __getitem__(self, param: nn.Parameter) -> nn.Parameter:
+        return self._parts[param]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
