@@ -155,12 +155,14 @@ class Agreement:
 
     def _neighbours(self, device: torch.device = _CPU) -> Neighbours | None:
         """Collective the first time. The other ranks, where tensors on `device` are read from their memory."""
-        by_reading = device.type == "cpu" and self._collectives.backend(device) == "gloo"
-        if by_reading and not self._wire.have_met:
+        if device.type != "cpu":
+            return None
+        if not self._wire.have_met:
             self._wire.have_met = True
-            seconds = self._collectives.timeout.total_seconds()
-            self._wire.neighbours = meet(self._collectives.exchange_bytes, self.rank, self.world, seconds)
-        return self._wire.neighbours if by_reading else None
+            if self._collectives.backend(device) == "gloo":
+                seconds = self._collectives.timeout.total_seconds()
+                self._wire.neighbours = meet(self._collectives.exchange_bytes, self.rank, self.world, seconds)
+        return self._wire.neighbours
 
     def _tell(self, near: Neighbours, number: int, address: int, buffers: object) -> Callable[[], dict[int, int]]:
         """Tells the others which operation this rank has come to, and the address of what they are to read for it.

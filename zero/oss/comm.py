@@ -133,16 +133,18 @@ class Comm(Agreement):
         """
         if self.world == 1:
             return Handle(lambda: None)
-        segments = [full[low:high] for low, high in pairwise(bounds)]
-        own = segments[self.rank]
-        count(gather=own.nbytes * (self.world - 1))
+        low, high = bounds[self.rank : self.rank + 2]
+        size = full.element_size()
+        count(gather=(high - low) * size * (self.world - 1))
         near = self._neighbours(full.device)
         if near is not None:
             count(other=0 if channel is None else NUMBER * (self.world - 1))
             number = GATHER if channel is None else self._wire.number(channel)
+            address = full.data_ptr() + low * size
             return self._launch_reading(
-                near, number, own.data_ptr(), lambda told: direct.read_segments(near, full, bounds, told), full
+                near, number, address, lambda told: direct.read_segments(near, full, bounds, told), full
             )
+        segments = [full[low:high] for low, high in pairwise(bounds)]
         if channel is None:
             works = self._collectives.launch_gather(full, segments)
             return Handle(lambda: self._wait(works, channel, full))
