@@ -148,6 +148,34 @@ class WideMLP(nn.Module):
         return self.head(x)
 
 
+class FeedForward(nn.Module):
+    """Two matrices and their biases, as in a transformer's block, and the residual around them."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Blocks between two layers. Its weights are the same wherever it is built."""
+
+    def __init__(self, block: Callable[[], nn.Module], width: int, classes: int, *, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.last = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
 @dataclass(frozen=True)
 class Batch:
     inputs: tuple[Any, ...]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Optimizer
 
 import zero
@@ -40,6 +41,15 @@ def stage_3(model: nn.Module, optim: Any, **options: Any) -> tuple[nn.Module, Op
     return wrapped, optim(wrapped.parameters())
 
 
+def on_mesh(world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """FSDP's options; "replicas" among them stands for a mesh of so many copies of the model. Collective then."""
+    if "replicas" not in options:
+        return options
+    replicas = options["replicas"]
+    told = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": init_device_mesh("cpu", (replicas, world // replicas))}
+    return told | {name: value for name, value in options.items() if name != "replicas"}
+
+
 STAGES: dict[str, Callable[..., tuple[nn.Module, Optimizer]]] = {
     "2": stage_2,
     "2 in small buckets": partial(stage_2, bucket=50),
@@ -54,6 +64,8 @@ class SideBySide:
 
     stage: a key of STAGES, or a function of model and optimizer class that returns what `zero` made of them.
     tolerance: how far weights may be off, relative to each tensor's largest; where rounding differs for a reason.
+
+    averages: the reference's gradients, averaged over the ranks, by parameter of `plain`.
     """
 
     def __init__(
@@ -65,7 +77,7 @@ class SideBySide:
         build = STAGES[stage] if isinstance(stage, str) else stage
         self.model, self.optimizer = build(model, optim)
         self._local: dict[nn.Parameter, Tensor] = {}  # the reference's gradients of backwards under no_sync
-        self._averages: dict[nn.Parameter, Tensor] = {}
+        self.averages: dict[nn.Parameter, Tensor] = {}
 
     def each(self) -> tuple[nn.Module, nn.Module]:
         """The user's module at the stage, and the reference, to be changed alike."""
@@ -81,7 +93,7 @@ class SideBySide:
         """By the optimizer, or by whatever else is given."""
         (zero or self.optimizer.zero_grad)(set_to_none=set_to_none)
         self._local.clear()
-        self._averages = {} if set_to_none else {param: old * 0 for param, old in self._averages.items()}
+        self.averages = {} if set_to_none else {param: old * 0 for param, old in self.averages.items()}
 
     def backward(self, loss: Loss, *, sync: bool = True, retain_graph: bool = False) -> None:
         with nullcontext() if sync else self.model.no_sync():
@@ -95,16 +107,20 @@ class SideBySide:
         for param in self.plain.parameters():
             add(self._local, param, param.grad)
             if sync:
-                add(self._averages, param, average_over_ranks(param, self._local.pop(param, None)))
+                add(self.averages, param, average_over_ranks(param, self._local.pop(param, None)))
 
     def update(self) -> None:
         """The optimizers' steps, with all weights compared after them."""
         assert not self._local, "the last backward was under no_sync"
-        for param in self.plain.parameters():
-            param.grad = self._averages.get(param)
+        self.give_averages()
         self.optimizer.step()
         self.plain_optimizer.step()
         self.compare()
+
+    def give_averages(self) -> None:
+        """Has the reference's parameters hold the gradients that they are stepped by."""
+        for param in self.plain.parameters():
+            param.grad = self.averages.get(param)
 
     def compare(self) -> None:
         found, expected = zero.full_state_dict(self.model), self.plain.state_dict()

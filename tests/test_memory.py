@@ -23,21 +23,13 @@ from torch.optim import Adam
 
 import ranks
 import zero
+from models import FeedForward
 
 WIDTH, INNER, BLOCKS = 256, 1536, 8  # 3 MiB a block; 25 MiB in all
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def model() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    return nn.Sequential(*(FeedForward(WIDTH, INNER) for _ in range(BLOCKS)))
 
 
 def batch() -> Tensor:
@@ -55,7 +47,7 @@ def accounting() -> ModuleType:
 
 def at_stage(stage: str) -> tuple[nn.Module, Any, int]:
     """Model, optimizer and B."""
-    policy = ModuleWrapPolicy({Block})
+    policy = ModuleWrapPolicy({FeedForward})
     if stage in ("0", "1"):
         inner = model()
         optimizer: Any = Adam(inner.parameters()) if stage == "0" else zero.OSS(inner.parameters(), Adam)

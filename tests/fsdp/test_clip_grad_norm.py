@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import ranks
 import zero
-from sidebyside import SideBySide, close, data, sgd
+from models import Stack
+from sidebyside import SideBySide, close, data, on_mesh, stage_3
 
 WIDTH = 9
 NORMS = (1.0, 2.0, 3.0, math.inf)
@@ -32,19 +33,10 @@ class Block(nn.Module):
         return x + self.gain * torch.tanh(self.linear(self.norm(x))) + self.frozen
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.last = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+        super().__init__(Block, WIDTH, 2)
+        self.first.requires_grad_(False)
 
 
 def loss_on(rank: int, step: int) -> Any:
@@ -52,23 +44,12 @@ def loss_on(rank: int, step: int) -> Any:
 
 
 def side_by_side(model: nn.Module, **options: Any) -> SideBySide:
-    def build(inner: nn.Module, optim: Any) -> Any:
-        wrapped = zero.FSDP(inner, **options)
-        return wrapped, optim(wrapped.parameters())
-
-    return SideBySide(model, build, sgd, tolerance=2e-6)
-
-
-def averaged(both: SideBySide) -> list[Tensor]:
-    """The reference's gradients as it would step them."""
-    for param in both.plain.parameters():
-        param.grad = both._averages.get(param)
-    return [param.grad for param in both.plain.parameters() if param.grad is not None]
+    return SideBySide(model, partial(stage_3, **options), tolerance=2e-6)
 
 
 def clip(both: SideBySide, max_norm: float, norm_type: float) -> Tensor:
     """Clips both; returns the norm that both told."""
-    averaged(both)
+    both.give_averages()
     expected = torch.nn.utils.clip_grad_norm_(both.plain.parameters(), max_norm, norm_type)
     norm = both.model.clip_grad_norm_(max_norm, norm_type)
     assert norm.dim() == 0
@@ -77,11 +58,7 @@ def clip(both: SideBySide, max_norm: float, norm_type: float) -> Tensor:
 
 
 def clipped(rank: int, world: int, options: dict[str, Any]) -> list[float]:
-    if "replicas" in options:
-        replicas = options["replicas"]
-        mesh = init_device_mesh("cpu", (replicas, world // replicas))
-        options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}
-    both = side_by_side(Net(), **options)
+    both = side_by_side(Net(), **on_mesh(world, options))
     told = []
     for step, norm_type in enumerate(NORMS * 2):
         both.zero_grad()
@@ -203,7 +180,7 @@ def torchs_own(rank: int, world: int, options: dict[str, Any]) -> str:
     """What comes of torch's clip_grad_norm_ on the model's parameters: right, noticed, or how far off it is."""
     both = side_by_side(Net(), **options)
     both.backward(loss_on(rank, 0))
-    averaged(both)
+    both.give_averages()
     expected = torch.nn.utils.clip_grad_norm_(both.plain.parameters(), 0.05)
     try:
         norm = torch.nn.utils.clip_grad_norm_(both.model.parameters(), 0.05)

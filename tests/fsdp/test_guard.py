@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, Adam, Muon, Optimizer
-from wholeopts import Lamb
 
 import ranks
 import zero
+from optimizers import Lamb
 from sidebyside import SideBySide, data, sgd
 from zero.fsdp import guard
 

@@ -14,29 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Adam
 
 import ranks
 import zero
+from models import FeedForward
+from sidebyside import on_mesh
 from zero.plan.meter import Meter
 
 WIDTH, INNER, BLOCKS = 192, 1024, 8  # 1.5 MiB a block; 12 MiB in all
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def build() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    return nn.Sequential(*(FeedForward(WIDTH, INNER) for _ in range(BLOCKS)))
 
 
 def size() -> int:
@@ -45,11 +37,7 @@ def size() -> int:
 
 
 def wrap(model: nn.Module, world: int, options: dict[str, Any]) -> zero.FSDP:
-    options = dict(options)
-    replicas = options.pop("replicas", None)
-    if replicas:
-        options["device_mesh"] = init_device_mesh("cpu", (replicas, world // replicas))
-    return zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    return zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({FeedForward}), **on_mesh(world, options))
 
 
 def peak_of_a_step(rank: int, world: int, options: dict[str, Any], held_back: int) -> tuple[int, int]:

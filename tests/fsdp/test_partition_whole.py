@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
-from wholeopts import Lamb, Shampoo
 
 import ranks
 import zero
-from sidebyside import SideBySide, data
+from models import Stack
+from optimizers import Lamb, Shampoo
+from sidebyside import SideBySide, data, on_mesh, stage_3
 
 WIDTH = 12
 
@@ -30,19 +30,8 @@ class Block(nn.Module):
         return x + self.gain * self.down(torch.tanh(self.up(self.norm(x)))) @ self.transposed.t() @ self.transposed
 
 
-class Net(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+def net(blocks: int = 3) -> nn.Module:
+    return Stack(Block, WIDTH, 3, blocks=blocks)
 
 
 def loss_on(rank: int, step: int) -> Any:
@@ -73,15 +62,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def trains(rank: int, world: int, optim: str, options: dict[str, Any], tolerance: float) -> None:
-    if "replicas" in options:
-        mesh = init_device_mesh("cpu", (options["replicas"], world // options["replicas"]))
-        options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}
-
-    def build(model: nn.Module, optim: Any) -> Any:
-        wrapped = zero.FSDP(model, partition="whole", **options)
-        return wrapped, optim(wrapped.parameters())
-
-    both = SideBySide(Net(), build, OPTIMIZERS[optim], tolerance=tolerance)
+    build = partial(stage_3, partition="whole", **on_mesh(world, options))
+    both = SideBySide(net(), build, OPTIMIZERS[optim], tolerance=tolerance)
     before = both.model.state_dict()
     for step in range(4):
         both.step(loss_on(rank, step))
@@ -102,7 +84,7 @@ def test_three_ranks_agree_with_the_unsharded_run_within_rounding(optim):
 
 def by_setup(rank: int, world: int, optim: str) -> None:
     """zero.setup chooses the whole cut for an optimizer that it does not know to treat each element by itself."""
-    both = SideBySide(Net(), lambda model, optim: zero.setup(model, optim, stage=3), OPTIMIZERS[optim])
+    both = SideBySide(net(), lambda model, optim: zero.setup(model, optim, stage=3), OPTIMIZERS[optim])
     for step in range(3):
         both.step(loss_on(rank, step))
 
@@ -114,7 +96,7 @@ def test_setup_cuts_for_the_optimizer(optim):
 
 def owned(rank: int, world: int, frozen: bool) -> tuple[int, int]:
     """Elements that a rank owns, of the trained ones, and all trained ones."""
-    model = Net(blocks=8)
+    model = net(blocks=8)
     if frozen:
         for block in model.blocks[:4]:
             block.up.requires_grad_(False)
@@ -134,8 +116,8 @@ def test_ranks_own_about_as_much_over_all_units(world, frozen):
 
 
 def every_parameter_with_one_rank(rank: int, world: int) -> list[int]:
-    shapes = [param.shape for param in Net().parameters()]
-    model = zero.FSDP(Net(), partition="whole")
+    shapes = [param.shape for param in net().parameters()]
+    model = zero.FSDP(net(), partition="whole")
     for param, shape in zip(model.parameters(), shapes, strict=True):
         assert param.shape == shape or param.numel() == 0
     return [param.numel() for param in model.parameters()]
@@ -143,5 +125,5 @@ def every_parameter_with_one_rank(rank: int, world: int) -> list[int]:
 
 def test_each_parameter_is_whole_with_one_rank():
     one, other = ranks.run(every_parameter_with_one_rank)
-    expected = [param.numel() for param in Net().parameters()]
+    expected = [param.numel() for param in net().parameters()]
     assert all({here, there} == {0, whole} for here, there, whole in zip(one, other, expected, strict=True))

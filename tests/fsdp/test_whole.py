@@ -37,13 +37,13 @@ def with_grads(rank: int, world: int, partition: str) -> None:
     inner, plain = both.each()
     with both.model.summon_full_params(with_grads=True):
         for param, expected in zip(inner.parameters(), plain.parameters(), strict=True):
-            average = both._averages.get(expected)
+            average = both.averages.get(expected)
             assert close(param, expected, both.tolerance)
             assert (param.grad is None) == (average is None)
             if average is not None:
                 assert close(param.grad, average, both.tolerance)
                 param.grad.mul_(0.5)
-                both._averages[expected] = average * 0.5
+                both.averages[expected] = average * 0.5
     both.update()  # by the gradients that were halved
 
 
@@ -74,8 +74,8 @@ def on_rank_0(rank: int, world: int) -> None:
     with both.model.summon_full_params(writeback=False, rank0_only=True, with_grads=True):
         for param, part, expected in zip(inner.parameters(), parts, plain.parameters(), strict=True):
             assert torch.equal(param, part) if rank else close(param, expected, both.tolerance)
-            if not rank and both._averages.get(expected) is not None:
-                assert close(param.grad, both._averages[expected], both.tolerance)
+            if not rank and both.averages.get(expected) is not None:
+                assert close(param.grad, both.averages[expected], both.tolerance)
     both.update()
 
 

@@ -94,35 +94,6 @@ def distributed(model: nn.Module, group: Any = None) -> nn.Module:
     return DistributedDataParallel(model, process_group=group)
 
 
-class Lamb(Optimizer):
-    """Y. You et al., Large Batch Optimization for Deep Learning, 2020, algorithm 2: needs whole-tensor norms."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-6, "weight_decay": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        assert closure is None
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step(param, group)
-
-    def _step(self, param: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state.update(step=0, mean=torch.zeros_like(param), square=torch.zeros_like(param))
-        state["step"] += 1
-        first, second = group["betas"]
-        state["mean"].mul_(first).add_(param.grad, alpha=1 - first)
-        state["square"].mul_(second).addcmul_(param.grad, param.grad, value=1 - second)
-        mean = state["mean"] / (1 - first ** state["step"])
-        square = state["square"] / (1 - second ** state["step"])
-        update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * param
-        trust = param.norm() / update.norm() if param.norm() > 0 and update.norm() > 0 else 1.0
-        param.sub_(update * trust, alpha=group["lr"])
-
-
 class MyAdam(torch.optim.Adam):
     """A subclass may do anything with the tensors that it gets."""
 

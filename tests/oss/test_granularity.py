@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from reference import FEATURES, built, loss_of, refusal, same
 from torch import nn
-from torch.optim import Optimizer
 
 import ranks
 import zero
+from optimizers import ByParameter
 from zero.oss import layout
 
 BLOCK = 256
 CASES = [(stage, world) for stage in (1, 2) for world in (2, 3)]
 
 
-class Blockwise(Optimizer):
+class Blockwise(ByParameter):
     """SGD with momentum, kept as int8 with a scale for each block of 256 elements, counted from the parameter's start.
 
     T. Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022, with a linear code.
@@ -27,25 +27,18 @@ class Blockwise(Optimizer):
     def __init__(self, params, lr=0.1, momentum=0.9):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        assert closure is None
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    blocks = -(-param.numel() // BLOCK)
-                    state.update(code=torch.zeros_like(param, dtype=torch.int8), scale=torch.zeros(blocks))
-                scale = state["scale"].repeat_interleave(BLOCK)[: param.numel()].view(param.shape)
-                mean = state["code"] * scale * group["momentum"] + param.grad
-                padded = nn.functional.pad(mean.flatten(), (0, -param.numel() % BLOCK)).view(-1, BLOCK)
-                largest = padded.abs().amax(1)
-                state["scale"].copy_(largest / 127)
-                code = padded / (largest / 127).clamp(min=1e-30).unsqueeze(1)
-                state["code"].copy_(code.round().flatten()[: param.numel()].view(param.shape))
-                param.sub_(mean, alpha=group["lr"])
+    def step_one(self, param, state, group):
+        if not state:
+            blocks = -(-param.numel() // BLOCK)
+            state.update(code=torch.zeros_like(param, dtype=torch.int8), scale=torch.zeros(blocks))
+        scale = state["scale"].repeat_interleave(BLOCK)[: param.numel()].view(param.shape)
+        mean = state["code"] * scale * group["momentum"] + param.grad
+        padded = nn.functional.pad(mean.flatten(), (0, -param.numel() % BLOCK)).view(-1, BLOCK)
+        largest = padded.abs().amax(1)
+        state["scale"].copy_(largest / 127)
+        code = padded / (largest / 127).clamp(min=1e-30).unsqueeze(1)
+        state["code"].copy_(code.round().flatten()[: param.numel()].view(param.shape))
+        param.sub_(mean, alpha=group["lr"])
 
 
 class Odd(nn.Module):

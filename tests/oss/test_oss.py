@@ -5,13 +5,14 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from reference import Lamb, MyAdam, Net, batch, built, distributed, filled, loss_of, matrices, same, same_weights, train
+from reference import MyAdam, Net, batch, built, distributed, filled, loss_of, matrices, same, same_weights, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import ranks
+from optimizers import Lamb
 from zero import OSS, ShardedDDP
 
 MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

@@ -5,11 +5,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from reference import Lamb, Net, built, distributed, loss_of, refusal, train
+from reference import Net, built, distributed, loss_of, refusal, train
 from torch import nn
 from torch.optim import SGD, Adam
 
 import ranks
+from optimizers import Lamb
 from zero import OSS
 
 

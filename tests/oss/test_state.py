@@ -6,7 +6,6 @@ import io
 import pytest
 import torch
 from reference import (
-    Lamb,
     Net,
     batch,
     built,
@@ -23,6 +22,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 import ranks
+from optimizers import ByParameter, Lamb
 from zero import OSS, traffic
 from zero.plan.meter import Meter
 
@@ -335,22 +335,18 @@ def test_state_in_half_precision_keeps_its_dtypes():
     ranks.run(_half, 2)
 
 
-class Odd(torch.optim.Optimizer):
+class Odd(ByParameter):
     """State of many kinds: numbers, nothing, words, small tensors of other dtypes and shapes."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param].update(
-                        count=3, share=0.1, nothing=None, word="ä", flag=True, infinite=float("inf"),
-                        sum=param.grad.sum(), one=torch.ones(1), mask=param > 0, numbers=torch.arange(3),
-                        double=param.double(), empty=torch.zeros(0),
-                    )  # fmt: skip
+    def step_one(self, param, state, group):
+        state.update(
+            count=3, share=0.1, nothing=None, word="ä", flag=True, infinite=float("inf"),
+            sum=param.grad.sum(), one=torch.ones(1), mask=param > 0, numbers=torch.arange(3),
+            double=param.double(), empty=torch.zeros(0),
+        )  # fmt: skip
 
 
 def _odd_state(rank, world):
@@ -367,19 +363,15 @@ def test_state_of_any_kind_that_a_file_can_hold_is_consolidated():
     ranks.run(_odd_state, 2)
 
 
-class Historic(torch.optim.Optimizer):
+class Historic(ByParameter):
     """State that holds tensors in lists, as Shampoo's does."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param].setdefault("history", []).append(param.grad.clone())
-                    self.state[param]["pair"] = (1, [2, 0.5], ())
+    def step_one(self, param, state, group):
+        state.setdefault("history", []).append(param.grad.clone())
+        state["pair"] = (1, [2, 0.5], ())
 
 
 def _nested_state(rank, world, partition):
