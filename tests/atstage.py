@@ -14,12 +14,18 @@ import zero
 
 
 def at_stage(
-    stage: int, model: nn.Module, optim: Callable[..., Optimizer], group: Any = None, **options: Any
+    stage: int,
+    model: nn.Module,
+    optim: Callable[..., Optimizer],
+    group: Any = None,
+    *,
+    partition: str = "auto",
+    **options: Any,
 ) -> tuple[nn.Module, Optimizer]:
-    """`options` are OSS's and the optimizer's; at stage 0 they are the optimizer's alone."""
+    """`options` are OSS's and the optimizer's; at stage 0 they are the optimizer's alone, and nothing is cut."""
     if stage == 0:
         return DistributedDataParallel(model, process_group=group), optim(model.parameters(), **options)
-    sharded = zero.OSS(model.parameters(), optim, group, **options)
+    sharded = zero.OSS(model.parameters(), optim, group, partition=partition, **options)
     if stage == 1:
         return DistributedDataParallel(model, process_group=group), sharded
     return zero.ShardedDDP(model, sharded), sharded

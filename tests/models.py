@@ -1,7 +1,8 @@
 """Models to train in tests, data for them, and the loop that trains them with DistributedDataParallel or alone.
 
 Every model is called with the tensors of one batch and returns logits. The models are small, their losses stay finite
-and their sizes are no multiples of one another, so that cuts fall in odd places.
+and their sizes are no multiples of one another, so that cuts fall in odd places. `FeedForward` and `Stack` are for
+tests that put models together themselves.
 """
 
 from __future__ import annotations

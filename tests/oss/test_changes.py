@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ranks
 import zero
-from atstage import at_stage
+from atstage import at_stage, weights
 
 MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 by_stage = pytest.mark.parametrize("stage", [1, 2])
@@ -31,7 +31,7 @@ FROZEN = [{"first"}, {"middle", "norm"}, set(), {"conv", "tied", "first"}]  # ch
 def _frozen(rank, world, stage, cut, set_to_none):
     finals = []
     for at in (0, stage):
-        model, optimizer = at_stage(at, built(), SGD, **({"partition": cut} if at else {}), **MOMENTUM)
+        model, optimizer = at_stage(at, built(), SGD, partition=cut, **MOMENTUM)
         losses = []
         for phase, frozen in enumerate(FROZEN):
             for name, module in model.module.named_children():
@@ -39,7 +39,7 @@ def _frozen(rank, world, stage, cut, set_to_none):
             if at < 2:  # DistributedDataParallel knows what was trained when it was built
                 model = DistributedDataParallel(model.module)
             losses += train(model, optimizer, rank, range(2 * phase, 2 * phase + 2), set_to_none=set_to_none)
-        finals.append((losses, [param.detach().clone() for param in model.module.parameters()]))
+        finals.append((losses, weights(model)))
     same(finals[1], finals[0], "losses and weights")
 
 
@@ -57,13 +57,13 @@ def _frozen_from_the_start(rank, world, stage, cut):
         net = built()
         net.middle.requires_grad_(False)
         net.conv.requires_grad_(False)
-        model, optimizer = at_stage(at, net, Adam, **({"partition": cut} if at else {}), lr=0.01)
+        model, optimizer = at_stage(at, net, Adam, partition=cut, lr=0.01)
         losses = train(model, optimizer, rank, range(2))
         net.middle.requires_grad_(True)
         net.conv.requires_grad_(True)
         model = DistributedDataParallel(net) if at < 2 else model
         losses += train(model, optimizer, rank, range(2, 5))
-        finals.append((losses, [param.detach().clone() for param in net.parameters()]))
+        finals.append((losses, weights(model)))
     same(finals[1], finals[0], "losses and weights")
 
 
@@ -83,7 +83,7 @@ def _frozen_before_step(rank, world, stage):
         loss_of(model, rank, 1).backward()
         model.requires_grad_(False)
         optimizer.step()
-        finals.append([param.detach().clone() for param in model.module.parameters()])
+        finals.append(weights(model))
     same(finals[1], finals[0], "weights")
 
 
@@ -223,7 +223,7 @@ def _loaded(rank, world, stage, cut):
         torch.manual_seed(11)
         other = type(built())().state_dict()
     for at in (0, stage):
-        model, optimizer = at_stage(at, built(), SGD, **({"partition": cut} if at else {}), **MOMENTUM)
+        model, optimizer = at_stage(at, built(), SGD, partition=cut, **MOMENTUM)
         losses = train(model, optimizer, rank, range(2))
         if at == 2:
             model.load_state_dict(other)
@@ -234,7 +234,7 @@ def _loaded(rank, world, stage, cut):
             for param in model.module.parameters():
                 param.mul_(0.5)
         losses += train(model, optimizer, rank, range(4, 6))
-        finals.append((losses, [param.detach().clone() for param in model.module.parameters()]))
+        finals.append((losses, weights(model)))
     same(finals[1], finals[0], "losses and weights")
 
 
@@ -360,11 +360,10 @@ def _buckets(rank, world, stage, cut, optim, options):
                 assert max(map(len, sizes)) == 1
         losses += train(model, optimizer, rank, range(2, 5))
         optimizer.consolidate_state_dict(to=None)
-        weights = [param.detach().clone() for param in model.module.parameters()]
-        finals.append((losses, weights, optimizer.state_dict()))
+        finals.append((losses, weights(model), optimizer.state_dict()))
     plain = distributed(built())
     alone = optim(plain.parameters(), **options)
-    expected = train(plain, alone, rank, range(5)), [param.detach() for param in plain.parameters()], alone.state_dict()
+    expected = train(plain, alone, rank, range(5)), weights(plain), alone.state_dict()
     for final in finals:
         same(final, expected, "losses, weights and state")
 
@@ -381,9 +380,9 @@ def _loaded_before_wrapping(rank, world):
     model, optimizer = at_stage(2, built(), Adam, lr=0.01)
     train(model, optimizer, rank, range(2))
     optimizer.consolidate_state_dict(to=None)
-    weights, state = copy.deepcopy(model.module.state_dict()), copy.deepcopy(optimizer.state_dict())
+    values, state = copy.deepcopy(model.module.state_dict()), copy.deepcopy(optimizer.state_dict())
     inner = built()
-    inner.load_state_dict(weights)
+    inner.load_state_dict(values)
     again = zero.OSS(inner.parameters(), Adam, lr=0.01)
     again.load_state_dict(state)
     wrapped = zero.ShardedDDP(inner, again, reduce_buffer_size=100)

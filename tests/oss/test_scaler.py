@@ -31,7 +31,7 @@ def one_weight():
 
 def built_at(stage, make, optim, partition, options):
     if stage < 3:
-        return at_stage(stage, built(make), optim, **({"partition": partition} if stage else {}), **options)
+        return at_stage(stage, built(make), optim, partition=partition, **options)
     model = zero.FSDP(built(make), partition=partition)
     return model, optim(model.parameters(), **options)
 
