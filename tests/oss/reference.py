@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+import zero
 
 FEATURES = 24
 
@@ -92,6 +95,22 @@ def distributed(model: nn.Module, group: Any = None) -> nn.Module:
     if not torch.distributed.is_initialized():
         return model
     return DistributedDataParallel(model, process_group=group)
+
+
+def pair(
+    optim: Callable[..., Optimizer],
+    partition: Any = "auto",
+    make: Callable[[], nn.Module] = Net,
+    group: Any = None,
+    *,
+    params: Callable[[nn.Module], Any] = nn.Module.parameters,
+    **options: Any,
+) -> tuple[tuple[nn.Module, Optimizer], tuple[nn.Module, zero.OSS]]:
+    """A model with the plain optimizer, and the same with OSS. params: what of the model the optimizers are given."""
+    model, sharded_model = (distributed(built(make), group) for _ in range(2))
+    plain = optim(params(model), **copy.deepcopy(options))
+    sharded = zero.OSS(params(sharded_model), optim, group, partition=partition, **copy.deepcopy(options))
+    return (model, plain), (sharded_model, sharded)
 
 
 class MyAdam(torch.optim.Adam):

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from reference import MyAdam, Net, batch, built, distributed, filled, loss_of, matrices, same, same_weights, train
+from reference import MyAdam, Net, batch, built, distributed, filled, loss_of, matrices, pair, same, same_weights, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
@@ -62,16 +62,6 @@ def is_cut(optimizer):
     return False
 
 
-def pair(rank, optim, partition="auto", make=Net, group=None, **options):
-    """The plain optimizer with its model, and OSS with its own."""
-    model, sharded_model = (distributed(built(make), group) for _ in range(2))
-    plain = optim(model.parameters(), **options)
-    return (model, plain), (
-        sharded_model,
-        OSS(sharded_model.parameters(), optim, group, partition=partition, **options),
-    )
-
-
 def assert_equal_training(rank, plain, sharded, **options):
     expected = train(*plain, rank, **options)
     same(train(*sharded, rank, **options), expected, "the losses")
@@ -85,7 +75,7 @@ def assert_equal_training(rank, plain, sharded, **options):
 
 def _optimizers(rank, world, name, partition):
     optim, options, auto = OPTIMIZERS[name]
-    plain, sharded = pair(rank, optim, partition, MODELS.get(name, Net), **options)
+    plain, sharded = pair(optim, partition, MODELS.get(name, Net), **options)
     cut = auto if partition == "auto" else partition
     assert is_cut(sharded[1]) == (cut == "even")
     assert_equal_training(rank, plain, sharded)
@@ -124,7 +114,7 @@ def _larger(rank, world, partition, dtype):
     def make():
         return nn.Sequential(nn.Linear(24, 20_000), nn.Linear(20_000, 3), nn.Linear(3, 5)).to(dtype)
 
-    (model, plain), (sharded_model, sharded) = pair(rank, AdamW, partition, make, lr=0.01)
+    (model, plain), (sharded_model, sharded) = pair(AdamW, partition, make, lr=0.01)
     assert len(sharded.flat_groups) > 1
     for step in range(3):
         for each, optimizer in ((model, plain), (sharded_model, sharded)):
@@ -152,7 +142,7 @@ def _mixed(rank, world):
             hidden = nn.functional.linear(self.middle(hidden), self.tied.weight, self.tied.bias.float()) * self.scale
             return hidden @ self.transposed.t() + self.nothing.sum() + self.conv(hidden.unsqueeze(1)).mean()
 
-    plain, sharded = pair(rank, SGD, make=Mixed, **MOMENTUM)
+    plain, sharded = pair(SGD, make=Mixed, **MOMENTUM)
     assert len({flat.full.dtype for flat in sharded[1].flat_groups}) == 3
     assert_equal_training(rank, plain, sharded)
 
@@ -176,7 +166,7 @@ def tiny():
 
 
 def _worlds(rank, world, make, partition):
-    plain, sharded = pair(rank, SGD, partition, make, **MOMENTUM)
+    plain, sharded = pair(SGD, partition, make, **MOMENTUM)
     losses = train(*plain, rank)
     assert train(*sharded, rank) == pytest.approx(losses, rel=2e-6)
     close(sharded[0], plain[0])
@@ -190,7 +180,7 @@ def test_trains_the_same_within_rounding_on_other_numbers_of_ranks(world, make, 
 
 
 def _alone(rank, world):
-    plain, sharded = pair(rank, Adam, lr=0.01)
+    plain, sharded = pair(Adam, lr=0.01)
     assert_equal_training(rank, plain, sharded)
     same(sharded[1].state_dict(), plain[1].state_dict(), "the state")
 
@@ -203,7 +193,7 @@ def _subgroup(rank, world, partition):
     group = dist.new_group([0, 2])
     if rank == 1:
         return
-    plain, sharded = pair(rank, SGD, partition, group=group, **MOMENTUM)
+    plain, sharded = pair(SGD, partition, group=group, **MOMENTUM)
     assert_equal_training(rank, plain, sharded)
 
 
@@ -224,10 +214,7 @@ def _groups_of(model):
 
 
 def _several_groups(rank, world, partition):
-    model, sharded_model = distributed(built()), distributed(built())
-    plain = SGD(_groups_of(model), **MOMENTUM)
-    sharded = OSS(_groups_of(sharded_model), SGD, partition=partition, **MOMENTUM)
-    assert_equal_training(rank, (model, plain), (sharded_model, sharded))
+    assert_equal_training(rank, *pair(SGD, partition, params=_groups_of, **MOMENTUM))
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
@@ -242,7 +229,7 @@ def _schedules(rank, world, name):
         "OneCycleLR of betas": lambda optimizer: OneCycleLR(optimizer, max_lr=0.02, total_steps=6),
     }[name]
     optim, options = (AdamW, {"lr": 0.01}) if "betas" in name else (SGD, MOMENTUM)
-    for_plain, for_sharded = pair(rank, optim, **options)
+    for_plain, for_sharded = pair(optim, **options)
     seen = []
     for model, optimizer in (for_plain, for_sharded):
         schedule = make(optimizer)
@@ -266,7 +253,7 @@ def test_schedulers_reach_the_optimizer(name):
 
 
 def _by_hand(rank, world):
-    plain, sharded = pair(rank, SGD, **MOMENTUM)
+    plain, sharded = pair(SGD, **MOMENTUM)
 
     def after(optimizer, step):
         for group in optimizer.param_groups:
@@ -293,7 +280,7 @@ class Cooling(SGD):
 
 def _changed_by_the_optimizer(rank, world):
     rates = []
-    for model, optimizer in pair(rank, Cooling, **MOMENTUM):
+    for model, optimizer in pair(Cooling, **MOMENTUM):
         rates.append([])
         train(model, optimizer, rank, after=lambda of, _: rates[-1].append(of.param_groups[0]["lr"]))
     assert rates[0] == rates[1] == [0.1 * 0.5 ** (step + 1) for step in range(5)]
@@ -304,7 +291,7 @@ def test_options_that_the_optimizer_itself_changes_are_seen():
 
 
 def _zeroed(rank, world, set_to_none):
-    plain, sharded = pair(rank, SGD, **MOMENTUM)
+    plain, sharded = pair(SGD, **MOMENTUM)
     assert_equal_training(rank, plain, sharded, set_to_none=set_to_none)
     sharded[1].zero_grad(set_to_none)
     gradients = [param.grad for param in sharded[0].parameters() if param.requires_grad]
@@ -317,7 +304,7 @@ def test_both_forms_of_zero_grad(set_to_none):
 
 
 def _missing_gradients(rank, world):
-    plain, sharded = pair(rank, SGD, **MOMENTUM)
+    plain, sharded = pair(SGD, **MOMENTUM)
     for model, optimizer in (plain, sharded):
         for step in range(4):
             model.zero_grad()  # not the optimizer's: it must see by itself that gradients have gone
@@ -337,7 +324,7 @@ def test_a_parameter_without_gradient_is_left_alone():
 
 
 def _accumulate(rank, world):
-    plain, sharded = pair(rank, SGD, **MOMENTUM)
+    plain, sharded = pair(SGD, **MOMENTUM)
     for model, optimizer in (plain, sharded):
         for step in range(0, 9, 3):
             optimizer.zero_grad()
@@ -354,7 +341,7 @@ def test_accumulated_gradients_are_stepped_with():
 
 
 def _closure(rank, world):
-    plain, sharded = pair(rank, SGD, **MOMENTUM)
+    plain, sharded = pair(SGD, **MOMENTUM)
     losses = []
     for model, optimizer in (plain, sharded):
         for step in range(4):
@@ -378,22 +365,19 @@ def test_a_closure_is_called_and_its_loss_returned():
 
 
 def _add_param_group(rank, world, partition):
-    model, sharded_model = distributed(built()), distributed(built())
-    optimizers = [
-        SGD(model.module.first.parameters(), **MOMENTUM),
-        OSS(sharded_model.module.first.parameters(), SGD, partition=partition, **MOMENTUM),
-    ]
-    assert_equal_training(rank, (model, optimizers[0]), (sharded_model, optimizers[1]), steps=range(2))
-    for optimizer, each in zip(optimizers, (model, sharded_model), strict=True):
-        inner = each.module
+    both = pair(SGD, partition, params=lambda model: model.module.first.parameters(), **MOMENTUM)
+    assert_equal_training(rank, *both, steps=range(2))
+    for model, optimizer in both:
+        inner = model.module
         optimizer.add_param_group({"params": [inner.middle.weight, inner.scale], "lr": 0.01})
         optimizer.add_param_group({"params": inner.norm.parameters(), "nesterov": True})
         optimizer.add_param_group({"params": inner.transposed})
-    keys = [[(set(group), len(group["params"])) for group in optimizer.param_groups] for optimizer in optimizers]
+    keys = [[(set(group), len(group["params"])) for group in optimizer.param_groups] for _, optimizer in both]
     assert keys[0] == keys[1]
-    assert_equal_training(rank, (model, optimizers[0]), (sharded_model, optimizers[1]), steps=range(2, 5))
-    optimizers[1].consolidate_state_dict(to=None)
-    same(optimizers[1].state_dict(), optimizers[0].state_dict(), "the state")
+    assert_equal_training(rank, *both, steps=range(2, 5))
+    (_, plain), (_, sharded) = both
+    sharded.consolidate_state_dict(to=None)
+    same(sharded.state_dict(), plain.state_dict(), "the state")
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
@@ -402,11 +386,10 @@ def test_parameters_may_be_added_after_some_steps(partition):
 
 
 def _named(rank, world):
-    model, sharded_model = distributed(built()), distributed(built())
-    plain = SGD(model.module.named_parameters(), **MOMENTUM)
-    sharded = OSS(sharded_model.module.named_parameters(), SGD, **MOMENTUM)
+    both = pair(SGD, params=lambda model: model.module.named_parameters(), **MOMENTUM)
+    (_, plain), (_, sharded) = both
     assert sharded.param_groups[0]["param_names"] == plain.param_groups[0]["param_names"]
-    assert_equal_training(rank, (model, plain), (sharded_model, sharded))
+    assert_equal_training(rank, *both)
     sharded.consolidate_state_dict(to=None)
     same(sharded.state_dict(), plain.state_dict(), "the state")
 
@@ -549,7 +532,7 @@ def _state_bytes(rank, world, partition):
     def make():
         return nn.Sequential(*(nn.Linear(24, 24) for _ in range(8)), nn.Linear(24, 700))
 
-    plain, sharded = pair(rank, Adam, partition, make, lr=0.01)
+    plain, sharded = pair(Adam, partition, make, lr=0.01)
     train(*plain, rank, range(1))
     train(*sharded, rank, range(1))
     assert not sharded[1].state, "state is kept twice"

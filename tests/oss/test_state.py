@@ -9,10 +9,10 @@ from reference import (
     Net,
     batch,
     built,
-    distributed,
     filled,
     loss_of,
     matrices,
+    pair,
     refusal,
     same,
     same_weights,
@@ -50,10 +50,7 @@ def groups_of(model):
 
 def plain_and_sharded(name, partition="auto"):
     optim, options, make = CASES[name]
-    model, sharded_model = distributed(built(make)), distributed(built(make))
-    plain = optim(model.parameters(), **copy.deepcopy(options))
-    sharded = OSS(sharded_model.parameters(), optim, partition=partition, **copy.deepcopy(options))
-    return (model, plain), (sharded_model, sharded)
+    return pair(optim, partition, make, **options)
 
 
 def is_part(state):
@@ -101,11 +98,10 @@ def test_consolidated_before_the_first_step_it_equals_the_plain_optimizers():
 
 
 def _groups(rank, world):
-    model, sharded_model = distributed(built()), distributed(built())
-    plain = AdamW(groups_of(model), lr=torch.tensor(0.01), foreach=False)
-    sharded = OSS(groups_of(sharded_model), AdamW, lr=torch.tensor(0.01), foreach=False)
-    train(model, plain, rank, range(2))
-    train(sharded_model, sharded, rank, range(2))
+    both = pair(AdamW, params=groups_of, lr=torch.tensor(0.01), foreach=False)
+    (_, plain), (_, sharded) = both
+    for model, optimizer in both:
+        train(model, optimizer, rank, range(2))
     sharded.consolidate_state_dict(to=None)
     same(sharded.state_dict(), plain.state_dict(), "the state")
 
@@ -350,10 +346,10 @@ class Odd(ByParameter):
 
 
 def _odd_state(rank, world):
-    model, sharded_model = distributed(built()), distributed(built())
-    plain, sharded = Odd(model.parameters()), OSS(sharded_model.parameters(), Odd)
-    train(model, plain, rank, range(1))
-    train(sharded_model, sharded, rank, range(1))
+    both = pair(Odd)
+    (_, plain), (_, sharded) = both
+    for model, optimizer in both:
+        train(model, optimizer, rank, range(1))
     sharded.consolidate_state_dict(to=1)
     if rank == 1:
         same(sharded.state_dict(), plain.state_dict(), "the state")
@@ -375,10 +371,10 @@ class Historic(ByParameter):
 
 
 def _nested_state(rank, world, partition):
-    model, sharded_model = distributed(built()), distributed(built())
-    plain, sharded = Historic(model.parameters()), OSS(sharded_model.parameters(), Historic, partition=partition)
-    train(model, plain, rank, range(2))
-    train(sharded_model, sharded, rank, range(2))
+    both = pair(Historic, partition)
+    (_, plain), (_, sharded) = both
+    for model, optimizer in both:
+        train(model, optimizer, rank, range(2))
     sharded.consolidate_state_dict(to=None)
     state = sharded.state_dict()
     same(state, plain.state_dict(), "the state")
