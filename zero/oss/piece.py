@@ -23,7 +23,7 @@ from zero.oss.layout import Span
 class Piece:
     """Elements [span.start, span.stop) of a parameter, which rank `owner` owns.
 
-    number: of the parameter in the optimizer. flat, index: where it lies.
+    number: of the parameter, counted through all groups of the optimizer. flat, index: where it lies.
     granularity: elements of which cuts inside parameters are multiples, if the user said so.
     """
 
