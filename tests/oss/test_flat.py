@@ -8,6 +8,7 @@ import ranks
 from zero.oss import layout
 from zero.oss.comm import Comm, traffic
 from zero.oss.flat import FlatGroup, Residence, alignment, alike, dense_stride, part_shape, unusable
+from zero.plan.meter import Meter
 
 
 def odd_parameters(dtype=torch.float32):
@@ -202,13 +203,28 @@ def _cycle(rank, world, cut, dtype, part_in_whole):
 
 @pytest.mark.parametrize("part_in_whole", [False, True])
 @pytest.mark.parametrize("cut", ["even", "whole"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3])
 def test_what_is_freed_comes_back_bit_for_bit_in_the_same_storage(world, cut, part_in_whole):
     for dtype in [torch.float32, torch.bfloat16]:
         told = ranks.run(_cycle, world, args=(cut, dtype, part_in_whole))
         assert sum(part for part, _ in told) == told[0][1]
         if cut == "even":
             assert len({part for part, _ in told}) == 1
+
+
+def test_a_rank_alone_frees_nothing_and_copies_nothing():
+    params = odd_parameters()
+    values = [param.detach().clone() for param in params.values()]
+    group = group_of(params, own_part=True, part_in_whole=True)
+    at = group.full.data_ptr()
+    for _ in range(2):
+        assert_is_part(group, values)
+        assert group.part.data_ptr() == group.full.data_ptr() == at
+        with Meter() as meter:
+            gathered(group)
+            group.release()
+        assert meter.peak() <= group.full.nbytes
+        assert group.residence is Residence.PART
 
 
 def _computed_in_half(rank, world):

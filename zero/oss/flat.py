@@ -2,7 +2,8 @@
 
     full    flat, layout.numel elements: every parameter, whole. Each rank has room for it while the group is WHOLE.
     part    flat, this rank's segment, in the parameters' own dtype: all that is left while the group is a PART. A view
-            of `full` in groups that are never freed, a tensor of its own in those that are.
+            of `full` in groups that are never freed (stages 1 and 2, a single rank), a tensor of its own in those that
+            are.
 
 The user's nn.Parameter objects stay what they are. Their `.data` points into `full`, or at what `part` holds of them.
 `full` is freed by shrinking its storage and comes back in the same storage, so that views of it that autograd saved
@@ -76,6 +77,8 @@ class FlatGroup:
         self._handle: Handle | None = None
 
         self._own_part = own_part
+        computed_as = compute_dtype or params[0].dtype
+        self._frees = own_part and (comm.world > 1 or home is not None or computed_as != params[0].dtype)
         self._summoned: Tensor | None = None
 
         self.full = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
@@ -85,19 +88,17 @@ class FlatGroup:
                 view.copy_(param)
             self._bind(self.whole_views)
             own = self.full[layout.segment(comm.rank)]
-            self.part = home.place(own) if home else own.clone() if own_part else own
+            self.part = home.place(own) if home else own.clone() if self._frees else own
         self.spans = {span.index: span for span in layout.spans(comm.rank)}
         self.part_views = self.views_of_part(self.part)
         self._home = home
         self._lane = lane_of(self.full.device) if home else None
-        self._part_in_whole = part_in_whole and home is None and compute_dtype in (None, self.part.dtype)
+        self._part_in_whole = part_in_whole and self._frees and home is None and computed_as == self.part.dtype
         if own_part:
-            if compute_dtype not in (None, self.part.dtype):
-                self.full = torch.empty(layout.numel, dtype=compute_dtype, device=self.full.device)
+            if computed_as != self.part.dtype:
+                self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
                 self.whole_views = self.views_of_whole(self.full)
-            self._bind(self.part_views)
-            self.full.untyped_storage().resize_(0)
-            self.residence = Residence.PART
+            self._leave_part()
 
     def __repr__(self) -> str:
         return f"FlatGroup({len(self.params)} x {self.full.dtype}, {self.residence.value}, {self.layout.world} ranks)"
@@ -155,7 +156,8 @@ class FlatGroup:
         assert self._handle is None, "a gather is in flight already"
         if self._own_part:
             assert self.residence is Residence.PART
-            self.full.untyped_storage().resize_(self.full.nbytes)
+            if self._frees:
+                self.full.untyped_storage().resize_(self.full.nbytes)
             self.residence = Residence.GATHERING
         if conceal:
             unknown = self.full.new_full((), torch.nan)
@@ -163,7 +165,7 @@ class FlatGroup:
             self.residence = Residence.GATHERING
         channel = None if agreed else self._channel
         with self._lane or nullcontext():
-            if self._own_part:
+            if self._frees:
                 with torch.no_grad():
                     own = self.full[self.layout.segment(self.comm.rank)]
                     own.copy_(self.part.to(own.device, non_blocking=True))
@@ -212,8 +214,12 @@ class FlatGroup:
             self.part.untyped_storage().resize_(self.part.nbytes)
             with torch.no_grad():
                 self.part.copy_(self.full[self.layout.segment(self.comm.rank)])
+        self._leave_part()
+
+    def _leave_part(self) -> None:
         self._bind(self.part_views)
-        self.full.untyped_storage().resize_(0)
+        if self._frees:
+            self.full.untyped_storage().resize_(0)
         self.residence = Residence.PART
 
     def whole_of(self, part: Tensor, to: int | None = None) -> Tensor | None:
