@@ -33,12 +33,17 @@ def fill(model, number):
             param.fill_(number)
 
 
-def save_until_killed(rank, world, path, victim, delay, wait):
+def save_until_killed(rank, world, path, victim, delay, wait, one_before):
+    """one_before: one save is made, whatever time it takes, before the time runs."""
     model, optimizer = build(3)
-    extra = zero.checkpoint.load(path, model, optimizer)
+    first = zero.checkpoint.load(path, model, optimizer)["step"] + 1
+    if one_before:
+        fill(model, first)
+        zero.checkpoint.save(path, model, optimizer, extra={"step": first}, keep=2)
+        first += 1
     if rank == victim:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    for number in range(extra["step"] + 1, extra["step"] + 1000):
+    for number in range(first, first + 1000):
         fill(model, number)
         zero.checkpoint.save(path, model, optimizer, extra={"step": number}, keep=2, wait=wait)
 
@@ -56,16 +61,15 @@ def test_a_rank_killed_at_any_moment_leaves_the_latest_whole(scheme, tmp_path):
     ranks.run(first_save, 2, (path,))
     moments, last = random.Random(0), 0
     for number in range(MOMENTS[scheme]):
-        args = (path, number % 2, moments.uniform(0.02, 0.25), number % 3 != 2)
+        args = (path, number % 2, moments.uniform(0.02, 0.25), number % 3 != 2, number % 4 < 2)
         with pytest.raises(ranks.RankError, match="died with exit code -9"):
             ranks.run(save_until_killed, 2, args)
         model = tiny(WIDTH)
         step = zero.checkpoint.load(path, model)["step"]
-        assert step >= last
+        assert step >= last + (number % 4 < 2)
         last = step
         for name, param in model.named_parameters():
             assert (param == step).all(), f"{name} is not of the save that {tmp_path / 'latest'} names"
-    assert last > MOMENTS[scheme], "saves were killed before they were under way: give them more time"
     zero.checkpoint.save(path, model, keep=1)
     assert len(list(tmp_path.iterdir())) == 2, "what the killed left was not removed"
 
