@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zero.fsdp.choice import Choice
 from zero.fsdp.materialise import Materialiser
-from zero.fsdp.offload import CPUOffload, DiskOffload
+from zero.fsdp.offload import CPUOffload, Disk, DiskOffload
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
@@ -49,7 +49,7 @@ class Builder:
     unit whether it did, and the values that parameters came with stay in memory until all units are there.
 
     param_init_fn: gives values to modules that were built on the meta device.
-    `home`: where parts lie, if not beside what is computed with.
+    `disk`: where parts lie, if in files.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class Builder:
         param_init_fn: Callable[[nn.Module], None] | None,
     ) -> None:
         self._choice, self._placement, self._options = choice, placement, options
-        self.home = options.offload.home() if options.offload else None
-        self._room = _Room(self.home) if self.home else None
+        home = options.offload.home() if options.offload else None
+        self.disk = home if isinstance(home, Disk) else None
+        self._room = _Room(home) if home else None
         self._undo = ExitStack()
         self._materialiser = Materialiser(choice.module, param_init_fn, self._undo, initialises=placement.first)
         self._loads = [0] * placement.comm.world

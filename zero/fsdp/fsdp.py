@@ -13,13 +13,15 @@ from torch.optim import Optimizer
 from zero.fsdp import whole
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
+from zero.fsdp.forward import Forward
 from zero.fsdp.guard import Guard
-from zero.fsdp.offload import CPUOffload, Disk, DiskOffload
+from zero.fsdp.offload import CPUOffload, DiskOffload
 from zero.fsdp.optim_state import SteppingParts
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.strategy import ShardingStrategy, place
+from zero.fsdp.tracing import Gradients
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy
 from zero.oss import norm, state
@@ -115,10 +117,11 @@ class FSDP(nn.Module):
         self._units = builder.build()  # the last that can fail
         for name, one in inside.items():
             self._units += one._hand_over(module, name)
-        disk = builder.home if isinstance(builder.home, Disk) else None
-        self._guard = Guard(self._units, self._comm, cut_on_request=partition == "even", disk=disk)
+        self._guard = Guard(self._units, self._comm, cut_on_request=partition == "even", disk=builder.disk)
         self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
-        self._buffers_in_step = BufferSync(module, self.comms) if broadcast_buffers else None
+        gradients = Gradients([param for group in self.flat_groups for param in group.params])
+        buffers = BufferSync(module, self.comms) if broadcast_buffers else None
+        self._forward = Forward(module, self._schedule, gradients, buffers)
 
     def _misfit(self, inside: dict[str, FSDP]) -> str | None:
         if "" in inside:
@@ -147,12 +150,7 @@ class FSDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. Collective."""
-        if self._buffers_in_step is not None:
-            self._buffers_in_step.before_forward()
-        output = self.module(*args, **kwargs)
-        if self._buffers_in_step is not None:
-            self._buffers_in_step.after_forward(reduced=self._schedule.active)
-        return output
+        return self._forward.run(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -40,16 +39,6 @@ class Lookout(TorchFunctionMode):
                 if unit is not None and not unit.whole:
                     self._found(unit)
         return func(*args, **(kwargs or {}))
-
-
-def compiled_modules(root: nn.Module) -> set[nn.Module]:
-    """What torch.compile was called with, and all modules in it. What is traced must not have the looking in it."""
-    return {
-        inner
-        for module in root.modules()
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-        for inner in module.modules()
-    }
 
 
 def _reads(func: Callable[..., Any]) -> bool:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.fsdp.lookout import Lookout, compiled_modules
+from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
+from zero.fsdp.lookout import Lookout
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Stage, Unit
@@ -34,12 +35,13 @@ class Schedule:
 
     after_backward: called when a backward is complete, and its gradients are reduced.
     `active`: whether gradients are reduced now, or kept (no_sync).
+    `uncompiled`: whether forward runs uncompiled now, whatever is compiled otherwise.
     """
 
     def __init__(
         self, units: list[Unit], comm: Comm, prefetch: Prefetch, *, after_backward: Callable[[], None]
     ) -> None:
-        self.active = True
+        self.active, self.uncompiled = True, False
         self._after_backward = after_backward
         self._units = units
         self._root = units[0]
@@ -56,8 +58,8 @@ class Schedule:
         for unit in units:
             for module in (unit.module, *_holders(unit)):
                 # Outside of what torch.compile makes of the module, which would be another for each unit.
-                before = torch.compiler.disable(self._pre_forward(unit))
-                after = torch.compiler.disable(self._post_forward(unit))
+                before = torch.compiler.disable(self._pre_forward(unit), reason=BETWEEN_UNITS)
+                after = torch.compiler.disable(self._post_forward(unit), reason=BETWEEN_UNITS)
                 self._hooks.setdefault(module, []).extend(
                     [
                         module.register_forward_pre_hook(before, with_kwargs=True),
@@ -199,19 +201,28 @@ class Schedule:
     def _look_out(self) -> None:
         """In the first forward in training and the first in evaluation: finds what modules read of other units.
 
-        Not in compiled models. Of these what lies inside a compiled module is called through it alone: hooks in there
-        would only break what is compiled into pieces.
+        Not in models that run compiled. Of these what lies inside a compiled module is called through it alone: hooks
+        in there would only break what is compiled into pieces.
         """
         training = self._root.module.training
         if training in self._looked:
             return
         self._looked.add(training)
-        compiled = compiled_modules(self._root.module)
+        compiled = set() if self.uncompiled else compiled_modules(self._root.module)
         if compiled:
-            units = {unit.module for unit in self._units}
-            self.remove([module for module in compiled if module not in units])
+            self.enter_by_units(compiled)
         else:
             self._looking.enter_context(Lookout(self._units, self._found))
+
+    @property
+    def looks_next(self) -> bool:
+        """Whether the next forward of the root is to find what modules read of other units."""
+        return self._root.module.training not in self._looked and not self._root.summoned
+
+    def enter_by_units(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """From now on those of the modules, or of all, that are no units are called by their units alone."""
+        units = {unit.module for unit in self._units}
+        self.remove([module for module in ([*self._hooks] if modules is None else modules) if module not in units])
 
     def _found(self, other: Unit) -> None:
         """The innermost unit that runs reads parameters of another, which is gathered with it from here on."""

@@ -29,13 +29,17 @@ def _search(value: Any, around: list[Any]) -> Iterator[Tensor]:
         or any(value is one for one in around)
     ):
         return
-    inside: Iterable[Any] = vars(value).values() if hasattr(value, "__dict__") else ()
-    if isinstance(value, Mapping):
-        inside = [*inside, *value.values()]
+    inside: Iterable[Any]
+    if type(value) is dict:
+        inside = value.values()
     elif isinstance(value, (list, tuple)):
         inside = value
-    elif dataclasses.is_dataclass(value):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
         inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        inside = vars(value).values() if hasattr(value, "__dict__") else ()
+        if isinstance(value, Mapping):
+            inside = [*inside, *value.values()]
     for item in inside:
         yield from _search(item, [*around, value])
 

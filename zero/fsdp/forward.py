@@ -1,0 +1,69 @@
+"""The forward of a whole model, which torch.compile may have been called with, from outside or inside.
+
+What gathers and releases parameters between the units is never traced, so a model that is compiled as a whole is
+compiled unit by unit, in graphs that break where a unit begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.fsdp.compiled import BETWEEN_UNITS, compiled_in_pieces, is_compiled
+from zero.fsdp.schedule import Schedule
+from zero.fsdp.tracing import Gradients, watch
+from zero.sdp.buffers import BufferSync
+
+
+class Forward:
+    """Runs the module, and synchronises its buffers before.
+
+    gradients: what torch.compile must not see while it traces the module.
+
+    A model that is compiled as a whole runs its first forward in training and its first in evaluation uncompiled: in
+    these the schedule finds what modules read of other units, which it cannot see of what is traced. It then takes off
+    the hooks inside the units, which would break what is compiled into small pieces.
+    """
+
+    def __init__(self, module: nn.Module, schedule: Schedule, gradients: Gradients, buffers: BufferSync | None) -> None:
+        self._module, self._schedule, self._gradients, self._buffers = module, schedule, gradients, buffers
+        watch()
+        self._begin: Callable[[bool], bool] = torch.compiler.disable(self._before, reason=BETWEEN_UNITS)
+        self._end: Callable[[], None] = torch.compiler.disable(self._after, reason=BETWEEN_UNITS)
+        self._run_uncompiled: Callable[..., Any] = torch.compiler.disable(self._uncompiled, reason=BETWEEN_UNITS)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Collective. This alone is traced where the model is compiled from outside."""
+        if self._begin(torch.compiler.is_compiling()):
+            output = self._run_uncompiled(*args, **kwargs)
+        else:
+            output = self._module(*args, **kwargs)
+        self._end()
+        return output
+
+    def _before(self, traced: bool) -> bool:
+        """Returns whether the module is to run uncompiled although it is compiled."""
+        watch()
+        if self._buffers is not None:
+            self._buffers.before_forward()
+        if not traced and not is_compiled(self._module):
+            return False
+        if self._schedule.looks_next and not compiled_in_pieces(self._module):
+            return True
+        self._schedule.enter_by_units()
+        return False
+
+    def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        self._schedule.uncompiled = True
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                return self._module(*args, **kwargs)
+        finally:
+            self._schedule.uncompiled = False
+
+    def _after(self) -> None:
+        if self._buffers is not None:
+            self._buffers.after_forward(reduced=self._schedule.active)
