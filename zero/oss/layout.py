@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,10 @@ class Layout:
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
     bounds: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        few = self.bounds[:: self.world // 16 + 1]  # they are as long as the world, and these tell layouts apart
+        return hash((self.numels, few))
 
     @property
     def world(self) -> int:
@@ -138,15 +143,18 @@ def assign(sizes: Sequence[int], loads: Loads) -> list[int]:
     parameter goes to the rank with the least so far, in whatever order the parameters arrived. `loads` is what each
     rank owns already.
     """
-    held = np.asarray(loads)
+    world = len(loads)
+    # A rank's load and number in one integer, so that equal loads are told apart by rank.
+    keys = np.asarray(loads, dtype=np.int64) * world + np.arange(world)
     # Of as many parameters as there are, no rank gets one but so many that own least. In order they are a heap.
-    least = held.argsort(kind="stable")[: len(sizes)]
-    heap = [*zip(held[least].tolist(), least.tolist(), strict=True)]
+    if len(sizes) < world:
+        keys = np.partition(keys, len(sizes))[: len(sizes)]
+    heap = np.sort(keys).tolist()
     owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        load, rank = heap[0]
-        owners[index] = rank
-        heapq.heapreplace(heap, (load + sizes[index], rank))
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        key = heap[0]
+        owners[index] = key % world
+        heapq.heapreplace(heap, key + sizes[index] * world)
     return owners
 
 
@@ -164,10 +172,7 @@ def runs(sizes: Sequence[int], limit: int) -> list[range]:
 
 
 def _place(numels: Sequence[int], align: int) -> tuple[tuple[int, ...], int]:
-    offsets, end = [], 0
-    for numel in numels:
-        offsets.append(end)
-        end += _round_up(numel, align)
+    *offsets, end = accumulate((_round_up(numel, align) for numel in numels), initial=0)
     return tuple(offsets), end
 
 

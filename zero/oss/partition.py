@@ -104,23 +104,22 @@ def arrange(
         owners = layout.assign(trained, loads)
     arranged = []
     for kind in alike(params):
+        first = params[kind[0]]
+        itemsize, align = first.element_size(), alignment(first.dtype)
         runs = [range(len(kind))]
         if limit is not None:
             runs = layout.runs([sizes[i] for i in kind], limit)
         elif limit_numel is not None:
-            runs = layout.runs([params[i].numel() for i in kind], limit_numel)
+            runs = layout.runs([sizes[i] // itemsize for i in kind], limit_numel)
         for run in runs:
-            members = sorted((kind[i] for i in run), key=lambda i: owners[i])
-            first = params[members[0]]
-            numels = [params[i].numel() for i in members]
-            align = alignment(first.dtype)
+            members = sorted([kind[i] for i in run], key=owners.__getitem__)
+            numels = [sizes[i] // itemsize for i in members]
             if cut == "even":
                 geometry = layout.even(numels, world, align=align, granularity=granularity)
             else:
                 geometry = layout.whole(numels, [owners[i] for i in members], world, align=align)
                 for rank in {owners[i] for i in members} if first.requires_grad else ():
-                    segment = geometry.segment(rank)
-                    loads[rank] += (segment.stop - segment.start) * first.element_size()
+                    loads[rank] += (geometry.bounds[rank + 1] - geometry.bounds[rank]) * itemsize
             arranged.append(Arrangement(tuple(members), geometry))
     return arranged
 
