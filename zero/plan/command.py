@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp import MixedPrecision
+from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, MixedPrecision, Prefetch
 from zero.plan.planner import plan
 from zero.plan.sizes import Options, Sizes
 
@@ -21,6 +21,7 @@ PRECISIONS = {
     "bfloat16": (torch.bfloat16, MixedPrecision()),
     "mixed": (torch.float32, MixedPrecision(param_dtype=torch.bfloat16)),
 }
+PREFETCHES = {"memory-first": MEMORY_FIRST, "default": Prefetch(), "speed-first": SPEED_FIRST}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             optimizer=getattr(torch.optim, given.optimizer),
             memory=given.memory,
             batch=given.batch,
+            prefetch=PREFETCHES[given.prefetch],
             options=Options(
                 partition=given.partition, precision=precision, backend=given.backend, one_host=given.one_host
             ),
@@ -72,6 +74,8 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     precision_help = "parameters in float32, in bfloat16, or computed in bfloat16 with float32 masters (mixed)"
     add("--precision", choices=PRECISIONS, default="float32", help=f"{precision_help} (default: %(default)s)")
     add("--partition", choices=("auto", "even", "whole"), default="auto", help="where parameters are cut")
+    prefetch_help = "how far ahead FSDP gathers units, and how many are in flight at once"
+    add("--prefetch", choices=PREFETCHES, default="default", help=f"{prefetch_help} (default: %(default)s)")
     add("--backend", choices=("nccl", "gloo"), default="nccl", help="of the process group (default: %(default)s)")
     one_host_help = "with gloo: all ranks run on one Linux host, and read one another's memory"
     add("--one-host", action="store_true", help=one_host_help)

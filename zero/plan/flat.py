@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -14,7 +15,7 @@ from zero.oss.layout import Layout
 from zero.sdp.bucket import travels_alone
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Flat:
     """Bytes on one rank, unless said otherwise.
 
@@ -25,8 +26,7 @@ class Flat:
     owned: elements of trained parameters in the segment, padding left out.
     largest: elements of the largest part of a parameter that any rank has.
     tensors: how many trained parameters the segment has something of.
-    gradients: of each parameter, whole, in the order of the layout; 0 where it is not trained.
-    taken: of all gradients.
+    taken: of all gradients, whole.
     alone: of those gradients, what is sent each by itself.
     cast: what those take in the dtype that they are sent in, where it is another than they were written in.
     small, small_written: the message of all others, as it is sent, and as it is put together where that differs.
@@ -44,7 +44,6 @@ class Flat:
     owned: int
     largest: int
     tensors: int
-    gradients: tuple[int, ...]
     taken: int
     alone: int
     cast: int
@@ -62,6 +61,7 @@ class Flat:
 def size_up(
     layout: Layout,
     rank: int,
+    cut: Literal["even", "whole"],
     *,
     stored: torch.dtype,
     trained: bool,
@@ -70,7 +70,9 @@ def size_up(
     sent_as: torch.dtype | None = None,
     reads: bool = False,
 ) -> Flat:
-    """stored: the parameters' own dtype. computed, stepped, sent_as: other dtypes, where there are.
+    """cut: how the layout was made.
+
+    stored: the parameters' own dtype. computed, stepped, sent_as: other dtypes, where there are.
 
     reads: whether ranks read one another's memory.
     """
@@ -84,7 +86,7 @@ def size_up(
     spans = layout.spans(rank) if trained else ()
     numels = layout.numels if trained else ()
     alone = sum(numel for numel in numels if travels_alone(numel * size))
-    pieces, largest = _pieces(layout) if trained else (0, 0)
+    pieces, largest = _pieces(layout, cut) if trained else (0, 0)
     own = sum(span.numel for span in spans) + len(spans)
     total = sum(numels) + pieces
     large = [span.numel for span in spans if travels_alone(layout.numels[span.index] * size)]
@@ -99,7 +101,6 @@ def size_up(
         owned=own - len(spans),
         largest=largest,
         tensors=len(spans),
-        gradients=tuple(numel * size if trained else 0 for numel in layout.numels),
         taken=sum(numels) * size,
         alone=alone * size,
         cast=alone * sent_as.itemsize if sent_as is not computed else 0,
@@ -114,8 +115,10 @@ def size_up(
     )
 
 
-def _pieces(layout: Layout) -> tuple[int, int]:
+def _pieces(layout: Layout, cut: Literal["even", "whole"]) -> tuple[int, int]:
     """How many pieces parameters are cut into, over all ranks, and the elements of the largest."""
+    if cut == "whole":
+        return len(layout.numels), max(layout.numels)
     number, largest = 0, 0
     for start, numel in zip(layout.offsets, layout.numels, strict=True):
         stop = start + numel

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from zero.fsdp import Prefetch
 from zero.oss.comm import agreement_bytes
+from zero.plan.course import Course
+from zero.plan.kept import Kept
 from zero.plan.layouts import Bucket, Layouts
-from zero.plan.needs import Activations, OptimizerNeeds, measure_optimizer
+from zero.plan.needs import OptimizerNeeds, measure_optimizer
 
 Needs = dict[torch.dtype, OptimizerNeeds]
 
@@ -21,8 +24,8 @@ class Job:
 
     layouts: Layouts
     rank: int
-    activations: Activations
-    needs: Needs = field(default_factory=dict)
+    prefetch: Prefetch
+    needs: Needs
 
     @property
     def world(self) -> int:
@@ -32,11 +35,20 @@ class Job:
     def gloo(self) -> bool:
         return self.layouts.options.backend == "gloo"
 
-    @property
+    @cached_property
     def agreement(self) -> tuple[int, int]:
         """Bytes held and sent where operations are compared between ranks, as they are where the CPU can send."""
         held, sent = agreement_bytes(self.world if self.gloo else 1)
         return 0 if self.layouts.options.reads else held, sent
+
+    @property
+    def course(self) -> Course:
+        return self.layouts.course
+
+    @property
+    def kept(self) -> Kept:
+        """The parameters of stages 0 to 2."""
+        return self.layouts.kept
 
     @property
     def buffers(self) -> int:
@@ -48,13 +60,9 @@ class Job:
         return self.layouts.buckets(self.rank)
 
     @cached_property
-    def units(self) -> dict[str, list[Bucket]]:
-        """Of FSDP; the root unit is first."""
+    def units(self) -> list[list[Bucket]]:
+        """The flat groups of FSDP's units; the root unit is first."""
         return self.layouts.units(self.rank)
-
-    def order(self, gradients: Iterable[str]) -> Iterable[str]:
-        """In which order the named gradients, given in the model's order, arrive in backward."""
-        return self.activations.order or [*gradients][::-1]
 
     def stepping_parts(self, buckets: Iterable[Bucket]) -> tuple[int, int]:
         """Bytes of state for this rank's parts, and what a step of them holds for a moment."""

@@ -6,40 +6,27 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from zero.oss.layout import Layout
 from zero.oss.partition import Arrangement, arrange, bucket_limit, cut_for
+from zero.plan.course import Course, Moment
 from zero.plan.flat import Flat, size_up
+from zero.plan.kept import Kept
 from zero.plan.sizes import Group, Options, Sizes
 
 _FEW = 8
 """Ranks of which each is looked at where they own unequally much; of more, those that own most."""
 
 
-class Kept(NamedTuple):
-    """A parameter as stages 0 to 2 keep it: of the dtype that is computed with. stepped: the master's, or the same."""
-
-    name: str
-    param: nn.Parameter
-    numel: int
-    nbytes: int
-    trained: bool
-    stepped: torch.dtype
-    mastered: bool
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
-    """A flat group on one rank: its parameters' names in the order of the layout, its sizes, and the dtype that is
-    stepped: the parameters' own, or that of masters."""
+    """A flat group on one rank: its sizes, and the dtype that is stepped: the parameters' own, or that of masters."""
 
-    names: tuple[str, ...]
     flat: Flat
     stepped: torch.dtype
     mastered: bool = False
@@ -47,27 +34,14 @@ class Bucket:
 
 @dataclass
 class Layouts:
+    """kept: the parameters of `sizes` as stages 0 to 2 keep them. course: of the step."""
+
     sizes: Sizes
+    kept: Kept
+    course: Course
     world: int
     optim: Callable[..., Optimizer]
     options: Options
-
-    @cached_property
-    def kept(self) -> list[Kept]:
-        """The parameters, in the model's order."""
-        computed = {name: group.dtype for group in self.sizes.groups for name in group.names}
-        kept = []
-        for name, param in self.sizes.params.items():
-            stored, trained, cast = param.dtype, param.requires_grad, param
-            wanted = computed.get(name)
-            dtype = wanted if wanted is not None and stored.is_floating_point else stored
-            if dtype is not stored:
-                cast = nn.Parameter(torch.empty_like(param, dtype=dtype, device="meta"), requires_grad=trained)
-            master = self.options.master_dtype or stored
-            wider = dtype.is_floating_point and master.itemsize > dtype.itemsize
-            numel, stepped = param.numel(), master if wider else dtype
-            kept.append(Kept(name, cast, numel, numel * dtype.itemsize, trained, stepped, wider))
-        return kept
 
     @property
     def _cut(self) -> Literal["even", "whole"]:
@@ -79,7 +53,7 @@ class Layouts:
 
     @cached_property
     def _buckets(self) -> list[Arrangement]:
-        params = [one.param for one in self.kept[::-1]]
+        params = self.kept.params[::-1]
         return arrange(
             params,
             self.world,
@@ -98,41 +72,45 @@ class Layouts:
             for one in arrange(group.params, self.world, cut=self._cut_of_units, loads=loads)
         ]
 
+    def gradients_in_buckets(self) -> Iterable[Moment]:
+        return self.course.gradients_in([one.members for one in self._buckets])
+
     def buckets(self, rank: int) -> list[Bucket]:
         """The flat groups of OSS, in the order in which they are filled."""
-        kept = self.kept[::-1]
+        kinds = self.kept.kind_of[::-1]
         buckets = []
         for one in self._buckets:
-            first = kept[one.members[0]]
+            kind = kinds[one.members[0]]
             flat = size_up(
                 one.layout,
                 rank,
-                stored=first.param.dtype,
-                trained=first.trained,
-                stepped=first.stepped,
+                self._cut,
+                stored=kind.computed,
+                trained=kind.trained,
+                stepped=kind.stepped,
                 sent_as=self.options.reduce_dtype,
                 reads=self.options.reads,
             )
-            names = tuple(kept[i].name for i in one.members)
-            buckets.append(Bucket(names, flat, first.stepped, first.mastered))
+            buckets.append(Bucket(flat, kind.stepped, kind.mastered))
         return buckets
 
-    def units(self, rank: int) -> dict[str, list[Bucket]]:
+    def units(self, rank: int) -> list[list[Bucket]]:
         """The flat groups of FSDP's units; the root unit is first."""
-        units: dict[str, list[Bucket]] = {"": []}
+        numbers = self.sizes.units
+        units: list[list[Bucket]] = [[] for _ in numbers]
         for group, one in self._units:
             first = group.params[one.members[0]]
             flat = size_up(
                 one.layout,
                 rank,
+                self._cut_of_units,
                 stored=first.dtype,
                 trained=first.requires_grad,
                 computed=group.dtype,
                 sent_as=self.options.precision.reduce_dtype,
                 reads=self.options.reads,
             )
-            names = tuple(group.names[i] for i in one.members)
-            units.setdefault(group.unit, []).append(Bucket(names, flat, first.dtype))
+            units[numbers[group.unit]].append(Bucket(flat, first.dtype))
         return units
 
     def fullest(self, stage: str) -> list[int]:
@@ -143,10 +121,10 @@ class Layouts:
 
     @cached_property
     def _fullest_of_buckets(self) -> list[int]:
-        kept = self.kept[::-1]
+        kinds = self.kept.kind_of[::-1]
         if self._cut == "even" and self.options.granularity is None:
-            return self._of_equals(self.options.reduce_dtype or one.param.dtype for one in kept)
-        return self._fullest((one.layout, kept[one.members[0]].stepped.itemsize) for one in self._buckets)
+            return self._of_equals(self.options.reduce_dtype or kind.computed for kind in self.kept.kinds)
+        return self._fullest((one.layout, kinds[one.members[0]].stepped.itemsize) for one in self._buckets)
 
     @cached_property
     def _fullest_of_units(self) -> list[int]:
@@ -168,15 +146,17 @@ class Layouts:
         total, largest = [0] * self.world, [0] * self.world
         for layout, itemsize in layouts:
             for rank, numel in _occupied(layout):
-                total[rank] += numel * itemsize
-                largest[rank] = max(largest[rank], numel * itemsize)
+                nbytes = numel * itemsize
+                total[rank] += nbytes
+                if nbytes > largest[rank]:
+                    largest[rank] = nbytes
         first = max(range(self.world), key=lambda rank: (total[rank], largest[rank]))
         return [first] if largest[first] == max(largest) else [first, largest.index(max(largest))]
 
 
 def _occupied(layout: Layout) -> Iterator[tuple[int, int]]:
     """The ranks that own anything, and how many elements."""
-    bounds, rank = layout.bounds, 0
-    while (rank := bisect_right(bounds, bounds[rank], rank) - 1) < len(bounds) - 1:
+    bounds, world, rank = layout.bounds, layout.world, 0
+    while (rank := bisect_right(bounds, bounds[rank], rank) - 1) < world:
         yield rank, bounds[rank + 1] - bounds[rank]
         rank += 1

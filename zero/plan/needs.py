@@ -1,24 +1,17 @@
-"""What cannot be read from shapes: what an optimizer keeps, and what a model's own step holds. Both are measured,
-by running the optimizer on a few kilobytes, and the model on tensors without values."""
+"""What an optimizer keeps, which cannot be read from shapes: it is measured by running it on a few kilobytes."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
-from zero.fsdp import MixedPrecision
-from zero.fsdp.precision import cast
 from zero.plan.meter import Meter
-from zero.sdp.tensors import tensors_in
 
 _SIDE = 64
 
@@ -71,77 +64,3 @@ def _probe(
     with Meter(apart=[*params, *grads, *standing]) as meter:
         optimizer.step()
     return meter.peak(), state
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes that a model's own forward and backward hold besides parameters and their gradients.
-
-    forward: the most in forward.
-    order: the trained parameters in the order in which their gradients arrive.
-    before: the most from one gradient's arrival to this one's, the arriving gradient included.
-    after: what is left when it has arrived, the gradient not included.
-    """
-
-    forward: int = 0
-    order: tuple[str, ...] = ()
-    before: Mapping[str, int] = field(default_factory=dict)
-    after: Mapping[str, int] = field(default_factory=dict)
-
-
-def measure_activations(module: nn.Module, batch: Sequence[Any], precision: MixedPrecision, device: str) -> Activations:
-    """Runs a forward and a backward on fake tensors: nothing of the model's or the batch's size is allocated.
-
-    Raises RuntimeError where the model's forward needs values (`.item()`, masks by value).
-    """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-
-        def faked(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device)
-
-        dtypes = {
-            name: precision.dtype_of(holder)
-            for prefix, holder in module.named_modules()
-            for name, _ in holder.named_parameters(prefix, recurse=False)
-        }
-        params = {
-            name: nn.Parameter(faked(param.detach(), dtypes.get(name)), requires_grad=param.requires_grad)
-            for name, param in module.named_parameters()
-        }
-        buffers = {name: faked(buffer, precision.buffer_dtype) for name, buffer in module.named_buffers()}
-        inputs = tree_map(lambda value: faked(value) if isinstance(value, Tensor) else value, tuple(batch))
-        with Meter(apart=[*params.values(), *buffers.values()]) as meter:
-            order: list[str] = []
-            before: dict[str, int] = {}
-            after: dict[str, int] = {}
-
-            def arrival(name: str) -> Callable[[Tensor], None]:
-                def arrived(param: Tensor) -> None:
-                    order.append(name)
-                    before[name] = meter.peak()
-                    param.grad = None
-                    after[name] = meter.live()
-                    meter.reset_peak()
-
-                return arrived
-
-            for name, param in params.items():
-                if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(arrival(name))
-            arguments = cast(inputs, precision.param_dtype) if precision.cast_forward_inputs else inputs
-            try:
-                output = functional_call(module, {**params, **buffers}, arguments)
-            except torch._subclasses.fake_tensor.DataDependentOutputException as error:
-                raise RuntimeError(
-                    f"the activations cannot be measured without running the model: its forward needs values "
-                    f"({error}). Plan without a batch, and add what a step of yours holds to what is planned."
-                ) from error
-            forward = meter.peak()
-            meter.reset_peak()
-            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            loss = outputs[0] if len(outputs) == 1 and not outputs[0].dim() else sum(o.float().sum() for o in outputs)
-            del output, outputs
-            assert isinstance(loss, Tensor)
-            loss.backward()
-    return Activations(forward, tuple(order), before, after)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.fsdp import MixedPrecision
+from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.wrap import Policy
 from zero.oss.partition import partition_problem
+from zero.plan.course import Course
 from zero.plan.job import Job, Needs
+from zero.plan.kept import Kept
 from zero.plan.layouts import Layouts
-from zero.plan.needs import Activations, measure_activations
+from zero.plan.moments import Mark, measure
 from zero.plan.result import Plan
 from zero.plan.sizes import Options, Sizes
 from zero.plan.stages import STAGES
@@ -29,6 +32,7 @@ def plan(
     auto_wrap_policy: Policy = None,
     memory: int | None = None,
     batch: Sequence[Any] | None = None,
+    prefetch: Prefetch | None = None,
     options: Options | None = None,
 ) -> Plan:
     """What every stage would cost a rank, by the arithmetic that the stages themselves lay memory out with.
@@ -36,15 +40,14 @@ def plan(
         model = torch.nn.Transformer(device="meta")
         print(zero.plan(model, world_size=[8, 64], memory=80 * 2**30).table())
 
-    Starts no rank, sends nothing, and allocates nothing of the model's size. Of FSDP its own default `prefetch` is
-    planned: MEMORY_FIRST takes one to two units less at its peak, SPEED_FIRST up to one more.
+    Starts no rank, sends nothing, and allocates nothing of the model's size.
 
     model: a module, also on the meta device, or Sizes.
     world_size: number of ranks, or several.
     optimizer: its class, or a functools.partial of it with options that matter, such as momentum.
     precision: as of FSDP. The lower stages are planned with the same: parameters in its param_dtype, masters of their
         own dtype (OSS's master_dtype).
-    auto_wrap_policy: as of FSDP.
+    auto_wrap_policy, prefetch: as of FSDP. With Sizes the units are those that they have.
     memory: bytes that a rank has, for what fits.
     batch: positional arguments of one forward of one rank, by which its activations are measured: on tensors without
         values, so what a kernel holds only while it runs is not in it.
@@ -59,25 +62,31 @@ def plan(
     problem = partition_problem(options.partition, optimizer, options.granularity) or _misfit(worlds, options)
     if problem:
         raise ValueError(problem)
-    sizes = Sizes.of_module(model, auto_wrap_policy, options.precision) if isinstance(model, nn.Module) else model
+    prefetch = prefetch or Prefetch()
+    if isinstance(model, nn.Module):
+        sizes = Sizes.of_module(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
+    else:
+        sizes = model
     if not sizes.params:
         raise ValueError("the model has no parameters: there is nothing to plan.")
-    activations = Activations()
+    marks: Sequence[Mark] = ()
     if batch is not None:
         if not isinstance(model, nn.Module):
             raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
         on = "cuda" if options.backend == "nccl" and torch.cuda.is_available() else "cpu"
-        activations = measure_activations(model, batch, options.precision, on)
+        marks = measure(model, sizes.units, batch, options.precision, on)
+    kept = Kept(sizes, options.master_dtype)
+    course = Course(sizes, kept, marks)
     needs: Needs = {}
     costs = []
     for world in worlds:
-        layouts = Layouts(sizes, world, optimizer, options)
-        within = layouts if options.replicas == 1 else Layouts(sizes, world // options.replicas, optimizer, options)
+        layouts = Layouts(sizes, kept, course, world, optimizer, options)
+        within = layouts if options.replicas == 1 else replace(layouts, world=world // options.replicas)
         jobs: dict[tuple[int, int], Job] = {}
         for stage, cost_of in STAGES.items():
             laid_out = within if stage.startswith("3") else layouts
             by_rank = [
-                cost_of(jobs.setdefault((laid_out.world, rank), Job(laid_out, rank, activations, needs)))
+                cost_of(jobs.setdefault((laid_out.world, rank), Job(laid_out, rank, prefetch, needs)))
                 for rank in laid_out.fullest(stage)
             ]
             costs.append(max(by_rank, key=lambda cost: cost.peak))

@@ -71,12 +71,27 @@ class Sizes:
     def numel(self) -> int:
         return sum(param.numel() for param in self.params.values())
 
+    @property
+    def units(self) -> dict[str, int]:
+        """The numbers of the units by name, in their order; the root's is 0."""
+        return {unit: number for number, unit in enumerate(dict.fromkeys(["", *(group.unit for group in self.groups)]))}
+
     @classmethod
-    def of_module(cls, module: nn.Module, policy: Policy = None, precision: MixedPrecision | None = None) -> Sizes:
-        """Of a module, which may be on the meta device. policy: FSDP's `auto_wrap_policy`."""
+    def of_module(
+        cls,
+        module: nn.Module,
+        policy: Policy = None,
+        precision: MixedPrecision | None = None,
+        *,
+        small: bool = False,
+    ) -> Sizes:
+        """Of a module, which may be on the meta device.
+
+        policy: FSDP's `auto_wrap_policy`. small: make units of large embeddings and heads too, as a limit of 1 does.
+        """
         precision = precision or MixedPrecision()
         groups = []
-        for unit, owned in params_by_unit(module, unit_modules(module, policy)).items():
+        for unit, owned in params_by_unit(module, unit_modules(module, policy, small=small)).items():
             for dtype, named in precision.apart(module, owned).items():
                 names, params = zip(*named, strict=True)
                 groups.append(Group(unit, dtype, names, params))

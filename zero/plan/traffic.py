@@ -1,46 +1,39 @@
-"""What lies between ranks for a while: units made whole, and gradients on their way to their owners."""
+"""What lies between ranks for a while: operations that are compared, and gradients on their way to their owners."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
 
 from zero.plan.job import Job
 from zero.plan.layouts import Bucket
 from zero.plan.ledger import Ledger
 
 
-class Gathering:
-    """Units made whole and parts again, as FlatGroup does it.
+class PlannedComm:
+    """Operations that are compared between ranks, as Comm does it: what they hold meanwhile, and what they send."""
 
-    kept: units stay whole from forward to backward, and give up their parts meanwhile.
-    """
-
-    def __init__(self, job: Job, ledger: Ledger, *, kept: bool) -> None:
-        self._job, self._ledger, self._kept = job, ledger, kept
+    def __init__(self, job: Job, ledger: Ledger) -> None:
+        self._others, self._ledger = job.world - 1, ledger
+        self._held, self._told = job.agreement
+        self.alone = job.world == 1
         self.sent = 0
 
-    def unshard(self, unit: Sequence[Bucket]) -> None:
-        held, told = self._job.agreement
-        for bucket in unit:  # all are launched before one is waited for
-            self._ledger.take(bucket.flat.whole + held)
-            self.sent += bucket.flat.gathered * (self._job.world - 1) + told
-        for bucket in unit:
-            self._ledger.give(held + self._given_up(bucket))
+    def channel(self, name: str) -> int:
+        return 0
 
-    def reshard(self, unit: Iterable[Bucket]) -> None:
-        for bucket in unit:
-            self._ledger.take(self._given_up(bucket))
-            self._ledger.give(bucket.flat.whole)
+    def announce(self, channel: int | None) -> None:
+        """Goes with the next operation, and takes nothing."""
 
-    def agree(self) -> None:
+    def agree(self, channel: int = 0) -> None:
         """An operation that only says where this rank is."""
-        held, told = self._job.agreement
-        self._ledger.touch(held)
-        self.sent += told
+        self._ledger.touch(self._held)
+        self.sent += self._told
 
-    def _given_up(self, bucket: Bucket) -> int:
-        flat = bucket.flat
-        return flat.part if self._kept and flat.part == flat.gathered else 0
+    def launch_gather(self, segment: int) -> None:
+        """segment: bytes of this rank's."""
+        self._ledger.take(self._held)
+        self.sent += segment * self._others + self._told
+
+    def finish_gather(self) -> None:
+        self._ledger.give(self._held)
 
 
 class Reduction:

@@ -1,0 +1,206 @@
+"""A step of FSDP: its units gathered, released and reduced as zero.fsdp.schedule does it, in books instead of memory.
+
+Units and Comm are stood in for by what has their verbs and adds up what these take, so FSDP's own Reductions decide
+which unit's gradients are sent when. Told once more is what the hooks of Schedule do at each moment of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from zero.fsdp.reductions import Reductions
+from zero.fsdp.unit import Stage, Unit
+from zero.oss.comm import Comm
+from zero.oss.flat import Residence
+from zero.plan.job import Job
+from zero.plan.layouts import Bucket
+from zero.plan.ledger import Ledger
+from zero.plan.moments import Event
+from zero.plan.traffic import PlannedComm, Reduction
+
+
+class PlannedUnit:
+    """The verbs of a Unit.
+
+    stays: whether parameters stay whole from forward to backward, and give up their parts meanwhile.
+    `before`, `after`: the units that run before and after it.
+    `calls`: 1 from its forward until its backward is complete.
+    """
+
+    reduce_channel = 0
+
+    def __init__(
+        self, buckets: Sequence[Bucket], comm: PlannedComm, reduction: Reduction, ledger: Ledger, *, stays: bool
+    ) -> None:
+        self._buckets, self._comm, self._reduction, self._ledger = buckets, comm, reduction, ledger
+        self._stays = stays
+        self.residence = Residence.PART
+        self.stage = Stage.IDLE
+        self.calls = 0
+        self.before: PlannedUnit | None = None
+        self.after: PlannedUnit | None = None
+
+    def launch_unshard(self) -> bool:
+        launched = self.residence is Residence.PART
+        if launched:
+            self.residence = Residence.GATHERING
+            for bucket in self._buckets:
+                self._ledger.take(self._room(bucket))
+                self._comm.launch_gather(bucket.flat.gathered)
+        return launched
+
+    def finish_unshard(self) -> None:
+        if self.residence is Residence.GATHERING:
+            self.residence = Residence.WHOLE
+            for bucket in self._buckets:
+                self._comm.finish_gather()
+                self._ledger.give(self._given_up(bucket))
+
+    def reshard(self) -> None:
+        self.finish_unshard()
+        if self.residence is Residence.WHOLE:
+            self.residence = Residence.PART
+            for bucket in self._buckets:
+                self._ledger.take(self._given_up(bucket))
+                self._ledger.give(self._room(bucket))
+
+    def _room(self, bucket: Bucket) -> int:
+        """What it takes to be whole. A single rank's part is that already, if it is computed with as it is."""
+        flat = bucket.flat
+        return 0 if self._comm.alone and flat.part == flat.whole else flat.whole
+
+    def _given_up(self, bucket: Bucket) -> int:
+        flat = bucket.flat
+        return flat.part if self._stays and flat.part == flat.gathered and not self._comm.alone else 0
+
+    def launch_reduce(self) -> None:
+        for bucket in self._buckets:
+            self._reduction.launch(bucket)
+
+    def finish_reduce(self) -> None:
+        self._reduction.finish()
+
+
+class Step:
+    """A forward and a backward. Methods are named for those of Schedule.
+
+    stays: whether units stay whole from forward to backward.
+    """
+
+    def __init__(self, job: Job, ledger: Ledger, *, stays: bool) -> None:
+        self._ledger, self._prefetch = ledger, job.prefetch
+        self._comm, self._reduction = PlannedComm(job, ledger), Reduction(ledger)
+        self._reductions = Reductions(cast(Comm, self._comm))
+        self._units = [PlannedUnit(unit, self._comm, self._reduction, ledger, stays=stays) for unit in job.units]
+        self._kept = {self._units[number] for number in job.course.units_in_backward} if stays else set()
+        self._root = self._last = self._units[0]
+        self._course, self._in_backward = job.course, False
+        for number in job.course.units_in_turn:  # in the forward before
+            self._follow(self._units[number])
+
+    @property
+    def sent(self) -> int:
+        """Bytes that left the rank for gathering and agreeing."""
+        return self._comm.sent
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients that stay."""
+        return self._reduction.kept
+
+    def run(self) -> None:
+        for event, number, gradients, before, after in self._course.of_units():
+            self._ledger.compute(before, after)
+            unit = self._units[number]
+            if event is Event.PRE_FORWARD:
+                self._pre_forward(unit)
+            elif event is Event.POST_FORWARD:
+                self._post_forward(unit)
+            elif event is Event.PRE_BACKWARD:
+                self._pre_backward(unit)
+            elif event is Event.GRADIENT:
+                if unit.stage is Stage.IDLE:
+                    self._pre_backward(unit)  # its own forward did not run: other modules read its parameters
+                self._ledger.take(sum(gradients))
+            elif event is Event.LEAVING:
+                self._leaving(unit)
+        self._ledger.end_backward()
+        self._finish()
+
+    # ------------------------------------------------------------------------------------------- gathering
+
+    def _launch(self, unit: PlannedUnit) -> None:
+        if unit.launch_unshard():
+            self._reductions.gathering(cast(Unit, unit))
+
+    def _gather(self, unit: PlannedUnit) -> None:
+        self._launch(unit)
+        unit.finish_unshard()
+        self._reductions.gathered(cast(Unit, unit))
+
+    # --------------------------------------------------------------------------------------------- forward
+
+    def _pre_forward(self, unit: PlannedUnit) -> None:
+        self._gather(unit)
+        unit.calls = 0 if unit is self._root else 1
+        if not self._in_backward:
+            self._follow(unit)
+            if self._prefetch.before_forward and unit.after is not None:
+                self._launch(unit.after)
+
+    def _follow(self, unit: PlannedUnit) -> None:
+        if unit not in (self._root, self._last):
+            self._last.after, unit.before = unit, self._last
+        self._last = unit
+
+    def _post_forward(self, unit: PlannedUnit) -> None:
+        if unit is not self._root:
+            if unit not in self._kept:
+                unit.reshard()
+            return
+        unit.before = self._last
+        for ahead in self._units:
+            if ahead.residence is Residence.GATHERING:
+                ahead.reshard()
+
+    # -------------------------------------------------------------------------------------------- backward
+
+    def _pre_backward(self, unit: PlannedUnit) -> None:
+        self._in_backward = True
+        self._gather(unit)
+        unit.stage = Stage.BACKWARD
+        if self._prefetch.before_backward:
+            if self._prefetch.limit < 3:
+                self._reductions.finish()
+            self._launch_ahead(unit)
+
+    def _launch_ahead(self, unit: PlannedUnit) -> None:
+        ahead = unit.before
+        if ahead is not None and ahead.calls and ahead.stage is Stage.IDLE:
+            self._launch(ahead)
+
+    def _leaving(self, unit: PlannedUnit) -> None:
+        self._complete(unit)
+        if self._prefetch.after_backward:
+            self._launch_ahead(unit)
+        elif self._prefetch.before_backward:
+            self._reductions.flush()
+
+    def _complete(self, unit: PlannedUnit) -> None:
+        self._reductions.finish()
+        unit.stage, unit.calls = Stage.IDLE, 0
+        unit.reshard()
+        self._reductions.put(cast(Unit, unit))
+        if self._prefetch.limit == 1:
+            self._reductions.flush()
+            self._reductions.finish()
+
+    def _finish(self) -> None:
+        for unit in reversed(self._units):
+            if unit.stage is Stage.IDLE and unit.calls and unit.residence is not Residence.PART:
+                self._gather(unit)
+                unit.stage = Stage.BACKWARD
+            if unit.stage is Stage.BACKWARD:
+                self._complete(unit)
+        self._reductions.finish_all()
