@@ -43,6 +43,6 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
 def _average(gradients: Tensor, comm: Comm, channel: int) -> None:
     bounds = [len(gradients) * rank // comm.world for rank in range(comm.world + 1)]
     low, high = bounds[comm.rank : comm.rank + 2]
-    sums: Tensor = comm.reduce([(gradients, [stop - start for start, stop in pairwise(bounds)])]).wait()
-    gradients[low:high] = sums.mul_(1 / comm.world)
+    counts = [stop - start for start, stop in pairwise(bounds)]
+    gradients[low:high] = comm.reduce([(gradients, counts)], times=1 / comm.world).wait()
     comm.gather(gradients, bounds, channel).wait()

@@ -178,28 +178,30 @@ class Comm(Agreement):
 
         return Handle(finish, self._wire.queue)
 
-    def reduce(self, messages: Sequence[tuple[Tensor, Sequence[int]]]) -> Handle:
+    def reduce(self, messages: Sequence[tuple[Tensor, Sequence[int]]], *, times: float = 1) -> Handle:
         """Collective. Sums over the ranks what each has for each owner. `wait` returns this rank's sums, flat.
 
         messages: flat tensors, all of one dtype, and how many elements of each go to each rank of the group, in the
         order of ranks; these numbers are the same on all ranks. The tensors must not change until `wait`, which returns
         a new tensor of the sums of what came here, one message after another; of 16-bit floats in float32. As with
         `gather`, that may be when the other ranks have called it too.
+
+        times: what sums are multiplied by, such as 1 / world for averages: here they are still in the cache.
         """
         if self.world == 1:
-            return Handle(lambda: wide(torch.cat([message for message, _ in messages])))
+            return Handle(lambda: _alone([message for message, _ in messages], times))
         count(reduce=sum((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages))
         near = self._neighbours(messages[0][0].device)
         if near is not None:
             shares = direct.Shares(messages, self.rank)
             return self._launch_reading(
-                near, REDUCTION, shares.address, lambda told: shares.sum(near, told), (messages, shares)
+                near, REDUCTION, shares.address, lambda told: shares.sum(near, told, times), (messages, shares)
             )
         works, received = self._collectives.launch_reduce(messages)
 
         def finish() -> Tensor:
             self._wait(works, None, (messages, received))
-            return sum_in_rank_order([list(rows) for rows in received])
+            return sum_in_rank_order([list(rows) for rows in received], times)
 
         return Handle(finish)
 
@@ -233,3 +235,9 @@ class Comm(Agreement):
     def runs_beside(self, tensor: Tensor) -> bool:
         """Whether such tensors are sent without taking the processor from what computes."""
         return self.world > 1 and self._collectives.backend(tensor.device) != "gloo"
+
+
+def _alone(messages: Sequence[Tensor], times: float) -> Tensor:
+    """What a reduce brings where there is one rank."""
+    sums = wide(torch.cat([*messages]))
+    return sums if times == 1 else sums * times

@@ -45,10 +45,10 @@ class Shares:
         """Where the addresses of the messages lie."""
         return ctypes.addressof(self._table)
 
-    def sum(self, neighbours: Neighbours, addresses: Mapping[int, int]) -> Tensor:
+    def sum(self, neighbours: Neighbours, addresses: Mapping[int, int], times: float) -> Tensor:
         """What the others have for this rank added to its own, in the order of ranks, one message after another.
 
-        addresses: where the other ranks' tables of addresses lie.
+        addresses: where the other ranks' tables of addresses lie. times: what sums are multiplied by.
         """
         tables = {rank: self._read_table(neighbours, rank, address) for rank, address in addresses.items()}
         sample, world = self._messages[0], len(tables) + 1
@@ -64,7 +64,7 @@ class Shares:
                 for rank, table in tables.items():
                     size = sample.element_size()
                     neighbours.read(rank, table[place] + start * size, rows[rank].data_ptr(), length * size)
-                add_in_order(rows, total[done : done + length])
+                add_in_order(rows, total[done : done + length], times)
                 done += length
         return total
 

@@ -8,21 +8,26 @@ import torch
 from torch import Tensor
 
 
-def sum_in_rank_order(received: Sequence[Sequence[Tensor]]) -> Tensor:
-    """received: what every rank has, by rank, of one message after another. Returns one sum after another, flat."""
+def sum_in_rank_order(received: Sequence[Sequence[Tensor]], times: float = 1) -> Tensor:
+    """received: what every rank has, by rank, of one message after another. Returns one sum after another, flat.
+
+    times: what sums are multiplied by.
+    """
     total = wide(received[0][0][:0]).new_empty(sum(len(rows[0]) for rows in received))
     low = 0
     for rows in received:
-        add_in_order(rows, total[low : low + len(rows[0])])
+        add_in_order(rows, total[low : low + len(rows[0])], times)
         low += len(rows[0])
     return total
 
 
-def add_in_order(rows: Sequence[Tensor], into: Tensor) -> None:
-    """`into` is overwritten by the sum of two tensors or more, all of one length."""
+def add_in_order(rows: Sequence[Tensor], into: Tensor, times: float = 1) -> None:
+    """`into` is overwritten by the sum of two tensors or more, all of one length, times a number."""
     torch.add(wide(rows[0]), wide(rows[1]), out=into)
     for row in rows[2:]:
         into += row
+    if times != 1:
+        into *= times
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -123,7 +123,8 @@ class GradBucket:
         messages.append(self._small_message())
         self._used_here = frozenset(self._taken)
         self._taken = {}
-        self._handle = self.flat.comm.reduce(messages)
+        comm = self.flat.comm
+        self._handle = comm.reduce(messages, times=1 / comm.world)
 
     def _large_message(self, index: int) -> tuple[Tensor, list[int]]:
         """A gradient as it is: what each rank owns of it lies in the order of ranks."""
@@ -161,12 +162,9 @@ class GradBucket:
         self.phase = Phase.FILLING
         owned = [self.flat.spans[index] for index in self.trained if index in self.flat.spans]
         spans = sorted(owned, key=lambda span: span.index not in self._large)  # as they were sent
-        ranks = self.flat.comm.world
         if self._replicas is not None:
             self._replicas.all_reduce(sums)
-            ranks *= self._replicas.world
-        if ranks > 1:
-            sums *= 1 / ranks
+            sums *= 1 / self._replicas.world
         used = self._used_here
         if any(span.index not in used for span in owned):
             counts = sums[len(sums) - len(owned) :].tolist()
