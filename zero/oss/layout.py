@@ -16,7 +16,6 @@ cut is not a multiple of the vector width, give the same bits on a part as on th
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,18 +142,12 @@ def assign(sizes: Sequence[int], loads: Loads) -> list[int]:
     parameter goes to the rank with the least so far, in whatever order the parameters arrived. `loads` is what each
     rank owns already.
     """
-    world = len(loads)
-    # A rank's load and number in one integer, so that equal loads are told apart by rank.
-    keys = np.asarray(loads, dtype=np.int64) * world + np.arange(world)
-    # Of as many parameters as there are, no rank gets one but so many that own least. In order they are a heap.
-    if len(sizes) < world:
-        keys = np.partition(keys, len(sizes))[: len(sizes)]
-    heap = np.sort(keys).tolist()
+    held = np.array(loads, dtype=np.int64)
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
-        key = heap[0]
-        owners[index] = key % world
-        heapq.heapreplace(heap, key + sizes[index] * world)
+        rank = int(held.argmin())  # in large worlds less than keeping a heap, but for very many parameters at once
+        owners[index] = rank
+        held[rank] += sizes[index]
     return owners
 
 

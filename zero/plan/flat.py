@@ -19,7 +19,7 @@ from zero.sdp.bucket import travels_alone
 class Flat:
     """Bytes on one rank, unless said otherwise.
 
-    itemsize: of the dtype that is computed with.
+    computed, stepped: the dtypes of what is computed with and of what is stepped.
     whole, part: the buffer of all parameters, in the dtype that is computed with, and this rank's segment of it in the
         dtype that is stepped.
     gathered: this rank's segment as it is sent.
@@ -37,7 +37,8 @@ class Flat:
     sent: what leaves this rank.
     """
 
-    itemsize: int
+    computed: torch.dtype
+    stepped: torch.dtype
     whole: int
     part: int
     gathered: int
@@ -55,6 +56,11 @@ class Flat:
     sums: int
     sums_dtype: torch.dtype
     sent: int
+
+    @property
+    def mastered(self) -> bool:
+        """Whether what is stepped is apart from what is computed with in any case, being of another dtype."""
+        return self.stepped is not self.computed
 
 
 @lru_cache(maxsize=64)  # the blocks of a model are alike
@@ -94,7 +100,8 @@ def size_up(
     at_once = min(most, PIECE // sent_as.itemsize) if reads else most
     held_to_add_up = 2 * sums_dtype.itemsize * at_once if world > 1 else sent_as.itemsize * own
     return Flat(
-        itemsize=size,
+        computed=computed,
+        stepped=stepped,
         whole=layout.numel * size,
         part=(high - low) * stepped.itemsize,
         gathered=(high - low) * size,

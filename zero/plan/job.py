@@ -11,8 +11,9 @@ import torch
 from zero.fsdp import Prefetch
 from zero.oss.comm import agreement_bytes
 from zero.plan.course import Course
+from zero.plan.flat import Flat
 from zero.plan.kept import Kept
-from zero.plan.layouts import Bucket, Layouts
+from zero.plan.layouts import Layouts
 from zero.plan.needs import OptimizerNeeds, measure_optimizer
 
 Needs = dict[torch.dtype, OptimizerNeeds]
@@ -55,19 +56,18 @@ class Job:
         return self.layouts.sizes.buffers
 
     @cached_property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[Flat]:
         """Of OSS."""
         return self.layouts.buckets(self.rank)
 
     @cached_property
-    def units(self) -> list[list[Bucket]]:
+    def units(self) -> list[list[Flat]]:
         """The flat groups of FSDP's units; the root unit is first."""
         return self.layouts.units(self.rank)
 
-    def stepping_parts(self, buckets: Iterable[Bucket]) -> tuple[int, int]:
+    def stepping_parts(self, flats: Iterable[Flat]) -> tuple[int, int]:
         """Bytes of state for this rank's parts, and what a step of them holds for a moment."""
-        flats = [(bucket.stepped, bucket.flat) for bucket in buckets]
-        return self.stepping((dtype, flat.owned, flat.largest, flat.tensors) for dtype, flat in flats)
+        return self.stepping((flat.stepped, flat.owned, flat.largest, flat.tensors) for flat in flats)
 
     def stepping(self, owned: Iterable[tuple[torch.dtype, int, int, int]]) -> tuple[int, int]:
         """The same for lists of tensors: dtype, elements of all, elements of the largest, how many."""

@@ -16,20 +16,11 @@ from zero.oss.layout import Layout
 from zero.oss.partition import Arrangement, arrange, bucket_limit, cut_for
 from zero.plan.course import Course, Moment
 from zero.plan.flat import Flat, size_up
-from zero.plan.kept import Kept
+from zero.plan.kept import Kept, Kind
 from zero.plan.sizes import Group, Options, Sizes
 
 _FEW = 8
 """Ranks of which each is looked at where they own unequally much; of more, those that own most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A flat group on one rank: its sizes, and the dtype that is stepped: the parameters' own, or that of masters."""
-
-    flat: Flat
-    stepped: torch.dtype
-    mastered: bool = False
 
 
 @dataclass
@@ -75,14 +66,14 @@ class Layouts:
     def gradients_in_buckets(self) -> Iterable[Moment]:
         return self.course.gradients_in([one.members for one in self._buckets])
 
-    def buckets(self, rank: int) -> list[Bucket]:
+    def _kind(self, bucket: Arrangement) -> Kind:
+        return self.kept.kind_of[-1 - bucket.members[0]]  # buckets count from the last
+
+    def buckets(self, rank: int) -> list[Flat]:
         """The flat groups of OSS, in the order in which they are filled."""
-        kinds = self.kept.kind_of[::-1]
-        buckets = []
-        for one in self._buckets:
-            kind = kinds[one.members[0]]
-            flat = size_up(
-                one.layout,
+        return [
+            size_up(
+                bucket.layout,
                 rank,
                 self._cut,
                 stored=kind.computed,
@@ -91,13 +82,13 @@ class Layouts:
                 sent_as=self.options.reduce_dtype,
                 reads=self.options.reads,
             )
-            buckets.append(Bucket(flat, kind.stepped, kind.mastered))
-        return buckets
+            for bucket, kind in zip(self._buckets, map(self._kind, self._buckets), strict=True)
+        ]
 
-    def units(self, rank: int) -> list[list[Bucket]]:
+    def units(self, rank: int) -> list[list[Flat]]:
         """The flat groups of FSDP's units; the root unit is first."""
         numbers = self.sizes.units
-        units: list[list[Bucket]] = [[] for _ in numbers]
+        units: list[list[Flat]] = [[] for _ in numbers]
         for group, one in self._units:
             first = group.params[one.members[0]]
             flat = size_up(
@@ -110,7 +101,7 @@ class Layouts:
                 sent_as=self.options.precision.reduce_dtype,
                 reads=self.options.reads,
             )
-            units[numbers[group.unit]].append(Bucket(flat, first.dtype))
+            units[numbers[group.unit]].append(flat)
         return units
 
     def fullest(self, stage: str) -> list[int]:
@@ -121,10 +112,9 @@ class Layouts:
 
     @cached_property
     def _fullest_of_buckets(self) -> list[int]:
-        kinds = self.kept.kind_of[::-1]
         if self._cut == "even" and self.options.granularity is None:
             return self._of_equals(self.options.reduce_dtype or kind.computed for kind in self.kept.kinds)
-        return self._fullest((one.layout, kinds[one.members[0]].stepped.itemsize) for one in self._buckets)
+        return self._fullest((one.layout, self._kind(one).stepped.itemsize) for one in self._buckets)
 
     @cached_property
     def _fullest_of_units(self) -> list[int]:

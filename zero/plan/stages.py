@@ -39,7 +39,7 @@ def sharded_state(job: Job) -> Cost:
     parameters, optimizer, scratch = _of_oss(job)
     ledger = Ledger(parameters + optimizer)
     gradients = _whole_gradients(job, ledger, copies=False)
-    ledger.take(sum(bucket.flat.owned * bucket.stepped.itemsize for bucket in job.buckets if bucket.mastered))
+    ledger.take(sum(bucket.owned * bucket.stepped.itemsize for bucket in job.buckets if bucket.mastered))
     ledger.touch(max(scratch, _refreshed_masters(job)))
     sent = _all_reduced(job, gradients) + _gather_after_step(job, ledger)
     held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
@@ -53,7 +53,7 @@ def sharded_gradients(job: Job) -> Cost:
     ledger.touch(job.course.forward)
     gradients = _backward_by_buckets(job, ledger)
     ledger.touch(max(scratch, _refreshed_masters(job)))
-    sent = job.agreement[1] + sum(bucket.flat.sent for bucket in job.buckets) + _gather_after_step(job, ledger)
+    sent = job.agreement[1] + sum(bucket.sent for bucket in job.buckets) + _gather_after_step(job, ledger)
     held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
     return Cost("2", job.world, **held, peak=ledger.peak, sent=sent)
 
@@ -105,17 +105,15 @@ def _all_reduced(job: Job, gradients: int) -> int:
 
 def _of_oss(job: Job) -> tuple[int, int, int]:
     """Bytes of parameters, of state with masters, and what the step holds for a moment."""
-    parameters = sum(bucket.flat.whole for bucket in job.buckets) + job.buffers
-    masters = sum(bucket.flat.part for bucket in job.buckets if bucket.mastered)
+    parameters = sum(bucket.whole for bucket in job.buckets) + job.buffers
+    masters = sum(bucket.part for bucket in job.buckets if bucket.mastered)
     state, scratch = job.stepping_parts(job.buckets)
     return parameters, state + masters, scratch
 
 
 def _refreshed_masters(job: Job) -> int:
     """What OSS holds to find what was written into parameters since its last step: a copy of a master, and a mask."""
-    parts = (
-        bucket.flat.part + bucket.flat.part // bucket.stepped.itemsize for bucket in job.buckets if bucket.mastered
-    )
+    parts = (bucket.part + bucket.part // bucket.stepped.itemsize for bucket in job.buckets if bucket.mastered)
     return max(parts, default=0)
 
 
@@ -126,7 +124,7 @@ def _backward_by_buckets(job: Job, ledger: Ledger) -> int:
     taken, launched = [0] * len(buckets), 0
 
     def complete(number: int) -> bool:
-        return taken[number] == buckets[number].flat.taken
+        return taken[number] == buckets[number].taken
 
     for _, home, gradients, before, after in job.layouts.gradients_in_buckets():
         ledger.compute(before, after)
@@ -154,7 +152,7 @@ def _room(job: Job) -> float:
     if not job.gloo:
         return math.inf
     largest = max(job.kept.gradients)
-    return max(bucket.flat.whole for bucket in job.buckets) // job.world - largest
+    return max(bucket.whole for bucket in job.buckets) // job.world - largest
 
 
 def _gather_after_step(job: Job, ledger: Ledger) -> int:
@@ -162,11 +160,10 @@ def _gather_after_step(job: Job, ledger: Ledger) -> int:
     as_sent = job.layouts.options.broadcast_dtype
     ledger.touch(job.agreement[0])
     sent, copies = job.agreement[1], [0]
-    for bucket in job.buckets:
-        flat = bucket.flat
-        if flat.taken and as_sent is not None and as_sent.itemsize < flat.itemsize and job.world > 1:
-            sent += flat.gathered * as_sent.itemsize // flat.itemsize * (job.world - 1)
-            copies.append(flat.whole * as_sent.itemsize // flat.itemsize)
+    for flat in job.buckets:
+        if flat.taken and as_sent is not None and as_sent.itemsize < flat.computed.itemsize and job.world > 1:
+            sent += flat.gathered * as_sent.itemsize // flat.computed.itemsize * (job.world - 1)
+            copies.append(flat.whole * as_sent.itemsize // flat.computed.itemsize)
         elif flat.taken:
             sent += flat.gathered * (job.world - 1)
             copies.append(0)
@@ -178,15 +175,15 @@ def _gather_after_step(job: Job, ledger: Ledger) -> int:
 
 
 def _fsdp(job: Job, *, stays: bool) -> Cost:
-    buckets = [bucket for unit in job.units for bucket in unit]
-    parameters = sum(bucket.flat.part for bucket in buckets) + job.buffers
-    state, scratch = job.stepping_parts(buckets)
+    flats = [flat for unit in job.units for flat in unit]
+    parameters = sum(flat.part for flat in flats) + job.buffers
+    state, scratch = job.stepping_parts(flats)
     ledger = Ledger(parameters + state)
     step = Step(job, ledger, stays=stays)
     step.run()
     ledger.touch(scratch)
     replicas = job.layouts.options.replicas
-    sent = step.sent + sum(bucket.flat.sent for bucket in buckets)
-    sent += sum(2 * bucket.flat.sums * (replicas - 1) // replicas for bucket in buckets)
+    sent = step.sent + sum(flat.sent for flat in flats)
+    sent += sum(2 * flat.sums * (replicas - 1) // replicas for flat in flats)
     held = {"parameters": parameters, "gradients": step.gradients, "optimizer": state}
     return Cost("3 kept" if stays else "3", job.world * replicas, **held, peak=ledger.peak, sent=sent)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from zero.plan.flat import Flat
 from zero.plan.job import Job
-from zero.plan.layouts import Bucket
 from zero.plan.ledger import Ledger
 
 
@@ -41,13 +41,12 @@ class Reduction:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._in_flight: list[tuple[Bucket, int]] = []
+        self._in_flight: list[tuple[Flat, int]] = []
         self.kept = 0
         """Bytes of gradients that this rank has of all that came."""
 
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, flat: Flat) -> None:
         """The gradients as autograd wrote them are held already."""
-        flat = bucket.flat
         if not flat.taken:
             return
         self._ledger.take(flat.cast)
@@ -56,18 +55,17 @@ class Reduction:
         stay = flat.cast or flat.alone
         self._ledger.give(flat.cast + flat.small_written + flat.taken - stay)
         self._ledger.take(flat.received)
-        self._in_flight.append((bucket, stay + flat.small + flat.received))
+        self._in_flight.append((flat, stay + flat.small + flat.received))
 
     def finish(self) -> None:
-        for bucket, held in self._in_flight:
-            flat = bucket.flat
+        for flat, held in self._in_flight:
             self._ledger.take(flat.sums)
             self._ledger.touch(flat.pieces + flat.widened)
             self._ledger.give(held)
-            if flat.sums_dtype is bucket.stepped:
+            if flat.sums_dtype is flat.stepped:
                 self.kept += flat.sums
             else:
-                kept = flat.owned * bucket.stepped.itemsize
+                kept = flat.owned * flat.stepped.itemsize
                 self._ledger.take(kept)
                 self._ledger.give(flat.sums)
                 self.kept += kept

@@ -13,8 +13,8 @@ from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
 from zero.oss.flat import Residence
+from zero.plan.flat import Flat
 from zero.plan.job import Job
-from zero.plan.layouts import Bucket
 from zero.plan.ledger import Ledger
 from zero.plan.moments import Event
 from zero.plan.traffic import PlannedComm, Reduction
@@ -31,9 +31,9 @@ class PlannedUnit:
     reduce_channel = 0
 
     def __init__(
-        self, buckets: Sequence[Bucket], comm: PlannedComm, reduction: Reduction, ledger: Ledger, *, stays: bool
+        self, flats: Sequence[Flat], comm: PlannedComm, reduction: Reduction, ledger: Ledger, *, stays: bool
     ) -> None:
-        self._buckets, self._comm, self._reduction, self._ledger = buckets, comm, reduction, ledger
+        self._flats, self._comm, self._reduction, self._ledger = flats, comm, reduction, ledger
         self._stays = stays
         self.residence = Residence.PART
         self.stage = Stage.IDLE
@@ -45,38 +45,36 @@ class PlannedUnit:
         launched = self.residence is Residence.PART
         if launched:
             self.residence = Residence.GATHERING
-            for bucket in self._buckets:
-                self._ledger.take(self._room(bucket))
-                self._comm.launch_gather(bucket.flat.gathered)
+            for flat in self._flats:
+                self._ledger.take(self._room(flat))
+                self._comm.launch_gather(flat.gathered)
         return launched
 
     def finish_unshard(self) -> None:
         if self.residence is Residence.GATHERING:
             self.residence = Residence.WHOLE
-            for bucket in self._buckets:
+            for flat in self._flats:
                 self._comm.finish_gather()
-                self._ledger.give(self._given_up(bucket))
+                self._ledger.give(self._given_up(flat))
 
     def reshard(self) -> None:
         self.finish_unshard()
         if self.residence is Residence.WHOLE:
             self.residence = Residence.PART
-            for bucket in self._buckets:
-                self._ledger.take(self._given_up(bucket))
-                self._ledger.give(self._room(bucket))
+            for flat in self._flats:
+                self._ledger.take(self._given_up(flat))
+                self._ledger.give(self._room(flat))
 
-    def _room(self, bucket: Bucket) -> int:
+    def _room(self, flat: Flat) -> int:
         """What it takes to be whole. A single rank's part is that already, if it is computed with as it is."""
-        flat = bucket.flat
-        return 0 if self._comm.alone and flat.part == flat.whole else flat.whole
+        return 0 if self._comm.alone and not flat.mastered else flat.whole
 
-    def _given_up(self, bucket: Bucket) -> int:
-        flat = bucket.flat
-        return flat.part if self._stays and flat.part == flat.gathered and not self._comm.alone else 0
+    def _given_up(self, flat: Flat) -> int:
+        return flat.part if self._stays and not (flat.mastered or self._comm.alone) else 0
 
     def launch_reduce(self) -> None:
-        for bucket in self._buckets:
-            self._reduction.launch(bucket)
+        for flat in self._flats:
+            self._reduction.launch(flat)
 
     def finish_reduce(self) -> None:
         self._reduction.finish()
