@@ -150,6 +150,23 @@ def test_what_the_stages_would_refuse_is_refused(options, message):
         zero.plan(Sizes.of_count(1000, 2), **options)
 
 
+def test_a_model_that_was_measured_is_left_as_it_was():
+    model = Model()
+    zero.plan(model, world_size=2, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=[torch.zeros(1, 2).long()])
+    with pytest.raises(IndexError):
+        zero.plan(model, world_size=2, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=[torch.zeros(()).long()])
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_a_model_that_is_frozen_has_a_forward_only():
+    model = Model().requires_grad_(False)
+    plan = zero.plan(model, world_size=2, batch=[torch.zeros(4, 32).long()])
+    assert [cost.gradients for cost in plan.costs] == [0] * 5
+    assert plan.cost(3).transient > sum(param.nbytes for param in model.blocks[0].parameters())
+
+
 def test_a_forward_that_needs_values_says_so():
     class NeedsValues(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -100,11 +100,11 @@ class _Step(nn.Module):
 
     def forward(self, *args: Any) -> None:
         outputs = [tensor for tensor in tensors_in(self.module(*args)) if tensor.requires_grad]
-        scalar = len(outputs) == 1 and not outputs[0].dim()
-        loss = outputs[0] if scalar else sum(output.float().sum() for output in outputs)
-        outputs.clear()
-        assert isinstance(loss, Tensor)
-        loss.backward()
+        if outputs:
+            scalar = len(outputs) == 1 and not outputs[0].dim()
+            loss = outputs[0] if scalar else torch.stack([output.float().sum() for output in outputs]).sum()
+            outputs.clear()
+            loss.backward()
 
 
 class _Recorder:
