@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import BLOCKS, WIDTH, Net, plain_names
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
@@ -24,33 +25,6 @@ from sidebyside import data
 # Raised by Dynamo itself as it looks at the tensors that a block is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
-WIDTH, BLOCKS = 12, 3
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
-        return x + self.gain * torch.tanh(self.linear(self.norm(x))) + shift
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, shift=0.5)
-        return self.last(x)
-
-
 Compile = Callable[[nn.ModuleList, Any], None]
 
 
@@ -62,11 +36,6 @@ def in_place(blocks: nn.ModuleList, backend: Any) -> None:
 def replaced(blocks: nn.ModuleList, backend: Any) -> None:
     for number, block in enumerate(blocks):
         blocks[number] = torch.compile(block, backend=backend)
-
-
-def plain_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the level that torch.compile puts in."""
-    return {name.replace("._orig_mod", ""): value for name, value in weights.items()}
 
 
 def trained(rank: int, *, stage: int, compiled: Compile, after: bool, backend: Any, optim: str, **options: Any) -> Any:

@@ -30,6 +30,7 @@ class Forward:
 
     def __init__(self, module: nn.Module, schedule: Schedule, gradients: Gradients, buffers: BufferSync | None) -> None:
         self._module, self._schedule, self._gradients, self._buffers = module, schedule, gradients, buffers
+        self._enters_by_units = False
         watch()
         self._begin: Callable[[bool], bool] = torch.compiler.disable(self._before, reason=BETWEEN_UNITS)
         self._end: Callable[[], None] = torch.compiler.disable(self._after, reason=BETWEEN_UNITS)
@@ -53,7 +54,9 @@ class Forward:
             return False
         if self._schedule.looks_next and not compiled_in_pieces(self._module):
             return True
-        self._schedule.enter_by_units()
+        if not self._enters_by_units:
+            self._enters_by_units = True
+            self._schedule.enter_by_units()
         return False
 
     def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:

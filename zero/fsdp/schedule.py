@@ -60,6 +60,8 @@ class Schedule:
                 # Outside of what torch.compile makes of the module, which would be another for each unit.
                 before = torch.compiler.disable(self._pre_forward(unit), reason=BETWEEN_UNITS)
                 after = torch.compiler.disable(self._post_forward(unit), reason=BETWEEN_UNITS)
+                if unit is self._root and module is not unit.module:
+                    before, after = _unless_traced_in(unit, before), _unless_traced_in(unit, after)
                 self._hooks.setdefault(module, []).extend(
                     [
                         module.register_forward_pre_hook(before, with_kwargs=True),
@@ -217,12 +219,18 @@ class Schedule:
     @property
     def looks_next(self) -> bool:
         """Whether the next forward of the root is to find what modules read of other units."""
-        return self._root.module.training not in self._looked and not self._root.summoned
+        due = self._root.module.training not in self._looked
+        return due and bool(self._hooks) and not self._root.summoned
 
     def enter_by_units(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """From now on those of the modules, or of all, that are no units are called by their units alone."""
+        """From now on modules inside units are called by their units alone, all or those of `modules`.
+
+        What lies in no unit but the root can still be called by itself, unless the root is the only one.
+        """
         units = {unit.module for unit in self._units}
-        self.remove([module for module in ([*self._hooks] if modules is None else modules) if module not in units])
+        inside = {module for unit in self._units[1:] or self._units for module in unit.module.modules()}
+        of_these = inside if modules is None else inside.intersection(modules)
+        self.remove(of_these - units)
 
     def _found(self, other: Unit) -> None:
         """The innermost unit that runs reads parameters of another, which is gathered with it from here on."""
@@ -308,6 +316,17 @@ class Schedule:
         self._running.clear()
         for unit in self._units:
             unit.abandon()
+
+
+def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, of which torch.compile sees nothing while the unit runs."""
+
+    def unless_traced(*args: Any) -> Any:
+        if torch.compiler.is_compiling() and unit.depth and unit.entrance is None:
+            return None
+        return hook(*args)
+
+    return unless_traced
 
 
 def _holders(unit: Unit) -> Iterator[nn.Module]:
