@@ -64,6 +64,11 @@ class FSDP(nn.Module):
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
 
+    torch.compile may be called with units, with the module, or with this. Graphs break where units begin and end, so
+    only units can be compiled with fullgraph=True. A module that is compiled as a whole runs its first forward in
+    training and its first in evaluation uncompiled, to find what modules read of other units. Where units are compiled
+    by themselves this is not looked for, and no module may read parameters of another unit.
+
     Collective: the constructor, forward, backward, `state_dict`, `load_state_dict`, `summon_full_params`.
     Raises ValueError, on every rank, for what cannot be sharded or differs between ranks, and where modules cannot be
     initialised or parts find no room: the model, its parameters and FSDPs inside it are as before then. RuntimeError,
