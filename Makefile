@@ -20,8 +20,8 @@ check: $(READY)  ## Lint, formatting, types
 test: $(READY)  ## Run the tests; ARGS="-k name" chooses
 	@$(BIN)/pytest -q $(ARGS)
 
-matrix: $(READY)  ## Checkpoints: every stage and number of ranks to every other, and 50 kills
-	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint -k "any_stage or killed" $(ARGS)
+matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, and all steps that plans are compared with
+	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan -k "any_stage or killed or two_percent" $(ARGS)
 
 stages: $(READY)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)
