@@ -153,6 +153,7 @@ class Comm(Agreement):
         return self._gather_once_compared(full, segments, channel)
 
     def _gather_as_compared(self, full: Tensor, segments: Sequence[Tensor], channel: int) -> Handle:
+        """Runs while it is compared. Waiting for it leaves other gathers alone; only comparing has an order."""
         compared = Handle(self._launch_lead(None, channel), self._wire.queue)
         works = self._collectives.launch_gather(full, segments)
 

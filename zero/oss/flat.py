@@ -208,7 +208,10 @@ class FlatGroup:
         return self._handle is not None
 
     def release(self) -> None:
-        """Frees `full`; what is left is this rank's part. Values written while whole are lost."""
+        """Frees `full`, but of a rank alone; what is left is this rank's part.
+
+        Values written while whole are lost where it is freed.
+        """
         assert self._own_part and self._handle is None
         if self._part_in_whole:
             self.part.untyped_storage().resize_(self.part.nbytes)

@@ -69,14 +69,8 @@ def plan(
         sizes = model
     if not sizes.params:
         raise ValueError("the model has no parameters: there is nothing to plan.")
-    marks: Sequence[Mark] = ()
-    if batch is not None:
-        if not isinstance(model, nn.Module):
-            raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
-        on = "cuda" if options.backend == "nccl" and torch.cuda.is_available() else "cpu"
-        marks = measure(model, sizes.units, batch, options.precision, on)
     kept = Kept(sizes, options.master_dtype)
-    course = Course(sizes, kept, marks)
+    course = Course(sizes, kept, _marks(model, sizes, batch, options))
     needs: Needs = {}
     costs = []
     for world in worlds:
@@ -91,6 +85,16 @@ def plan(
             ]
             costs.append(max(by_rank, key=lambda cost: cost.peak))
     return Plan(sizes.numel, tuple(costs), memory, activations=batch is not None)
+
+
+def _marks(model: nn.Module | Sizes, sizes: Sizes, batch: Sequence[Any] | None, options: Options) -> Sequence[Mark]:
+    """What a step of the model passes through and holds, where there is a batch to measure it with."""
+    if batch is None:
+        return ()
+    if not isinstance(model, nn.Module):
+        raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
+    on = "cuda" if options.backend == "nccl" and torch.cuda.is_available() else "cpu"
+    return measure(model, sizes.units, batch, options.precision, on)
 
 
 def _misfit(worlds: Sequence[int], options: Options) -> str | None:
