@@ -13,6 +13,9 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+UPLOAD = ".upload-"
+"""How files begin that stand for uploads that are not complete. Stores show them to nobody, and drop them in time."""
+
 FULL = "full"
 """An object of this name beside the run's stands for a store that takes nothing larger than 1000 bytes any more."""
 
@@ -37,7 +40,7 @@ class Upload(io.BytesIO):
             raise PermissionError(f"no more room for {os.path.basename(self._path)}")  # as stores say it: no errno
         folder = os.path.dirname(self._path)
         os.makedirs(folder, exist_ok=True)
-        hidden = os.path.join(folder, f".upload-{uuid.uuid4().hex}")
+        hidden = os.path.join(folder, f"{UPLOAD}{uuid.uuid4().hex}")
         with open(hidden, "wb") as file:
             file.write(self.getbuffer())
         os.replace(hidden, self._path)
@@ -62,7 +65,7 @@ class ObjectStore(LocalFileSystem):
         key = ("ls", str(detail) + path)
         if key not in self._remembered:
             found = super().ls(path, detail, **options)
-            shown = [one for one in found if ".upload-" not in str(one)]
+            shown = [one for one in found if UPLOAD not in str(one)]
             self._remembered[key] = shown
         return self._remembered[key]
 
