@@ -18,7 +18,7 @@ check: $(READY)  ## Lint, formatting, types
 	@$(BIN)/mypy --no-error-summary zero
 
 test: $(READY)  ## Run the tests; ARGS="-k name" chooses
-	@$(BIN)/pytest -q $(ARGS)
+	@$(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
 
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, and all steps that plans are compared with
 	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan -k "any_stage or killed or two_percent" $(ARGS)
