@@ -32,6 +32,7 @@ ON_ONE_HOST = [
     Case("3", mixed=True, reduce=torch.float32),
     *(Case(stage, optim="momentum", broadcast=torch.bfloat16, tokens=(1, 2)) for stage in ("1", "2")),
     Case("1", 4, width=32, tokens=(1, 2)),
+    Case("2", 1, words=16_000, tokens=(1, 2)),  # whose step would be the peak, were it not taken slice by slice
 ]
 """As the tests run: ranks read one another's memory."""
 

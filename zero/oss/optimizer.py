@@ -26,6 +26,7 @@ from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
 from zero.oss.partition import Partition, cut_for, partition_problem
 from zero.oss.parts import Parts
+from zero.oss.slices import step_in_slices
 
 _COMPRESSED_AT_ONCE = 2
 """Flat groups whose copies of fewer bits exist at a time."""
@@ -235,7 +236,7 @@ class OSS(Optimizer):
         self._take_gradients()
         self._share_options(self.param_groups, self.optim.param_groups)
         self._parts.masters.refresh()
-        self.optim.step()
+        step_in_slices(self.optim)
         self._share_options(self.optim.param_groups, self.param_groups)
         self._whole_state = None
         self._gather()

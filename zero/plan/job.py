@@ -10,6 +10,8 @@ import torch
 
 from zero.fsdp import Prefetch
 from zero.oss.comm import agreement_bytes
+from zero.oss.partition import cut_for
+from zero.oss.slices import SLICE
 from zero.plan.course import Course
 from zero.plan.flat import Flat
 from zero.plan.kept import Kept
@@ -68,6 +70,13 @@ class Job:
     def stepping_parts(self, flats: Iterable[Flat]) -> tuple[int, int]:
         """Bytes of state for this rank's parts, and what a step of them holds for a moment."""
         return self.stepping((flat.stepped, flat.owned, flat.largest, flat.tensors) for flat in flats)
+
+    def stepping_in_slices(self, flats: Iterable[Flat]) -> tuple[int, int]:
+        """The same of OSS, which has long parts stepped slice by slice, if the optimizer keeps anything of them."""
+        state, scratch = self.stepping_parts(flats)
+        if not state or not self.gloo or cut_for("auto", self.layouts.optim) == "whole":
+            return state, scratch
+        return state, self.stepping((f.stepped, f.owned, min(f.largest, SLICE), f.tensors) for f in flats)[1]
 
     def stepping(self, owned: Iterable[tuple[torch.dtype, int, int, int]]) -> tuple[int, int]:
         """The same for lists of tensors: dtype, elements of all, elements of the largest, how many."""

@@ -107,7 +107,7 @@ def _of_oss(job: Job) -> tuple[int, int, int]:
     """Bytes of parameters, of state with masters, and what the step holds for a moment."""
     parameters = sum(bucket.whole for bucket in job.buckets) + job.buffers
     masters = sum(bucket.part for bucket in job.buckets if bucket.mastered)
-    state, scratch = job.stepping_parts(job.buckets)
+    state, scratch = job.stepping_in_slices(job.buckets)
     return parameters, state + masters, scratch
 
 
