@@ -148,6 +148,25 @@ def test_half_precision_is_added_up_in_float32(dtype, way):
     ranks.run(_reduce_half, 4, args=(dtype, way))
 
 
+def _reduce_in_place(rank, world, dtype, way):
+    given = [numbers(peer, world * LARGE, dtype) for peer in range(world)]
+    mine = given[rank].clone()
+    own = mine.chunk(world)[rank]
+    with as_on(way):
+        result = Comm().reduce([(mine, [LARGE] * world)], times=0.25, into=own).wait()
+        expected = Comm().reduce([(given[rank], [LARGE] * world)], times=0.25).wait()
+    assert result is own
+    given[rank].chunk(world)[rank].copy_(expected)
+    assert_equal(mine, given[rank], "what was sent, with the sums in it")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_may_take_the_place_of_what_a_rank_has_for_itself(world, dtype, way):
+    ranks.run(_reduce_in_place, world, args=(dtype, way))
+
+
 def _all_reduced(rank, world):
     """An average as DistributedDataParallel takes it: Gloo's own sum over two ranks."""
     comm = Comm()
@@ -233,6 +252,8 @@ def test_in_a_world_of_one_too_reduce_returns_a_new_tensor_in_float32():
     Comm().reduce([(given, [3])]).wait().zero_()
     assert given.tolist() == [1, 1, 1]
     assert Comm().reduce([(given, [3])], times=0.5).wait().tolist() == [0.5, 0.5, 0.5]
+    assert Comm().reduce([(given, [3])], times=0.5, into=given).wait() is given
+    assert given.tolist() == [0.5, 0.5, 0.5]
 
 
 def _channels(rank, world):

@@ -16,9 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero.oss.comm import Comm
 
-_AT_ONCE = 1 << 22
-"""Bytes averaged at a time. A rank holds the sums of its part of them."""
-
 
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
     """Collective. Has the model average by reading, as its communication hook, if its ranks can read one another.
@@ -31,8 +28,7 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
 
     def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        for piece in buffer.split(_AT_ONCE // buffer.element_size()):
-            _average(piece, comm, channel)
+        _average(buffer, comm, channel)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
@@ -44,5 +40,5 @@ def _average(gradients: Tensor, comm: Comm, channel: int) -> None:
     bounds = [len(gradients) * rank // comm.world for rank in range(comm.world + 1)]
     low, high = bounds[comm.rank : comm.rank + 2]
     counts = [stop - start for start, stop in pairwise(bounds)]
-    gradients[low:high] = comm.reduce([(gradients, counts)], times=1 / comm.world).wait()
+    comm.reduce([(gradients, counts)], times=1 / comm.world, into=gradients[low:high]).wait()
     comm.gather(gradients, bounds, channel).wait()

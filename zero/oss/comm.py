@@ -179,7 +179,9 @@ class Comm(Agreement):
 
         return Handle(finish, self._wire.queue)
 
-    def reduce(self, messages: Sequence[tuple[Tensor, Sequence[int]]], *, times: float = 1) -> Handle:
+    def reduce(
+        self, messages: Sequence[tuple[Tensor, Sequence[int]]], *, times: float = 1, into: Tensor | None = None
+    ) -> Handle:
         """Collective. Sums over the ranks what each has for each owner. `wait` returns this rank's sums, flat.
 
         messages: flat tensors, all of one dtype, and how many elements of each go to each rank of the group, in the
@@ -188,21 +190,27 @@ class Comm(Agreement):
         `gather`, that may be when the other ranks have called it too.
 
         times: what sums are multiplied by, such as 1 / world for averages: here they are still in the cache.
+        into: flat, what is overwritten by the sums, and returned, instead of a new tensor; in its own dtype. It may be
+            what this rank has for itself.
         """
         if self.world == 1:
-            return Handle(lambda: _alone([message for message, _ in messages], times))
+            return Handle(lambda: _put(_alone([message for message, _ in messages], times), into))
         count(reduce=sum((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages))
         near = self._neighbours(messages[0][0].device)
         if near is not None:
             shares = direct.Shares(messages, self.rank)
             return self._launch_reading(
-                near, REDUCTION, shares.address, lambda told: shares.sum(near, told, times), (messages, shares)
+                near,
+                REDUCTION,
+                shares.address,
+                lambda told: shares.sum(near, told, times, into),
+                (messages, shares, into),
             )
         works, received = self._collectives.launch_reduce(messages)
 
         def finish() -> Tensor:
             self._wait(works, None, (messages, received))
-            return sum_in_rank_order([list(rows) for rows in received], times)
+            return _put(sum_in_rank_order([list(rows) for rows in received], times), into)
 
         return Handle(finish)
 
@@ -242,3 +250,7 @@ def _alone(messages: Sequence[Tensor], times: float) -> Tensor:
     """What a reduce brings where there is one rank."""
     sums = wide(torch.cat([*messages]))
     return sums if times == 1 else sums * times
+
+
+def _put(sums: Tensor, into: Tensor | None) -> Tensor:
+    return sums if into is None else into.copy_(sums)

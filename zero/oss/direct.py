@@ -45,16 +45,20 @@ class Shares:
         """Where the addresses of the messages lie."""
         return ctypes.addressof(self._table)
 
-    def sum(self, neighbours: Neighbours, addresses: Mapping[int, int], times: float) -> Tensor:
+    def sum(
+        self, neighbours: Neighbours, addresses: Mapping[int, int], times: float, into: Tensor | None = None
+    ) -> Tensor:
         """What the others have for this rank added to its own, in the order of ranks, one message after another.
 
-        addresses: where the other ranks' tables of addresses lie. times: what sums are multiplied by.
+        addresses: where the other ranks' tables of addresses lie. times, into: as of `Comm.reduce`.
         """
         tables = {rank: self._read_table(neighbours, rank, address) for rank, address in addresses.items()}
         sample, world = self._messages[0], len(tables) + 1
-        total = wide(sample[:0]).new_empty(sum(high - low for low, high in self._bounds))
+        sums = wide(sample[:0])
+        total = sums.new_empty(sum(high - low for low, high in self._bounds)) if into is None else into
         most = min(PIECE // sample.element_size(), max(1, *(high - low for low, high in self._bounds)))
         pieces = sample.new_empty(world, most)
+        apart = None if into is None else sums.new_empty(most)  # `into` may be what is being added up
         done = 0
         for place, (low, high) in enumerate(self._bounds):
             for start in range(low, high, most):
@@ -64,7 +68,10 @@ class Shares:
                 for rank, table in tables.items():
                     size = sample.element_size()
                     neighbours.read(rank, table[place] + start * size, rows[rank].data_ptr(), length * size)
-                add_in_order(rows, total[done : done + length], times)
+                here = total[done : done + length]
+                add_in_order(rows, here if apart is None else apart[:length], times)
+                if apart is not None:
+                    here.copy_(apart[:length])
                 done += length
         return total
 
