@@ -9,34 +9,56 @@ unit, announces it, and the reduce is launched when that has arrived.
 
 from __future__ import annotations
 
-from zero.fsdp.unit import Unit
-from zero.oss.comm import Comm
+from typing import Protocol
+
+
+class Ranks(Protocol):
+    """What is needed of a Comm."""
+
+    def channel(self, name: str) -> int: ...
+
+    def announce(self, channel: int | None) -> None: ...
+
+    def agree(self, channel: int) -> None: ...
+
+
+class Reduced(Protocol):
+    """What is needed of a Unit."""
+
+    @property
+    def reduce_channel(self) -> int | None: ...
+
+    def finish_unshard(self) -> None: ...
+
+    def launch_reduce(self) -> None: ...
+
+    def finish_reduce(self) -> None: ...
 
 
 class Reductions:
     """The gradients of one unit that is due, and of one whose gradients are sent."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Ranks) -> None:
         self._comm = comm
         self._channel = comm.channel("the backward of FSDP")
-        self._due: Unit | None = None
-        self._sent: Unit | None = None
-        self._announced_by: Unit | None = None
+        self._due: Reduced | None = None
+        self._sent: Reduced | None = None
+        self._announced_by: Reduced | None = None
         """The unit whose gathering, still under way, announces what is due."""
 
-    def put(self, unit: Unit) -> None:
+    def put(self, unit: Reduced) -> None:
         """Collective. The unit's gradients are in its buckets, to be sent with the next operation."""
         if self._due is not None:
             self.flush()
         self._due = unit
         self._comm.announce(unit.reduce_channel)
 
-    def gathering(self, unit: Unit) -> None:
+    def gathering(self, unit: Reduced) -> None:
         """A gathering of the unit was launched, and has announced what is due."""
         if self._due is not None and self._announced_by is None:
             self._announced_by = unit
 
-    def gathered(self, unit: Unit) -> None:
+    def gathered(self, unit: Reduced) -> None:
         """Collective. The gathering of the unit is complete: what it announced may be sent."""
         if self._announced_by is unit:
             self._launch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from zero.plan.job import Job, Needs
 from zero.plan.kept import Kept
 from zero.plan.layouts import Layouts
 from zero.plan.moments import Mark, measure
-from zero.plan.result import Plan
+from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
 from zero.plan.stages import STAGES
 
@@ -72,19 +72,24 @@ def plan(
     kept = Kept(sizes, options.master_dtype)
     course = Course(sizes, kept, _marks(model, sizes, batch, options))
     needs: Needs = {}
-    costs = []
+    costs: list[Cost] = []
     for world in worlds:
-        layouts = Layouts(sizes, kept, course, world, optimizer, options)
-        within = layouts if options.replicas == 1 else replace(layouts, world=world // options.replicas)
-        jobs: dict[tuple[int, int], Job] = {}
-        for stage, cost_of in STAGES.items():
-            laid_out = within if stage.startswith("3") else layouts
-            by_rank = [
-                cost_of(jobs.setdefault((laid_out.world, rank), Job(laid_out, rank, prefetch, needs)))
-                for rank in laid_out.fullest(stage)
-            ]
-            costs.append(max(by_rank, key=lambda cost: cost.peak))
+        costs += _costs(Layouts(sizes, kept, course, world, optimizer, options), prefetch, needs)
     return Plan(sizes.numel, tuple(costs), memory, activations=batch is not None)
+
+
+def _costs(layouts: Layouts, prefetch: Prefetch, needs: Needs) -> Iterator[Cost]:
+    """Of each stage on so many ranks, on the rank that needs most."""
+    replicas = layouts.options.replicas
+    within = layouts if replicas == 1 else replace(layouts, world=layouts.world // replicas)
+    jobs: dict[tuple[int, int], Job] = {}
+    for stage, cost_of in STAGES.items():
+        laid_out = within if stage.startswith("3") else layouts
+        by_rank = [
+            cost_of(jobs.setdefault((laid_out.world, rank), Job(laid_out, rank, prefetch, needs)))
+            for rank in laid_out.fullest(stage)
+        ]
+        yield max(by_rank, key=lambda cost: cost.peak)
 
 
 def _marks(model: nn.Module | Sizes, sizes: Sizes, batch: Sequence[Any] | None, options: Options) -> Sequence[Mark]:

@@ -7,11 +7,9 @@ which unit's gradients are sent when. Told once more is what the hooks of Schedu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from zero.fsdp.reductions import Reductions
-from zero.fsdp.unit import Stage, Unit
-from zero.oss.comm import Comm
+from zero.fsdp.unit import Stage
 from zero.oss.flat import Residence
 from zero.plan.flat import Flat
 from zero.plan.job import Job
@@ -89,7 +87,7 @@ class Step:
     def __init__(self, job: Job, ledger: Ledger, *, stays: bool) -> None:
         self._ledger, self._prefetch = ledger, job.prefetch
         self._comm, self._reduction = PlannedComm(job, ledger), Reduction(ledger)
-        self._reductions = Reductions(cast(Comm, self._comm))
+        self._reductions = Reductions(self._comm)
         self._units = [PlannedUnit(unit, self._comm, self._reduction, ledger, stays=stays) for unit in job.units]
         self._kept = {self._units[number] for number in job.course.units_in_backward} if stays else set()
         self._root = self._last = self._units[0]
@@ -130,12 +128,12 @@ class Step:
 
     def _launch(self, unit: PlannedUnit) -> None:
         if unit.launch_unshard():
-            self._reductions.gathering(cast(Unit, unit))
+            self._reductions.gathering(unit)
 
     def _gather(self, unit: PlannedUnit) -> None:
         self._launch(unit)
         unit.finish_unshard()
-        self._reductions.gathered(cast(Unit, unit))
+        self._reductions.gathered(unit)
 
     # --------------------------------------------------------------------------------------------- forward
 
@@ -189,7 +187,7 @@ class Step:
         self._reductions.finish()
         unit.stage, unit.calls = Stage.IDLE, 0
         unit.reshard()
-        self._reductions.put(cast(Unit, unit))
+        self._reductions.put(unit)
         if self._prefetch.limit == 1:
             self._reductions.flush()
             self._reductions.finish()
