@@ -80,18 +80,27 @@ BUCKET = 25 * 2**20 // 4
 
 @dataclass(frozen=True)
 class Variant:
-    """stage: what it keeps in parts, as zero.plan counts. package: that it needs besides torch and zero."""
+    """stage: what it keeps in parts, as zero.plan counts. package: that it needs besides torch and zero.
+
+    together: whether the ranks train one model; without, losses are not those of the others.
+    """
 
     title: str
     stage: str
     build: Build
     package: str | None = None
+    together: bool = True
 
     def missing(self) -> str | None:
         """Why it cannot be run here, or None."""
         if self.package is not None and importlib.util.find_spec(self.package) is None:
             return f"there is no package {self.package} (make peers installs it)"
         return None
+
+
+def _alone(model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
+    """What computing and stepping everything takes while the other ranks do the same: nothing is sent."""
+    return Usual(model, AdamW(model.parameters(), lr=LEARNING_RATE))
 
 
 def _ddp(model: nn.Module, block: type[nn.Module], rank: Rank) -> Trained:
@@ -173,6 +182,7 @@ def _zero(stage: int, reshard: bool, model: nn.Module, block: type[nn.Module], r
 
 VARIANTS = {
     "ddp": Variant("DDP", "0", _ddp),
+    "alone": Variant("nothing sent", "0", _alone, together=False),
     "zro": Variant("DDP + ZeroRedundancyOptimizer", "1", _zero_redundancy),
     "fairscale1": Variant("FairScale OSS", "1", partial(_fairscale, False), "fairscale"),
     "deepspeed1": Variant("DeepSpeed stage 1", "1", partial(_deepspeed, 1), "deepspeed"),
