@@ -115,10 +115,12 @@ class FlatGroup:
         stride = self._strides[index]
         if tensor.stride() != stride:
             tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        return tensor.as_strided((tensor.numel(),), (1,))
+        return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
     def shaped(self, index: int, flat: Tensor, span: Span) -> Tensor:
         """The other way round for a flat tensor of `span`'s elements: in the shape that this rank's part has."""
+        if self._strides[index] == (1,):
+            return flat
         if span.numel == self.layout.numels[index]:
             return flat.as_strided(self._shapes[index], self._strides[index], flat.storage_offset())
         return flat.view(part_shape(self._shapes[index], span.numel))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zero.oss.comm import Comm, Handle
 from zero.oss.flat import FlatGroup
+from zero.oss.layout import Span
 from zero.sdp.routes import Routes
 
 _LARGE = 1 << 18
@@ -54,7 +55,12 @@ class GradBucket:
         self.trained: tuple[int, ...] = ()
         self._large: list[int] = []
         self._routes = Routes(flat.layout)
+        self._owned: list[Span] = []
+        """What this rank owns of each trained parameter, in their order, in which usage is counted."""
+        self._as_sent: list[Span] = []
+        """The same, those whose gradients travel alone first."""
         self._taken: dict[int, Tensor] = {}
+        self.taken_bytes = 0
         self._used_here: frozenset[int] = frozenset()
         """Parameters of which this rank had gradients among those that are on their way."""
         self._handle: Handle | None = None
@@ -70,14 +76,13 @@ class GradBucket:
         numels, itemsize = self.flat.layout.numels, self.flat.full.element_size()
         self._large = [index for index in trained if travels_alone(numels[index] * itemsize)]
         self._routes = Routes(self.flat.layout, trained, self._large)
+        self._owned = [self.flat.spans[index] for index in trained if index in self.flat.spans]
+        alone = set(self._large)
+        self._as_sent = sorted(self._owned, key=lambda span: span.index not in alone)
 
     @property
     def complete(self) -> bool:
         return len(self._taken) == len(self.trained)
-
-    @property
-    def taken_bytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self._taken.values())
 
     def take(self, index: int, gradient: Tensor) -> None:
         """Takes over the whole gradient of parameter `index`; nothing else should keep it."""
@@ -95,6 +100,7 @@ class GradBucket:
                 "call backward() without."
             )
         self._taken[index] = self.flat.in_memory_order(index, gradient)
+        self.taken_bytes += gradient.nbytes
 
     def refuse_late(self, index: int) -> NoReturn:
         raise RuntimeError(
@@ -122,7 +128,7 @@ class GradBucket:
         messages = [self._large_message(index) for index in self._large]
         messages.append(self._small_message())
         self._used_here = frozenset(self._taken)
-        self._taken = {}
+        self._forget_taken()
         comm = self.flat.comm
         self._handle = comm.reduce(messages, times=1 / comm.world)
 
@@ -146,7 +152,11 @@ class GradBucket:
                 pieces.append(_as_counts(used, sample))
                 used = []
             gradient = self._taken.get(index)
-            pieces.append(sample.new_zeros(stop - start) if gradient is None else gradient[start:stop])
+            if gradient is None:
+                gradient = sample.new_zeros(stop - start)
+            elif stop - start < gradient.numel():
+                gradient = gradient[start:stop]
+            pieces.append(gradient)
         pieces.append(_as_counts(used, sample))
         return torch.cat(pieces).to(self._sent_as), self._routes.together.counts
 
@@ -160,28 +170,27 @@ class GradBucket:
         handle, self._handle = self._handle, None
         sums: Tensor = handle.wait()
         self.phase = Phase.FILLING
-        owned = [self.flat.spans[index] for index in self.trained if index in self.flat.spans]
-        spans = sorted(owned, key=lambda span: span.index not in self._large)  # as they were sent
         if self._replicas is not None:
             self._replicas.all_reduce(sums)
             sums *= 1 / self._replicas.world
         used = self._used_here
-        if any(span.index not in used for span in owned):
-            counts = sums[len(sums) - len(owned) :].tolist()
-            used = frozenset(span.index for span, count in zip(owned, counts, strict=True) if count)
-        low = 0
-        for span in spans:
-            part = sums[low : low + span.numel]
+        *parts, counts = sums.split([*(span.numel for span in self._as_sent), len(self._owned)])
+        if any(span.index not in used for span in self._owned):
+            used = frozenset(span.index for span, count in zip(self._owned, counts.tolist(), strict=True) if count)
+        for span, part in zip(self._as_sent, parts, strict=True):
             deliver(span.index, self.flat.shaped(span.index, part, span) if span.index in used else None)
-            low += span.numel
 
     def abandon(self) -> None:
         """Forgets a backward that was interrupted, once what it sent has arrived."""
-        self._taken = {}
+        self._forget_taken()
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
         self.phase = Phase.FILLING
+
+    def _forget_taken(self) -> None:
+        self._taken = {}
+        self.taken_bytes = 0
 
 
 def _as_counts(used: list[bool], like: Tensor) -> Tensor:

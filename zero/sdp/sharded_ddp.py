@@ -316,10 +316,13 @@ class Reducer:
         A bucket in flight takes its gradients and as much to receive them in; in their place 1/W of it stays, and as
         much of the next is not there yet. Where transfers run beside the computing, waiting would cost their overlap.
         """
-        if not self._comm.runs_beside(filling.flat.full):
-            upcoming = filling.taken_bytes + self._largest_param
-            if upcoming * self._comm.world > self._largest_bucket:
-                self._finish_in_flight()
+        upcoming = filling.taken_bytes + self._largest_param
+        if (
+            self._in_flight is not None
+            and upcoming * self._comm.world > self._largest_bucket
+            and not self._comm.runs_beside(filling.flat.full)
+        ):
+            self._finish_in_flight()
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:
@@ -381,7 +384,7 @@ def _delivery(bucket: GradBucket, optimizer: OSS) -> Callable[[int, Tensor | Non
 
     def deliver(index: int, gradient: Tensor | None) -> None:
         part = optimizer.part(bucket.flat.params[index])
-        if gradient is not None:
+        if gradient is not None and gradient.dtype is not part.dtype:
             gradient = gradient.to(part.dtype)
         if part.grad is None:
             part.grad = gradient
