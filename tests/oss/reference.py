@@ -9,11 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import zero
 
 FEATURES = 24
+
+MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+ELEMENTWISE: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "SGD": (SGD, {"lr": 0.1}),
+    "SGD momentum": (SGD, MOMENTUM),
+    "SGD nesterov": (SGD, {**MOMENTUM, "nesterov": True}),
+    "Adam": (Adam, {"lr": 0.01}),
+    "Adam maximize": (Adam, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
+    "AdamW amsgrad": (AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.1, "t0": 2}),
+    "Adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+}
+"""All of torch's that treat each element by itself, with options; on the CPU they step one parameter after another."""
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from reference import FEATURES, batch, built, distributed, loss_of, refusal, same, same_weights, train
+from reference import FEATURES, MOMENTUM, batch, built, distributed, loss_of, refusal, same, same_weights, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
@@ -16,7 +16,6 @@ import ranks
 import zero
 from atstage import at_stage, weights
 
-MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 by_stage = pytest.mark.parametrize("stage", [1, 2])
 by_cut = pytest.mark.parametrize("cut", ["even", "whole"])
 

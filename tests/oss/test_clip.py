@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from reference import FEATURES, Net, built, loss_of
+from reference import FEATURES, MOMENTUM, Net, built, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -14,7 +14,6 @@ import ranks
 from atstage import at_stage, clip
 from zero import OSS, ShardedDDP
 
-MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 NORMS = (1.0, 2.0, 3.0, math.inf)
 CASES = [(stage, partition) for stage in (1, 2) for partition in ("even", "whole")]
 by_case = pytest.mark.parametrize(("stage", "partition"), CASES)

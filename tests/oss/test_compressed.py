@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import Net, built, loss_of, same
+from reference import MOMENTUM, Net, built, loss_of, same
 from torch import nn
 from torch.optim import SGD, Adam
 
@@ -11,7 +11,6 @@ import zero
 from atstage import at_stage, own_elements
 from zero.plan.meter import Meter
 
-MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 DTYPES = {"fp16": (True, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16)}
 by_dtype = pytest.mark.parametrize("name", DTYPES)
 by_cut = pytest.mark.parametrize("cut", ["even", "whole"])

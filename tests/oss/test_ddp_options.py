@@ -3,7 +3,7 @@ optimizer, bit for bit, whichever of OSS and DDP was built first."""
 
 import pytest
 import torch
-from reference import FEATURES, Net, batch, built, same
+from reference import FEATURES, MOMENTUM, Net, batch, built, same
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -12,8 +12,6 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
-
-MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
 def fp16(model):
