@@ -12,6 +12,7 @@ writes is the same.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -156,8 +157,13 @@ def checksum(flat: Tensor) -> int:
 
 
 def as_bytes(flat: Tensor) -> memoryview:
-    """The memory of a flat, contiguous tensor on the CPU."""
-    return memoryview(flat.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    """The memory of a flat, contiguous tensor on the CPU.
+
+    Not by `numpy()`, after which torch no longer lets the tensor's storage be resized, as FSDP does with parts.
+    """
+    memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
+    memory.tensor = flat  # lives as long as what looks into it
+    return memoryview(memory).cast("B")
 
 
 class SafeFile:

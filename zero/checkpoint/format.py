@@ -217,7 +217,8 @@ class Index:
 
     def take_extras(self, extras: Sequence[dict[str, Any]]) -> None:
         """Keeps what the ranks gave, as JSON and rank by rank: once what all of them gave alike."""
-        shared = {key for key in extras[0] if all(key in one and one[key] == extras[0][key] for one in extras)}
+        told = [{key: json.dumps(value) for key, value in one.items()} for one in extras]  # as text NaN equals itself
+        shared = {key for key, text in told[0].items() if all(one.get(key) == text for one in told)}
         self.extra = {key: value for key, value in extras[0].items() if key in shared}
         by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
         self.extra_by_rank = by_rank if any(by_rank) else []

@@ -72,8 +72,8 @@ class LoadPlan:
             held = self._training.resident(name)
             if held is not None:
                 entry, master = self._entry(name), self._master(name)
-                wider = held.whole.dtype.itemsize > entry.geometry.dtype.itemsize
-                self._taken.append((_range(master if master is not None and wider else entry, held), held))
+                converted = held.whole.dtype != entry.geometry.dtype
+                self._taken.append((_range(master if master is not None and converted else entry, held), held))
         for held in self._training.masters(settled=False):
             name = held.path.removeprefix("master/")
             self._taken.append((_range(self._master(name) or self._entry(name), held), held))
@@ -140,6 +140,8 @@ class _OptimizerPlan:
         self._optimizer, self._stored = optimizer, stored
         self.problem = _optimizer_misfit(training, optimizer, stored, stored_as)
         self._tensors: list[tuple[Stepped, str, Range]] = []
+        self._of_own_dtype: list[tuple[Tensor, str]] = []
+        """State that was of another dtype than what was stepped, and stays of it."""
         self._values: list[tuple[Stepped, str, Any]] = []
         self._options: list[dict[str, Any]] = []
         if self.problem is None:
@@ -147,9 +149,12 @@ class _OptimizerPlan:
                 self._plan(one, stored_as[one.name], index)
 
     def _plan(self, one: Stepped, name: str, index: Index) -> None:
+        stepped = index.tensors.get(f"master/{name}") or index.entry(name)
         for key, path in self._stored.tensors.get(name, {}).items():
             entry = index.tensors[path]
             stored = entry.geometry
+            if stored.dtype != stepped.geometry.dtype:
+                self._of_own_dtype.append((one.tensor, key))
             if stored.shape == one.whole.shape:
                 wanted = replace(one.whole, dtype=stored.dtype)
                 self._tensors.append((one, key, Range(entry, wanted, one.start, one.stop)))
@@ -184,6 +189,10 @@ class _OptimizerPlan:
             self._optimizer.take_parts(taken, self._options)  # type: ignore[arg-type]
         else:
             restore(self._optimizer, taken, self._options)
+        state = inner(self._optimizer).state  # torch's optimizers convert what they load to what they step
+        for tensor, key in self._of_own_dtype:
+            if state[tensor][key].dtype != taken[tensor][key].dtype:
+                state[tensor][key] = taken[tensor][key]
 
 
 def _stored_names(training: Training, index: Index) -> dict[str, str]:

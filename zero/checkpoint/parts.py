@@ -135,7 +135,12 @@ class Training:
     def _name_tensors(self) -> None:
         known = {*self.module.parameters(), *self.module.buffers()}
         stored: dict[Tensor, str] = {}
-        for given, value in self.module.state_dict(keep_vars=True).items():
+        try:
+            given_state = self.module.state_dict(keep_vars=True)
+        except Exception as error:  # of the user's modules: the other ranks must hear of it
+            self.problem = f"the module's state_dict() raised {type(error).__name__}: {error}."
+            return
+        for given, value in given_state.items():
             name = own_name(given)
             if isinstance(value, Tensor) and value in known:
                 if value in stored:
@@ -160,6 +165,13 @@ class Training:
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 return f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
+            elsewhere = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+            if not isinstance(optimizer, OSS) and any(one.state is not optimizer.state for one in elsewhere):
+                return (
+                    f"the {type(optimizer).__name__} keeps its state in an optimizer of its own "
+                    f"({type(elsewhere[0]).__name__}), where zero.checkpoint does not look. Use zero.OSS to "
+                    "shard the state, or give the optimizer inside."
+                )
             if isinstance(optimizer, OSS) and any(isinstance(one, FSDP) for one in wrappers):
                 return "the model is an FSDP, which takes a plain torch optimizer, but the optimizer is an OSS."
             if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:

@@ -53,9 +53,10 @@ def load(
     model, optimizer: built as for training, at any stage. Without an optimizer only parameters and buffers are taken.
     process_group: of a plain model; a wrapped one knows its own.
 
-    Floating-point tensors are converted to the model's dtypes; where masters were stored, a parameter of more bits than
-    were stored takes its master's. Of `extra`, what differed between the ranks that saved it comes back to the same
-    ranks, and is left out, with a warning, where there is another number of them.
+    Floating-point tensors are converted to the model's dtypes; where masters were stored, a parameter of another dtype
+    than was stored takes its master's. Optimizer state keeps a dtype that was not that of what was stepped. Of `extra`,
+    what differed between the ranks that saved it comes back to the same ranks, and is left out, with a warning, where
+    there is another number of them.
 
     Memory: state that is there is overwritten in place; besides what the rank keeps in the end there is one buffer of
     BUFFER (16 MiB), and, for a tensor whose dimensions lie in another order than those stored, that tensor.
@@ -91,17 +92,21 @@ def load(
 
 
 def _extra(index: Index, training: Training) -> dict[str, Any]:
-    extra = decode(index.extra)
+    extra = _decoded(index.extra)
     by_rank = index.extra_by_rank
     if by_rank and len(by_rank) == training.ranks.all:
-        return {**extra, **decode(by_rank[training.ranks.number])}
+        return extra | _decoded(by_rank[training.ranks.number])
     if by_rank:
         warnings.warn(
             f"{listed(sorted({key for one in by_rank for key in one}))} of extra differed between the {len(by_rank)} "
             f"ranks that saved it, and there are {training.ranks.all} now: left out.",
             stacklevel=3,
         )
-    return dict(extra)
+    return extra
+
+
+def _decoded(extra: dict[str, Any]) -> dict[str, Any]:
+    return {key: decode(told) for key, told in extra.items()}
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:

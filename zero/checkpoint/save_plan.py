@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
@@ -77,9 +78,18 @@ def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix
                 raise ValueError(f"{path}: names of state must be strings without a slash.")
             if isinstance(value, Tensor) and value.dim():
                 (plan.common if one.shared else plan.held).append(_state_held(path, one, value))
+            elif one.cut and _holds_tensors(value):
+                raise ValueError(
+                    f"{path} is a {type(value).__name__} of tensors, and the parameter is cut between ranks: their "
+                    "place in the whole is not known. Build the optimizer, or FSDP, with partition='whole'."
+                )
             elif one.start == 0 and (training.ranks.rank == 0 or not one.shared):
                 values.setdefault(one.name, {})[key] = encode(value, path)
     plan.values.append(values)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value))
 
 
 def _state_held(path: str, one: Stepped, value: Tensor) -> Held:

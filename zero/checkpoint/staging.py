@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,35 @@ _ALIGNMENT = 64
 """Bytes that every copy starts at a multiple of, so that it can be seen as of any dtype."""
 
 _buffers: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""Those that no save is being written from."""
 
 
-def staged(model: nn.Module, held: Sequence[Held]) -> list[Held]:
-    """The same elements, held in copies. Those of an earlier call for this model are overwritten."""
-    sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in held]
-    buffer, low, copies = _buffer(model, sum(sizes)), 0, []
-    for one, size in zip(held, sizes, strict=True):
-        copy = buffer[low : low + one.nbytes].view(one.whole.dtype)
-        copies.append(replace(one, tensor=copy.copy_(one.flat()), offset=0))
-        low += size
-    return copies
+class Staging:
+    """The same elements, held in copies, until they are written.
+
+    Another save of the model that begins before then has copies of its own.
+    """
+
+    def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
+        self.held: list[Held] = []
+        self._model = ref(model)
+        sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in held]
+        self._buffer, low = _buffer(model, sum(sizes)), 0
+        for one, size in zip(held, sizes, strict=True):
+            copy = self._buffer[low : low + one.nbytes].view(one.whole.dtype)
+            self.held.append(replace(one, tensor=copy.copy_(one.flat()), offset=0))
+            low += size
+
+    def release(self) -> None:
+        """Leaves the memory to the model's next save."""
+        model = self._model()
+        if model is not None:
+            _buffers[model] = self._buffer
 
 
 def _buffer(model: nn.Module, nbytes: int) -> Tensor:
-    kept = _buffers.get(model)
+    kept = _buffers.pop(model, None)
     if kept is not None and len(kept) >= nbytes:
         return kept
-    del kept
-    _buffers.pop(model, None)  # the old one goes before the new one comes
-    _buffers[model] = torch.empty(nbytes, dtype=torch.uint8)
-    return _buffers[model]
+    del kept  # the old one goes before the new one comes
+    return torch.empty(nbytes, dtype=torch.uint8)

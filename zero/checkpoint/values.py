@@ -25,6 +25,9 @@ _ARRAYS = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 
 _TAG = "$"
 
+_MOST_BITS = 1 << 13
+"""Of an integer: Python does not write down those of more than some thousand digits."""
+
 
 def encode(value: Any, where: str) -> Any:
     """A value as JSON: JSON's own, and tuples, dictionaries with other keys, Counters, small tensors and arrays.
@@ -33,9 +36,13 @@ def encode(value: Any, where: str) -> Any:
     """
     if value is None or isinstance(value, bool):
         return value
-    for plain in (int, float, str):  # also of subclasses, such as numpy's float64
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"{where} is an integer of {value.bit_length()} bits. Save at most {_MOST_BITS}.")
+    for plain in (int, float):  # also of subclasses, such as numpy's float64
         if isinstance(value, plain):
             return plain(value)
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enum's member its value
     if isinstance(value, list):
         return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, tuple):
@@ -45,7 +52,8 @@ def encode(value: Any, where: str) -> Any:
             return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
         items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
         return {_TAG: "Counter" if isinstance(value, Counter) else "dict", "items": items}
-    if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS:
+    masked = isinstance(value, np.ma.MaskedArray)
+    if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS and not masked:
         return {
             **encode(torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), ndmin=1)), where),
             "shape": list(value.shape),

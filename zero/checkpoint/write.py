@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from zero.checkpoint.format import CheckpointError, Index
 from zero.checkpoint.parts import Held, Training, kind
 from zero.checkpoint.rank_files import rank_file, seal, write_rank_file
 from zero.checkpoint.save_plan import SavePlan, plan_save
-from zero.checkpoint.staging import staged
+from zero.checkpoint.staging import Staging
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
 
@@ -93,7 +94,7 @@ def save(
     if wait:
         saving._write_now(plan)
     else:
-        saving._write_behind(SavePlan(plan.index, staged(model, plan.held), plan.values))
+        saving._write_behind(plan, Staging(model, plan.held))
     return saving
 
 
@@ -107,10 +108,13 @@ class Saving:
         self._final: Place | None = None
         self._problem: str | None = None
         self._done = False
+        self._failure: CheckpointError | None = None
 
     @property
     def path(self) -> Path | str:
         """The checkpoint, for `load`; a URL where the run's was one. Raises RuntimeError before it is whole."""
+        if self._failure is not None:
+            raise RuntimeError(f"there is no checkpoint: {self._failure}")
         if self._final is None:
             raise RuntimeError("the checkpoint is still being written. Call wait() first.")
         return self._final.public
@@ -120,6 +124,8 @@ class Saving:
 
         Raises CheckpointError, on every rank, if it came to nothing.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._done:
             return
         self._done = True
@@ -129,7 +135,8 @@ class Saving:
             if self._thread is not None:
                 self._join(self._thread)
             told = self._ranks.exchange(self._final.name if self._final else None, self._problem)
-        except CheckpointError:
+        except CheckpointError as failure:
+            self._failure = failure
             self._discard()  # again, now that no rank writes there any more
             raise
         self._final = self._partial.parent / told[0]
@@ -159,13 +166,13 @@ class Saving:
             self._publish()
         self.wait()
 
-    def _write_behind(self, plan: SavePlan) -> None:
-        """plan: of copies."""
+    def _write_behind(self, plan: SavePlan, copies: Staging) -> None:
         _unfinished[self._partial.parent] = self
 
         def work() -> None:
             _give_way()
-            self._write_file(plan)
+            self._write_file(replace(plan, held=copies.held))
+            copies.release()
             if not self._ranks.first:
                 self._tell()
             self._written.set()  # only the first rank touches the directory from here on, and can remove it for good
@@ -245,10 +252,12 @@ def _plan(
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
         return None, {}, f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}."
     try:
-        told = encode({**extra}, "extra")
+        told = {key: encode(value, f"extra[{key!r}]") for key, value in extra.items()}
         return plan_save(training), told, None
     except ValueError as error:
         return None, {}, str(error)
+    except Exception as error:  # of the user's optimizer or values: the other ranks must hear of it
+        return None, {}, f"what is to be saved could not be looked at ({type(error).__name__}: {error})."
 
 
 def _told(training: Training, run: Place | None, keep: int | None, wait: bool) -> list[str]:

@@ -1,0 +1,222 @@
+"""What a checkpoint must neither change nor lose: training goes on after it, and values come back, or are refused."""
+
+import copy
+import enum
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from saved import adam, tiny
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+
+import ranks
+import zero
+from zero.checkpoint import write
+
+
+def train(model, optimizer, count=2):
+    torch.manual_seed(0)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+    return zero.full_state_dict(model)
+
+
+# ------------------------------------------------------------------------------------------------ training goes on
+
+
+def kept(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), reshard_after_forward=False)
+    return model, adam()(model.parameters())
+
+
+def goes_on(rank, world, path):
+    """Parts that are given up while parameters are whole are written, and read into, without being pinned down."""
+    model, optimizer = kept()
+    train(model, optimizer)
+    zero.checkpoint.save(path, model, optimizer)
+    other, other_optimizer = kept(seed=1)
+    zero.checkpoint.load(path, other, other_optimizer)
+    expected, found = train(model, optimizer), train(other, other_optimizer)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_parameters_that_are_kept_whole_train_on_after_a_save_and_a_load(tmp_path):
+    ranks.run(goes_on, 2, (str(tmp_path),))
+
+
+# -------------------------------------------------------------------------------------------- saves behind training
+
+
+def test_a_model_is_saved_to_two_runs_at_once(tmp_path):
+    model, other = nn.Linear(2000, 2000), nn.Linear(2000, 2000)
+    saving = []
+    for number, run in enumerate(("last", "best")):
+        with torch.no_grad():
+            model.weight.fill_(number)
+        saving.append(zero.checkpoint.save(tmp_path / run, model, wait=False))
+    for number, (one, run) in enumerate(zip(saving, ("last", "best"), strict=True)):
+        one.wait()
+        zero.checkpoint.load(tmp_path / run, other)
+        assert (other.weight == number).all()
+
+
+def test_a_save_that_failed_fails_whenever_it_is_waited_for(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(5, "on fire")
+
+    monkeypatch.setattr(write, "write_rank_file", fail)
+    saving = zero.checkpoint.save(tmp_path / "run", tiny(), wait=False)
+    for _ in range(2):
+        with pytest.raises(zero.checkpoint.CheckpointError, match="on fire"):
+            saving.wait()
+    with pytest.raises(RuntimeError, match=r"no checkpoint.*on fire"):
+        _ = saving.path
+
+
+# ------------------------------------------------------------------------------------------------- optimizer state
+
+
+class Wide(SGD):
+    """State in other dtypes than the parameters'."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in filter(lambda param: param.grad is not None, group["params"]):
+                state = self.state[param]
+                state["momentum"] = state.get("momentum", torch.zeros_like(param, dtype=torch.float32)) + param.grad
+                state["count"] = state.get("count", torch.full_like(param, 2**24, dtype=torch.int64)) + 1
+                param -= group["lr"] * state["momentum"].to(param.dtype)
+
+
+def keeps_dtypes(rank, world, path, stage):
+    def build():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).bfloat16()
+        return zero.setup(model, Wide, stage=stage, partition="even", lr=0.01)
+
+    (model, optimizer), (other, other_optimizer) = build(), build()
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    zero.checkpoint.save(path, model, optimizer)
+    zero.checkpoint.load(path, other, other_optimizer)
+    saved, loaded = (getattr(one, "optim", one).state.values() for one in (optimizer, other_optimizer))
+    for before, after in zip(saved, loaded, strict=True):
+        for key in ("momentum", "count"):
+            assert before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]), key
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_state_keeps_dtypes_that_are_not_the_parameters(stage, tmp_path):
+    ranks.run(keeps_dtypes, 2, (str(tmp_path), stage))
+
+
+class History(SGD):
+    """Keeps past gradients in a list."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in filter(lambda param: param.grad is not None, group["params"]):
+                self.state[param]["history"] = [param.grad.clone(), torch.zeros_like(param)]
+
+
+def lists(rank, world, path, stage, partition):
+    model, optimizer = zero.setup(nn.Linear(64, 64), History, stage=stage, partition=partition, lr=0.1)
+    model(torch.ones(5, 64)).sum().backward()
+    optimizer.step()
+    zero.checkpoint.save(path, model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lists_of_tensors_are_refused_where_parameters_are_cut(stage, tmp_path):
+    ranks.expect_error(
+        lists, 2, "CheckpointError", "history is a list of tensors", "partition='whole'", args=(tmp_path, stage, "even")
+    )
+
+
+class Sharding(SGD):
+    """Has another optimizer step what this rank owns, as torch's ZeroRedundancyOptimizer does."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.optim = Adam(self.param_groups[0]["params"][:1])
+
+
+def test_an_optimizer_that_keeps_its_state_in_another_is_refused(tmp_path):
+    model = tiny()
+    with pytest.raises(zero.checkpoint.CheckpointError, match=r"the Sharding keeps its state .*\(Adam\).*zero.OSS"):
+        zero.checkpoint.save(tmp_path, model, Sharding(model.parameters()))
+
+
+def mastered(dtype):
+    model = nn.Linear(64, 64, bias=False).to(dtype)
+    return model, zero.OSS(model.parameters(), SGD, lr=0.0, master_dtype=torch.float32)
+
+
+def test_masters_are_those_that_were_saved_whatever_16_bits_the_parameters_have(tmp_path):
+    model, optimizer = mastered(torch.float16)
+    [flat] = optimizer.flat_groups
+    optimizer.master(flat).add_(torch.randn_like(optimizer.master(flat)) * 1e-5)
+    with torch.no_grad():
+        flat.part.copy_(optimizer.master(flat))
+    saved = copy.deepcopy(optimizer.master(flat))
+    zero.checkpoint.save(tmp_path, model, optimizer)
+    model, optimizer = mastered(torch.bfloat16)
+    zero.checkpoint.load(tmp_path, model, optimizer)
+    model(torch.ones(1, 64).bfloat16()).sum().backward()
+    optimizer.step()  # at a learning rate of nothing
+    assert torch.equal(optimizer.master(optimizer.flat_groups[0]), saved)
+
+
+# ----------------------------------------------------------------------------------------------------------- extra
+
+
+def keep_nan(rank, world, path):
+    zero.checkpoint.save(path, DistributedDataParallel(nn.Linear(2, 2)), extra={"best": math.nan, "$": rank})
+
+
+def test_nan_is_the_same_on_all_ranks(tmp_path):
+    ranks.run(keep_nan, 2, (str(tmp_path),))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        extra = zero.checkpoint.load(tmp_path, nn.Linear(2, 2))
+    assert [*extra] == ["best"] and math.isnan(extra["best"])
+    assert [str(one.message).split(" of extra")[0] for one in told] == ["$"]
+
+
+class Precision(str, enum.Enum):
+    HALF = "bf16"
+
+
+def test_members_of_enums_come_back_as_their_values(tmp_path):
+    zero.checkpoint.save(tmp_path, nn.Linear(2, 2), extra={"precision": Precision.HALF})
+    assert zero.checkpoint.load(tmp_path, nn.Linear(2, 2)) == {"precision": "bf16"}
+
+
+class Moody(nn.Linear):
+    def get_extra_state(self):
+        raise RuntimeError("not today")
+
+
+def refusing(rank, world, path, what):
+    model = Moody(2, 2) if rank and what == "state" else nn.Linear(2, 2)
+    extra = {"value": {"integer": 10**5000, "masked": np.ma.masked_array([1.0], [True])}.get(what, 1) if rank else 1}
+    zero.checkpoint.save(path, DistributedDataParallel(model), extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [("state", "state_dict.. raised RuntimeError: not today"), ("integer", "16610 bits"), ("masked", "MaskedArray")],
+)
+def test_what_one_rank_cannot_save_is_heard_of_on_all(what, expected, tmp_path):
+    ranks.expect_error(refusing, 2, "CheckpointError", expected, "on rank 1", args=(str(tmp_path), what), timeout=20)
