@@ -9,7 +9,7 @@ import torch
 from reference import FEATURES, MOMENTUM, batch, built, distributed, loss_of, refusal, same, same_weights, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adagrad, Adam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ranks
@@ -391,3 +391,22 @@ def _loaded_before_wrapping(rank, world):
 
 def test_state_loaded_before_sharded_ddp_is_kept():
     ranks.run(_loaded_before_wrapping, 2)
+
+
+def _state_on_one_rank(rank, world, limit):
+    """Adagrad has state from the start, but of one parameter that lies whole with one rank only that rank has some."""
+    finals = []
+    for at in (0, 2):
+        net = built(lambda: nn.Linear(FEATURES, 4, bias=False))
+        model, optimizer = at_stage(at, net, Adagrad, partition="whole", lr=0.1)
+        if at == 2:
+            assert sorted(optimizer.comm.all_gather_text(str(bool(optimizer.optim.state)))) == ["False", "True"]
+            optimizer.set_bucket_size(limit)
+        losses = train(model, optimizer, rank, range(3))
+        finals.append((losses, weights(model)))
+    same(finals[1], finals[0], "losses and weights")
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 22])
+def test_other_buckets_where_a_rank_has_no_state(limit):
+    ranks.run(_state_on_one_rank, 2, args=(limit,))

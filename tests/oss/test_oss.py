@@ -22,6 +22,7 @@ from reference import (
     train,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
@@ -384,6 +385,41 @@ def _add_param_group(rank, world, partition):
 @pytest.mark.parametrize("partition", ["even", "whole"])
 def test_parameters_may_be_added_after_some_steps(partition):
     ranks.run(_add_param_group, 2, args=(partition,))
+
+
+def _rates_changed_then_added(rank, world):
+    both = pair(SGD, params=lambda model: model.module.first.parameters(), **MOMENTUM)
+    rates = []
+    for model, optimizer in both:
+        schedule = StepLR(optimizer, 1, gamma=0.5)
+        train(model, optimizer, rank, range(2), after=lambda *_, schedule=schedule: schedule.step())
+        optimizer.add_param_group({"params": model.module.middle.parameters()})
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    assert rates[1] == rates[0] == [0.025, 0.1]
+    assert_equal_training(rank, *both, steps=range(2, 4))
+
+
+def test_adding_parameters_keeps_what_a_scheduler_has_set_since_the_last_step():
+    ranks.run(_rates_changed_then_added, 2)
+
+
+def _freed(rank, world, master_dtype):
+    """What `model.zero_grad()` frees of the gradients, where the optimizer has clipped and stepped."""
+    model = built(lambda: nn.Linear(24, 40).bfloat16())
+    optimizer = OSS(model.parameters(), SGD, master_dtype=master_dtype, **MOMENTUM)
+    for use in (lambda: optimizer.clip_grad_norm(0.1), optimizer.step):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        held = [StorageWeakRef(param.grad.untyped_storage()) for param in model.parameters()]
+        use()
+        assert all(optimizer.part(param).grad is None for param in model.parameters())
+        model.zero_grad()
+        assert all(one.expired() for one in held)
+
+
+@pytest.mark.parametrize("master_dtype", [None, torch.float32])
+def test_zero_grad_of_the_model_frees_the_gradients(master_dtype):
+    ranks.run(_freed, 2, args=(master_dtype,))
 
 
 def _named(rank, world):

@@ -5,13 +5,13 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from reference import Net, built, distributed, loss_of, refusal, train
+from reference import MOMENTUM, Net, built, distributed, loss_of, refusal, train
 from torch import nn
 from torch.optim import SGD, Adam
 
 import ranks
 from optimizers import Lamb
-from zero import OSS
+from zero import OSS, ShardedDDP
 
 
 def good():
@@ -75,6 +75,11 @@ BAD = {
     ),
     "nothing": (lambda: None, "None"),
     "a set, which has no order": (lambda: set(good()), "order"),
+    "a set in a group": (
+        lambda: [{"params": good()}, {"params": set(good())}],
+        "group 1 was given a set for parameters. Pass an iterable that has an order",
+    ),
+    "a number in a group": (lambda: [{"params": 3}], "group 0 was given a int for parameters. Pass an iterable"),
     "groups and parameters mixed": (lambda: [{"params": good()[:1]}, good()[1]], "parameter"),
 }
 BAD_OPTIONS = {
@@ -191,6 +196,20 @@ def test_parameters_that_differ_between_ranks_are_named_on_every_rank(name):
             assert f"rank 0 has {here}, rank 2 has {there}. Build the same on every rank, in the same order." in told
 
 
+def _shuffled(rank, world):
+    """Without names, parameters of one shape look the same to OSS; ShardedDDP knows the names."""
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+    params = [*model.parameters()]
+    optimizer = OSS(params[::-1] if rank else params, SGD, lr=0.1)
+    return refusal(lambda: ShardedDDP(model, optimizer))
+
+
+def test_another_order_on_another_rank_is_told_where_names_are_known():
+    for told in ranks.run(_shuffled, 2, timeout=8):
+        assert told.startswith("ValueError: the parameters given to OSS differ between ranks: at position 0, "), told
+        assert "rank 0 has 0.weight, rank 1 has 2.weight. Build the same on every rank, in the same order." in told
+
+
 def _different_options(rank, world, name):
     one = {
         "optimizer": lambda: OSS(good(), Adam if rank else SGD),
@@ -302,6 +321,52 @@ def test_a_model_changed_after_construction_is_noticed_at_the_next_step(name):
         assert told.startswith("RuntimeError: "), told or "it trains on"
         assert "was moved, cast or given other data after OSS was built" in told
         assert "Move and cast the model first, then build OSS" in told
+
+
+def _swapped(groups):
+    params = groups[0]["params"]
+    params[0], params[1] = params[1], params[0]
+
+
+EDITS = {
+    "removed": (lambda groups: groups[0]["params"].pop(0), "groups of [1, 3], without first.weight. Add a group by"),
+    "listed anew": (
+        lambda groups: groups[1].update(params=groups[1]["params"][1:]),
+        "groups of [2, 2], without norm.w",
+    ),
+    "a group removed": (lambda groups: groups.pop(), "groups of [2], without middle.weight"),
+    "a group appended": (
+        lambda groups: groups.append({**groups[0], "params": [nn.Parameter(torch.ones(2))]}),
+        "groups of [2, 3, 1], not the same ones",
+    ),
+    "in another order": (_swapped, "groups of [2, 3], not the same ones in the same order"),
+}
+
+
+def _edited(rank, world, name, where):
+    model = built()
+    groups = [{"params": model.first.named_parameters("first")}]
+    groups += [{"params": [*model.norm.named_parameters("norm"), *model.middle.named_parameters("middle")], "lr": 0.2}]
+    optimizer = OSS(groups, SGD, **MOMENTUM)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    if where in (None, rank):
+        EDITS[name][0](optimizer.param_groups)
+    return refusal(optimizer.step)
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("where", [None, 1], ids=["everywhere", "on rank 1"])
+def test_edited_groups_are_refused_at_the_step_and_none_waits(name, where):
+    told = ranks.run(_edited, 2, args=(name, where), timeout=8)
+    for rank, text in enumerate(told):
+        if where in (None, rank):
+            assert text.startswith("RuntimeError: param_groups were edited: OSS was given groups of [2, 3] "), text
+            assert EDITS[name][1] in text
+            assert "build OSS again" in text
+        else:
+            assert "rank 1 in a step of OSS that it refuses, as its param_groups were edited" in text
 
 
 def _no_gradients(rank, world):

@@ -20,6 +20,7 @@ from reference import (
 )
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
 
 import ranks
 from optimizers import ByParameter, Lamb
@@ -108,6 +109,24 @@ def _groups(rank, world):
 
 def test_consolidated_state_of_several_groups():
     ranks.run(_groups, 2)
+
+
+def _scheduled_since(rank, world):
+    both = pair(AdamW, lr=0.01)
+    for model, optimizer in both:
+        schedule = StepLR(optimizer, 1, gamma=0.5)
+        train(model, optimizer, rank, range(1))
+        if optimizer is both[1][1]:
+            optimizer.consolidate_state_dict(to=0)
+        schedule.step()
+    (_, plain), (_, sharded) = both
+    told = sharded.state_dict()
+    assert is_part(told) == (rank != 0)
+    same(told["param_groups"], plain.state_dict()["param_groups"], "the groups")
+
+
+def test_options_are_those_of_now_also_after_consolidating():
+    ranks.run(_scheduled_since, 2)
 
 
 def _some_without_state(rank, world):

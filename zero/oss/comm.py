@@ -180,7 +180,12 @@ class Comm(Agreement):
         return Handle(finish, self._wire.queue)
 
     def reduce(
-        self, messages: Sequence[tuple[Tensor, Sequence[int]]], *, times: float = 1, into: Tensor | None = None
+        self,
+        messages: Sequence[tuple[Tensor, Sequence[int]]],
+        *,
+        times: float = 1,
+        into: Tensor | None = None,
+        channel: int | None = None,
     ) -> Handle:
         """Collective. Sums over the ranks what each has for each owner. `wait` returns this rank's sums, flat.
 
@@ -192,6 +197,8 @@ class Comm(Agreement):
         times: what sums are multiplied by, such as 1 / world for averages: here they are still in the cache.
         into: flat, what is overwritten by the sums, and returned, instead of a new tensor; in its own dtype. It may be
             what this rank has for itself.
+        channel: number of the operation, to be compared between ranks where that costs nothing: where they read one
+            another's memory. Elsewhere an `agree` before has to do.
         """
         if self.world == 1:
             return Handle(lambda: _put(_alone([message for message, _ in messages], times), into))
@@ -201,7 +208,7 @@ class Comm(Agreement):
             shares = direct.Shares(messages, self.rank)
             return self._launch_reading(
                 near,
-                REDUCTION,
+                REDUCTION if channel is None else self._wire.number(channel),
                 shares.address,
                 lambda told: shares.sum(near, told, times, into),
                 (messages, shares, into),

@@ -112,6 +112,8 @@ class FlatGroup:
 
     def in_memory_order(self, index: int, tensor: Tensor) -> Tensor:
         """A tensor of the shape of parameter `index`, flat, its elements ordered as the layout counts them."""
+        if tensor.is_conj() or tensor.is_neg():  # noted on the tensor, not done in its memory
+            tensor = tensor.resolve_conj().resolve_neg()
         stride = self._strides[index]
         if tensor.stride() != stride:
             tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

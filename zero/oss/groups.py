@@ -13,16 +13,16 @@ from zero.oss.flat import unusable
 
 def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
     """Parameter groups in torch's form, and what is wrong with them in words for the user."""
-    if isinstance(params, (Tensor, set, frozenset)) or not isinstance(params, Iterable):
-        return [], (
-            f"OSS was given a {type(params).__name__} for parameters. Pass an iterable that has an order, such as "
-            "model.parameters()."
-        )
+    if isinstance(params, Tensor) or _has_no_order(params):
+        return [], _unordered("OSS", params)
     given: list[Any] = list(params)
     in_dicts = [isinstance(entry, dict) for entry in given]
     if any(in_dicts) and not all(in_dicts):
         return [], "OSS was given parameters and groups (dicts) in one list. Pass either the one or the other."
     groups: list[dict[str, Any]] = given if any(in_dicts) else [{"params": given}]
+    for position, group in enumerate(groups):
+        if _has_no_order(group.get("params", ())):
+            return [], _unordered(f"group {position}", group["params"])
     groups = [{**group, "params": _listed(group.get("params"))} for group in groups]
     seen = set(seen or ())
     found: dict[nn.Parameter, str] = {}
@@ -43,6 +43,18 @@ def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> t
     if not found:
         return groups, "OSS was given no parameters. Pass model.parameters() (a generator is used up after one pass)."
     return groups, None
+
+
+def _has_no_order(params: object) -> bool:
+    """Of a set each rank would see another order: it goes by addresses."""
+    return isinstance(params, (set, frozenset)) or not isinstance(params, Iterable)
+
+
+def _unordered(given_to: str, params: object) -> str:
+    return (
+        f"{given_to} was given a {type(params).__name__} for parameters. Pass an iterable that has an order, such as "
+        "model.parameters()."
+    )
 
 
 def _listed(params: Any) -> list[Any]:

@@ -13,6 +13,7 @@ flat group and of the length of this rank's segment, and the parameter is the ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, overload
 
 import torch
@@ -94,6 +95,7 @@ class OSS(Optimizer):
         self.gradients_arrive_in_parts = False
         self._leaves_gathers = False
         self._step_channel = self._comm.channel("the step of OSS")
+        self._edited_channel = self._comm.channel("a step of OSS that it refuses, as its param_groups were edited")
         self._whole_state: dict[str, Any] | None = None
 
         self._built = False
@@ -117,7 +119,8 @@ class OSS(Optimizer):
         added = self.param_groups[-1]
         self._parts.add([added])
         self.optim.add_param_group(self._parts.group(added))
-        self._share_options(self.optim.param_groups, self.param_groups)
+        # Not of the other groups: a scheduler may have written into them since the last step.
+        self._share_options(self.optim.param_groups[-1:], [added])
         self._whole_state = None
 
     def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
@@ -138,10 +141,13 @@ class OSS(Optimizer):
     def set_bucket_size(self, numel: int) -> None:
         """Collective. Lays the parameters out anew in flat groups of at most so many elements, one parameter at least.
 
-        The optimizer's state comes along; gradients are cleared.
+        The optimizer's state comes along; gradients are cleared. Raises RuntimeError where param_groups were edited.
         """
         self.finish_gathers()
-        whole = state.consolidate(self, None, settle=False) if self.optim.state or self.keeps_masters else None
+        self._refuse_edits()
+        # Some ranks may own nothing that has state.
+        some_state = any(self._comm.all_gather_text("some" if self.optim.state else ""))
+        whole = state.consolidate(self, None, settle=False) if some_state or self.keeps_masters else None
         self._parts = self._laid_out(numel)
         self.optim.state.clear()
         for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
@@ -166,9 +172,10 @@ class OSS(Optimizer):
         return max(flat.full.nbytes for flat in self.flat_groups)
 
     def part(self, param: nn.Parameter) -> nn.Parameter:
-        """This rank's part of a parameter, as the inner optimizer steps it. Its `.grad` is the part's gradient.
+        """This rank's part of a parameter, as the inner optimizer steps it.
 
-        A view into the parameter's own memory, or into the master. Empty where this rank owns nothing of it.
+        A view into the parameter's own memory, or into the master. Empty where this rank owns nothing of it. Its
+        `.grad` is the part's gradient: from backward on with ShardedDDP, otherwise only within the step.
         """
         return self._parts[param]
 
@@ -208,9 +215,15 @@ class OSS(Optimizer):
             flat.finish_gather()
 
     def rename(self, given: dict[nn.Parameter, str]) -> None:
-        """Gives the parameters the names that errors call them by."""
+        """Collective. Gives the parameters the names that errors call them by.
+
+        Raises ValueError, on every rank, where they come in another order on another rank: without names those of one
+        shape look the same.
+        """
         for flat in self.flat_groups:
             flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
+        in_order = [given.get(param, "") for group in self.param_groups for param in group["params"]]
+        self._comm.compare("the parameters given to OSS", in_order)
 
     # -------------------------------------------------------------------------------------------- stepping
 
@@ -225,7 +238,7 @@ class OSS(Optimizer):
         """Collective. Steps this rank's parts and gathers everyone's. Returns the closure's loss.
 
         Raises RuntimeError where parameters were moved or replaced, where gradients were left unreduced by no_sync, and
-        on every rank where another rank does something else.
+        on every rank where param_groups were edited on one, or where another rank does something else.
         """
         loss = None
         if closure is not None:
@@ -233,10 +246,12 @@ class OSS(Optimizer):
                 loss = closure()
         self.finish_gathers()
         self._refuse_strays(self.flat_groups)
+        self._refuse_edits()
         self._take_gradients()
         self._share_options(self.param_groups, self.optim.param_groups)
         self._parts.masters.refresh()
         step_in_slices(self.optim)
+        self._leave_gradients()
         self._share_options(self.optim.param_groups, self.param_groups)
         self._whole_state = None
         self._gather()
@@ -275,6 +290,7 @@ class OSS(Optimizer):
         total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
         whole = [param.grad for param in self._parts if param.grad is not None]
         norm.clip(owned if self.gradients_arrive_in_parts else whole, total, float(max_norm))
+        self._leave_gradients()
         return total
 
     def _take_gradients(self) -> None:
@@ -282,6 +298,18 @@ class OSS(Optimizer):
             refuse_unreduced(self.flat_groups)
         else:
             take_gradients(self.flat_groups, self._parts)
+
+    def _leave_gradients(self) -> None:
+        """What was taken is taken anew each time. Views would keep whole gradients alive past model.zero_grad()."""
+        if not self.gradients_arrive_in_parts:
+            self._parts.drop_gradients()
+
+    def _refuse_edits(self) -> None:
+        problem = self._parts.edited(self.param_groups)
+        if problem is not None:
+            with suppress(RuntimeError):
+                self._comm.agree(self._edited_channel)  # so that ranks with nothing to refuse hear of it
+            raise RuntimeError(problem)
 
     def _refuse_strays(self, flats: Sequence[FlatGroup]) -> None:
         for flat in flats:
@@ -308,10 +336,13 @@ class OSS(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in the plain optimizer's format, where `consolidate_state_dict` brought it here since the
-        last step (or where there is one rank only); otherwise this rank's part. Never communicates, never raises."""
+        last step (or where there is one rank only); otherwise this rank's part. Options are those of now. Never
+        communicates, never raises."""
         if self._comm.world == 1:
             return state.consolidate(self, None) or {}
-        return self._whole_state or state.part_of(self)
+        if self._whole_state is None:
+            return state.part_of(self)
+        return {**self._whole_state, "param_groups": state.numbered_groups(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a whole state (of OSS at any world size, or of the plain optimizer) or this rank's own part.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
     ) -> None:
         self._comm, self._cut, self._granularity = comm, cut, granularity
         self._loads = [0] * comm.world
+        self._given: list[list[nn.Parameter]] = []
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         self._owned: set[nn.Parameter] = set()
         self._trained: set[FlatGroup] = set()
@@ -45,6 +47,7 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
 
         numel: elements of a flat group at most, one parameter at least; by default see `bucket_limit`.
         """
+        self._given += [[*group["params"]] for group in param_groups]
         # Backwards, because that is how gradients come: a bucket of ShardedDDP then fills in one go.
         params = [param for group in param_groups for param in group["params"]][::-1]
         added = lay_out(
@@ -81,6 +84,27 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
     def group(self, group: dict[str, Any]) -> dict[str, Any]:
         """A parameter group as the optimizer of this rank's parts has it: without those that are empty."""
         return {**options(group), "params": [self._parts[param] for param in group["params"] if param in self._owned]}
+
+    def edited(self, param_groups: list[dict[str, Any]]) -> str | None:
+        """Where the groups no longer hold the parameters that were laid out, that, in words for the user."""
+        found = [group["params"] for group in param_groups]
+        expected, counts = [len(params) for params in self._given], [len(params) for params in found]
+        if counts == expected and all(
+            all(map(operator.is_, params, given)) for params, given in zip(found, self._given, strict=True)
+        ):
+            return None
+        kept = {param for params in found for param in params}
+        named = (pair for flat in self.flat_groups for pair in zip(flat.params, flat.names, strict=True))
+        gone = next((name for param, name in named if param not in kept), None)
+        return (
+            f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
+            f"{f'without {gone}' if gone else 'not the same ones in the same order'}. Add a group by add_param_group; "
+            "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."
+        )
+
+    def drop_gradients(self) -> None:
+        for part in self._parts.values():
+            part.grad = None
 
     def gradients(self) -> list[Tensor]:
         """Those that the parts have, without those that are empty."""

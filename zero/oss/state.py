@@ -106,7 +106,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     states |= {number: deepcopy(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     return {
         "state": {number: state for number, state in sorted(states.items()) if state},
-        "param_groups": _groups(optimizer),
+        "param_groups": numbered_groups(optimizer),
     }
 
 
@@ -145,7 +145,7 @@ def part_of(optimizer: Sharded, *, as_whole: bool = False, settle: bool = True) 
     pieces |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     state = {number: state for number, state in sorted(pieces.items()) if state}
     mark = {} if as_whole else {_PART: _fingerprint(optimizer)}
-    return {"state": state, "param_groups": _groups(optimizer), **mark}
+    return {"state": state, "param_groups": numbered_groups(optimizer), **mark}
 
 
 def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
@@ -290,14 +290,15 @@ def _room(entry: dict[str, Any], piece: Piece, shape: tuple[int, ...] | None) ->
     return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)
 
 
-def _groups(optimizer: Sharded) -> list[dict[str, Any]]:
-    first, groups = 0, []
+def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
+    """The optimizer's groups as they are now, with numbers for parameters."""
+    first, told = 0, []
     for group in optimizer.param_groups:
         numbers = list(range(first, first + len(group["params"])))
         options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**deepcopy(options), "params": numbers})
+        told.append({**deepcopy(options), "params": numbers})
         first += len(numbers)
-    return groups
+    return told
 
 
 def _fingerprint(optimizer: Sharded) -> str:

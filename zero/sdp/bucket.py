@@ -13,7 +13,7 @@ The owner looks at counts only of parameters that it did not use itself: on a GP
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 import torch
@@ -51,6 +51,7 @@ class GradBucket:
         self.flat = flat
         self._replicas = replicas
         self._sent_as = sent_as or flat.full.dtype
+        self._channel = flat.comm.channel(f"the reduction of {flat.label}")
         self.phase = Phase.FILLING
         self.trained: tuple[int, ...] = ()
         self._large: list[int] = []
@@ -66,11 +67,15 @@ class GradBucket:
         self._handle: Handle | None = None
         self.notice_trained()
 
-    def notice_trained(self) -> None:
-        """Looks anew which parameters are trained; between backwards only."""
-        trained = tuple(index for index, param in enumerate(self.flat.params) if param.requires_grad)
+    def notice_trained(self, also: Collection[Tensor] = ()) -> bool:
+        """Looks anew which parameters are trained, and returns whether they are others; between backwards only.
+
+        also: parameters that count as trained whatever they say of themselves now.
+        """
+        params = enumerate(self.flat.params)
+        trained = tuple(index for index, param in params if param.requires_grad or param in also)
         if trained == self.trained:
-            return
+            return False
         assert not self._taken and self.phase is Phase.FILLING
         self.trained = trained
         numels, itemsize = self.flat.layout.numels, self.flat.full.element_size()
@@ -79,6 +84,7 @@ class GradBucket:
         self._owned = [self.flat.spans[index] for index in trained if index in self.flat.spans]
         alone = set(self._large)
         self._as_sent = sorted(self._owned, key=lambda span: span.index not in alone)
+        return True
 
     @property
     def complete(self) -> bool:
@@ -130,7 +136,7 @@ class GradBucket:
         self._used_here = frozenset(self._taken)
         self._forget_taken()
         comm = self.flat.comm
-        self._handle = comm.reduce(messages, times=1 / comm.world)
+        self._handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
 
     def _large_message(self, index: int) -> tuple[Tensor, list[int]]:
         """A gradient as it is: what each rank owns of it lies in the order of ranks."""

@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.oss.comm import Comm
 from zero.oss.groups import sent_dtype
@@ -223,12 +226,21 @@ class Reducer:
         self._buckets: list[GradBucket] = []
         self._deliver: list[Callable[[int, Tensor | None], None]] = []
         self._places: dict[Tensor, tuple[int, int]] = {}
-        self._channel = comm.channel("the backward of ShardedDDP")
-        self._hooked: set[nn.Parameter] = set()
+        self._channel = comm.channel(f"the backward of ShardedDDP({type(module).__name__})")
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        self._hooks_on_leaves: list[RemovableHandle] = []
+        self._ran_trained: set[Tensor] = set()
+        """What was trained in some forward since the last backward, and may have been frozen since."""
+        self._replaced = False
         self._in_backward = False
         self._launched = 0
         self._in_flight: int | None = None
         self._notice_groups()
+        for param in self._places:
+            before = _reducers[param]() if param in _reducers else None
+            if before is not None:
+                before._retire()
+            _reducers[param] = ref(self)
         self._hook_trained()
 
     def _notice_groups(self) -> None:
@@ -247,9 +259,16 @@ class Reducer:
         self._largest_param = max(param.nbytes for param in self._places)
 
     def before_forward(self) -> None:
+        if self._replaced:
+            raise RuntimeError(
+                "this ShardedDDP was replaced by another around the same parameters, which has their gradients now. "
+                "Call the new one, and drop this one and its optimizer."
+            )
         if self._in_backward and not in_a_backward():
             self._abandon()
         if not self._in_backward:
+            while self._hooks_on_leaves:
+                self._hooks_on_leaves.pop().remove()
             self._notice_groups()
             self._hook_trained()
 
@@ -258,7 +277,9 @@ class Reducer:
         if self.active:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._reached, nearest_leaf(tensor)))
+                    hook = tensor.register_hook(partial(self._reached, nearest_leaf(tensor)))
+                    if tensor.is_leaf:  # it outlives the graph
+                        self._hooks_on_leaves.append(hook)
 
     def _reached(self, leaf: Node | None, _: Tensor) -> None:
         """A backward is at an output: one that leaves gradients, on all ranks, or an inner torch.autograd.grad."""
@@ -266,13 +287,26 @@ class Reducer:
             self._begin()
 
     def _hook_trained(self) -> None:
-        for bucket in self._buckets:
-            bucket.notice_trained()
-            for index in bucket.trained:
-                param = bucket.flat.params[index]
-                if param not in self._hooked:
-                    self._hooked.add(param)
-                    param.register_post_accumulate_grad_hook(self._arrived)
+        arrived = _without_keeping(self)
+        for param in self._places:
+            if param.requires_grad:
+                self._ran_trained.add(param)
+            if param.requires_grad and param not in self._hooks:
+                self._hooks[param] = param.register_post_accumulate_grad_hook(arrived)
+
+    def _notice_trained(self) -> None:
+        """Collective where other parameters are trained than in the last backward."""
+        changed = [bucket.notice_trained(self._ran_trained) for bucket in self._buckets]
+        self._ran_trained.clear()
+        if any(changed):
+            trained = [bucket.flat.names[index] for bucket in self._buckets for index in bucket.trained]
+            self._comm.compare("the parameters that are trained", trained)
+
+    def _retire(self) -> None:
+        """Another ShardedDDP has the parameters."""
+        self._replaced = True
+        for hook in [*self._hooks.values(), *self._hooks_on_leaves]:
+            hook.remove()
 
     def _arrived(self, param: Tensor) -> None:
         if not self.active:
@@ -290,6 +324,7 @@ class Reducer:
     def _begin(self) -> None:
         if not self._in_backward:
             finish_all(self._optimizers)  # of a graph from before the last step
+            self._notice_trained()
             self._in_backward = True
             at_end_of_backward(self._finish)
 
@@ -342,6 +377,7 @@ class Reducer:
 
     def reduce_now(self) -> None:
         self.before_forward()
+        self._notice_trained()
         self._finish()
 
     def _refuse_replaced(self) -> None:
@@ -361,6 +397,22 @@ class Reducer:
         self._launched = 0
         self._in_flight = None
         self._in_backward = False
+
+
+_reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By parameter, the Reducer that takes its gradients."""
+
+
+def _without_keeping(reducer: Reducer) -> Callable[[Tensor], None]:
+    """Its hook on parameters. What autograd calls lies where the garbage collector does not look for cycles."""
+    weakly = ref(reducer)
+
+    def arrived(param: Tensor) -> None:
+        there = weakly()
+        if there is not None:
+            there._arrived(param)
+
+    return arrived
 
 
 def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[str]:

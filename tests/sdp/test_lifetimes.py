@@ -1,0 +1,252 @@
+"""Wrappers that come and go, parameters that are frozen meanwhile, and ranks that do not do the same."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+import ranks
+import zero
+from sidebyside import average_over_ranks, data
+
+WIDTH = 16
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+
+
+def sharded(model, optim=SGD, **options):
+    optimizer = zero.OSS(model.named_parameters(), optim, lr=0.1)
+    return zero.ShardedDDP(model, optimizer, **options), optimizer
+
+
+def loss_of(model, rank, step):
+    return model(data(5, WIDTH, rank=rank, step=step)).square().mean()
+
+
+def train(model, optimizer, rank, steps=2):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def weights(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def average(model):
+    for param in model.parameters():
+        param.grad = average_over_ranks(param, param.grad)
+
+
+def equal(some, others):
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ wrappers that go
+
+
+def wrapped_again(rank, world, dropped):
+    model, other = net(), net()
+    first = sharded(model)
+    train(*first, rank)
+    if dropped:
+        first = None
+    again = sharded(model, Adam)
+    train(*sharded(other), rank)
+    expected = sharded(other, Adam)
+    train(*again, rank)
+    train(*expected, rank)
+    assert equal(weights(model), weights(other)) and not equal(weights(model), weights(net()))
+    if first is not None:
+        with pytest.raises(RuntimeError, match="replaced by another"):
+            loss_of(first[0], rank, 0)
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_module_that_is_wrapped_again_is_trained_by_the_new_one(dropped):
+    ranks.run(wrapped_again, 2, (dropped,))
+
+
+def unwrapped(rank, world):
+    model = net()
+    train(*sharded(model), rank)
+    gc.collect()
+    if rank:  # alone
+        loss_of(model, rank, 0).backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+def test_without_its_wrapper_a_module_is_a_plain_one():
+    ranks.run(unwrapped, 2)
+
+
+def freed(rank, world):
+    model = net()
+    wrapped, optimizer = sharded(model)
+    train(wrapped, optimizer, rank)
+    watched = [weakref.ref(one) for one in (model, wrapped, optimizer)]
+    del model, wrapped, optimizer
+    gc.collect()
+    assert [one() for one in watched] == [None] * 3
+
+
+def test_everything_is_freed_when_nobody_has_it():
+    ranks.run(freed, 2)
+
+
+class Scaled(nn.Module):
+    """Returns a parameter beside what it computes, as CLIP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = net(), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, inputs):
+        return self.inner(inputs), self.scale
+
+
+def returned(rank, world):
+    model = Scaled()
+    wrapped, optimizer = sharded(model)
+    for step in range(5):
+        optimizer.zero_grad()
+        output, scale = wrapped(data(5, WIDTH, rank=rank, step=step))
+        (output * scale).square().mean().backward()
+        optimizer.step()
+        assert len(model.scale._backward_hooks or ()) == 1
+
+
+def test_a_parameter_that_is_returned_gathers_no_hooks():
+    ranks.run(returned, 2)
+
+
+# --------------------------------------------------------------------------------------- parameters that are frozen
+
+
+def frozen_meanwhile(rank, world, numbers, sharding):
+    """A part is frozen for a second loss, as discriminators are for a generator's."""
+    model = net()
+    wrapped, optimizer = sharded(model) if sharding else (model, SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        optimizer.zero_grad()
+        first = loss_of(wrapped, rank, step)
+        for number in numbers:
+            model[number].requires_grad_(False)
+        second = loss_of(wrapped, rank, 10 + step)
+        for number in numbers:
+            model[number].requires_grad_(True)
+        (first + second).backward()
+        if not sharding:
+            average(model)
+        optimizer.step()
+    return weights(model)
+
+
+def frozen_as_plainly(rank, world, numbers):
+    assert equal(frozen_meanwhile(rank, world, numbers, True), frozen_meanwhile(rank, world, numbers, False))
+
+
+@pytest.mark.parametrize("numbers", [(0,), (4,), (0, 2, 4)])
+def test_freezing_for_a_second_forward_loses_no_gradient(numbers):
+    ranks.run(frozen_as_plainly, 2, (numbers,))
+
+
+def frozen_in_backward(rank, world):
+    model = net()
+    wrapped, optimizer = sharded(model)
+    before, loss = weights(model), loss_of(wrapped, rank, 0)
+    model.requires_grad_(False)
+    inputs = data(5, WIDTH, rank=rank, step=1).requires_grad_()
+    (loss + wrapped(inputs).square().mean()).backward()
+    model.requires_grad_(True)
+    optimizer.step()
+    assert equal(weights(model), before)
+    train(wrapped, optimizer, rank)
+    assert not equal(weights(model), before)
+
+
+def test_what_is_frozen_when_backward_comes_is_not_trained():
+    ranks.run(frozen_in_backward, 2)
+
+
+# --------------------------------------------------------------------------------- ranks that do not do the same
+
+
+def frozen_alone(rank, world):
+    model = net()
+    wrapped, optimizer = sharded(model)
+    train(wrapped, optimizer, rank)
+    if rank:
+        model[2].requires_grad_(False)
+    train(wrapped, optimizer, rank)
+
+
+def test_a_rank_that_trains_other_parameters_is_noticed():
+    ranks.expect_error(frozen_alone, 2, RuntimeError, "out of step", r"backward of ShardedDDP\(Sequential\)")
+
+
+class Ends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs, at):
+        return self.first(inputs) if at == "first" else self.last(inputs)
+
+
+class Branched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs, use):
+        hidden = self.always(inputs)
+        return self.sometimes(hidden) if use else hidden
+
+
+def between(rank, world):
+    """Buckets of one wrapper are sent between those of another, on the ranks in another order."""
+    ends, _ = sharded(Ends(), reduce_buffer_size=WIDTH * (WIDTH + 1))
+    branched, _ = sharded(Branched(), reduce_buffer_size=WIDTH * (WIDTH + 1))
+    hidden = branched(ends(data(5, WIDTH, rank=rank), "first"), rank == 1)
+    ends(hidden, "last").square().mean().backward()
+
+
+def test_gradients_of_two_wrappers_are_not_mixed():
+    ranks.expect_error(between, 2, RuntimeError, "out of step", "reduction of a bucket")
+
+
+# ---------------------------------------------------------------------------------------------------------- complex
+
+
+class Conjugating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(200, 200, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        return (inputs * self.weight).conj().real.sum() + (inputs * self.weight).imag.sum()
+
+
+def conjugated(rank, world):
+    plain, model = Conjugating(), Conjugating()
+    wrapped, optimizer = sharded(model)
+    inputs = torch.view_as_complex(data(200, 200, 2, rank=rank))
+    plain(inputs).backward()
+    average(plain)
+    wrapped(inputs).backward()
+    whole = plain.weight.grad.flatten()
+    [span] = optimizer.flat_groups[0].spans.values()
+    part = optimizer.part(model.weight).grad.flatten()
+    assert torch.equal(part, whole[span.start : span.stop].resolve_conj())
+
+
+def test_conjugated_gradients_arrive_as_they_are():
+    ranks.run(conjugated, 2)
