@@ -160,7 +160,8 @@ def test_import_of_torch_save(tmp_path):
 
     wrapped = {f"module.{name}": value for name, value in model.state_dict().items()}
     torch.save({"model": wrapped, "epoch": 3, "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
-    import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
+    with pytest.warns(UserWarning, match="numbers its parameters"):
+        import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
     assert check_imported(tmp_path / "run", model, optimizer) == {"epoch": 3}
 
 

@@ -15,8 +15,10 @@ from zero.checkpoint.format import Index
 from zero.checkpoint.importing import import_checkpoint
 from zero.checkpoint.source import Range, Source
 from zero.checkpoint.storage import Place, place
+from zero.checkpoint.values import decode
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_SHARD_SIZE = 5 * 10**9
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -28,11 +30,14 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.command == "import":
             print(import_checkpoint(options.source, options.path))
         elif options.to == "dcp":
-            export_dcp(options.path, options.out)
+            if options.max_shard_size is not None:
+                raise ValueError("--max-shard-size is for Hugging Face's files: leave it out with --to dcp.")
+            export_dcp(options.path, options.out, dtype=options.dtype)
         else:
-            for file in export(options.path, options.out, max_shard_size=options.max_shard_size, dtype=options.dtype):
+            size = _SHARD_SIZE if options.max_shard_size is None else options.max_shard_size
+            for file in export(options.path, options.out, max_shard_size=size, dtype=options.dtype):
                 print(file)
-    except (FileProblem, ValueError, OSError) as error:
+    except (FileProblem, ValueError, OSError, ImportError) as error:  # the last of a URL whose driver is not installed
         print(f"{options.command}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -44,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     out = commands.add_parser("export", help="write the weights for others")
     out.add_argument("path", metavar="DIR", help="a run's directory (its latest checkpoint), or one checkpoint's")
     out.add_argument("out", metavar="OUT", help="directory to write to")
-    out.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="such as 5GB, the default")
+    out.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="such as 5GB, the default")
     out.add_argument("--dtype", type=_dtype, metavar="DTYPE", help=f"{', '.join(_DTYPES)}; as stored by default")
     out.add_argument(
         "--to", choices=["hf", "dcp"], default="hf", help="Hugging Face's files, or torch's with the optimizer"
@@ -86,7 +91,7 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
             print(f"  tied: {name} is {home}")
         for optimizer in index.optimizers:
             for number, group in enumerate(optimizer.groups):
-                options = ", ".join(f"{key}={value}" for key, value in group["options"].items())
+                options = ", ".join(f"{key}={value}" for key, value in decode(group["options"]).items())
                 kind = optimizer.kind or "optimizer"
                 print(f"  {kind}, group {number}: {len(group['params'])} parameters, {options}")
         extra = sorted({*index.extra, *(key for one in index.extra_by_rank for key in one)})

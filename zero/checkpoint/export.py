@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, SafeFile, write
 from zero.checkpoint.format import Entry, Geometry, Index
+from zero.checkpoint.load_plan import listed
 from zero.checkpoint.progress import Progress
 from zero.checkpoint.source import Range, Source
 from zero.checkpoint.storage import Local, mounted, place
@@ -44,24 +46,24 @@ def export(
     dtype: of floating-point tensors, by default as they are stored. Where masters were stored, a dtype of more bits
         than the parameter's takes the master.
 
+    What modules gave by get_extra_state() is there if it is a tensor; a warning names what is left out.
+
     Raises ValueError where the checkpoint is damaged or `out` has weights already; nothing is left there then.
     """
-    directory_out = mounted(out, "the directory to export to")
-    found = [one.name for one in directory_out.glob("model*.safetensors*")] if directory_out.is_dir() else []
-    if found:
-        raise ValueError(f"{directory_out} has {found[0]} already. Choose another directory, or remove its weights.")
+    directory_out = _vacant(out, "model*.safetensors*")
     with Source(directory.resolve(place(path))) as source:
         entries = weights(source.index, dtype)
         source.check((_whole(entry) for entry in entries.values()), shown=True)
-        shards = _shards({name: _size(entry, dtype) for name, entry in entries.items()}, max_shard_size)
+        chunks = {name: _chunk(source, name, entry, dtype) for name, entry in entries.items()}
+        chunks |= _extra_states(source.index)
+        shards = _shards({name: chunk.nbytes for name, chunk in sorted(chunks.items())}, max_shard_size)
         names = [SINGLE] if len(shards) == 1 else [_shard(i, len(shards)) for i in range(len(shards))]
         directory_out.mkdir(parents=True, exist_ok=True)
-        total = sum(_size(entry, dtype) for entry in entries.values())
+        total = sum(chunk.nbytes for chunk in chunks.values())
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory_out) as partial:
             with Progress("exporting", total) as progress:
                 for file, members in zip(names, shards, strict=True):
-                    chunks = [_chunk(source, name, entries[name], dtype) for name in members]
-                    write(Local(Path(partial)) / file, chunks, {}, progress.advance)
+                    write(Local(Path(partial)) / file, [chunks[name] for name in members], {}, progress.advance)
             if len(shards) > 1:
                 homes = {name: file for file, members in zip(names, shards, strict=True) for name in members}
                 told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
@@ -71,6 +73,15 @@ def export(
                 (Path(partial) / file).rename(directory_out / file)
             Local(directory_out).sync()
     return [directory_out / file for file in names]
+
+
+def _vacant(out: str | os.PathLike[str], *patterns: str) -> Path:
+    """The directory to export to. Raises ValueError where it has files of such names already."""
+    target = mounted(out, "the directory to export to")
+    found = [one.name for pattern in patterns for one in target.glob(pattern)] if target.is_dir() else []
+    if found:
+        raise ValueError(f"{target} has {found[0]} already. Choose another directory, or remove its weights.")
+    return target
 
 
 def weights(index: Index, dtype: torch.dtype | None) -> dict[str, Entry]:
@@ -92,8 +103,22 @@ def _target(geometry: Geometry, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and geometry.dtype.is_floating_point else geometry.dtype
 
 
-def _size(entry: Entry, dtype: torch.dtype | None) -> int:
-    return entry.geometry.numel * _target(entry.geometry, dtype).itemsize
+def _extra_states(index: Index) -> dict[str, Chunk]:
+    """Of what modules gave by get_extra_state() the tensors. Warns of the others, which safetensors cannot hold."""
+    values = {name: decode(value) for name, value in index.values.items()}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    others = sorted(values.keys() - tensors.keys())
+    if others:
+        warnings.warn(
+            f"safetensors files hold tensors only, and {listed(others)} of get_extra_state() is none: left out. Load "
+            "these weights with strict=False, or export --to dcp, which holds it.",
+            stacklevel=3,
+        )
+    return {name: _chunk_of(name, tensor) for name, tensor in tensors.items()}
+
+
+def _chunk_of(name: str, tensor: Tensor) -> Chunk:
+    return Chunk(name, tensor.dtype, tuple(tensor.shape), lambda: iter([tensor.reshape(-1)]))
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -125,36 +150,48 @@ def _chunk(source: Source, name: str, entry: Entry, dtype: torch.dtype | None) -
 # ------------------------------------------------------------------------------------- torch's distributed checkpoint
 
 
-def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
     """Writes model and optimizer as a checkpoint of torch.distributed.checkpoint, for `get_state_dict` to fit.
 
     It holds {"model": ..., "optim": ...} (of several optimizers "optim.0", ...), with state by the parameters' names.
-    Passes through a file beside `out`, of the same size, that is removed.
+    Passes through a file in `out`, of the same size, that is removed.
+
+    out: a mounted directory, without such a checkpoint.
+    dtype: of the model's floating-point tensors, as of `export`; state stays as it is stored.
+
+    Raises ValueError where the checkpoint is damaged or `out` has another already.
     """
     import torch.distributed.checkpoint as dcp
 
-    target = mounted(out, "the directory to export to")
-    with Source(directory.resolve(place(path))) as source, tempfile.TemporaryDirectory(dir=target.parent) as beside:
+    target = _vacant(out, ".metadata", "*.distcp")
+    with Source(directory.resolve(place(path))) as source:
         index = source.index
-        entries = {f"model/{name}": entry for name, entry in weights(index, None).items()}
-        entries |= {path: entry for path, entry in index.tensors.items() if path.startswith("optimizer/")}
-        source.check((_whole(entry) for entry in entries.values()), shown=True)
-        file = Path(beside) / "all.safetensors"
-        with Progress("exporting", sum(entry.geometry.nbytes for entry in entries.values())) as progress:
-            chunks = [_chunk(source, path, entry, None) for path, entry in entries.items()]
-            write(Local(file), chunks, {}, progress.advance)
-        mapped = _mapped(file)
-        told: dict[str, Any] = {"model": {name: mapped[f"model/{name}"] for name in weights(index, None)}}
-        for number, optimizer in enumerate(index.optimizers):
-            state: dict[str, dict[str, Any]] = {}
-            for name, paths in optimizer.tensors.items():
-                state.setdefault(name, {}).update({key: mapped[path] for key, path in paths.items()})
-            for name, values in optimizer.values.items():
-                state.setdefault(name, {}).update({key: decode(value) for key, value in values.items()})
-            groups = [{**decode(group["options"]), "params": group["params"]} for group in optimizer.groups]
-            key = "optim" if len(index.optimizers) == 1 else f"optim.{number}"
-            told[key] = {"state": state, "param_groups": groups}
-        dcp.save(told, checkpoint_id=target, no_dist=True)
+        model = weights(index, dtype)
+        state = {path: entry for path, entry in index.tensors.items() if path.startswith("optimizer/")}
+        source.check((_whole(entry) for entry in [*model.values(), *state.values()]), shown=True)
+        chunks = [_chunk(source, f"model/{name}", entry, dtype) for name, entry in model.items()]
+        chunks += [_chunk(source, path, entry, None) for path, entry in state.items()]
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as partial:
+            file = Path(partial) / "all.safetensors"
+            with Progress("exporting", sum(chunk.nbytes for chunk in chunks)) as progress:
+                write(Local(file), chunks, {}, progress.advance)
+            dcp.save(_nested(index, model, _mapped(file)), checkpoint_id=target, no_dist=True)
+
+
+def _nested(index: Index, names: Iterable[str], mapped: dict[str, Tensor]) -> dict[str, Any]:
+    """The dictionary to save. names: the model's, all of them. mapped: the tensors, by path."""
+    told: dict[str, Any] = {"model": {name: mapped[f"model/{name}"] for name in names} | decode(index.values)}
+    for number, optimizer in enumerate(index.optimizers):
+        state: dict[str, dict[str, Any]] = {}
+        for name, paths in optimizer.tensors.items():
+            state.setdefault(name, {}).update({key: mapped[path] for key, path in paths.items()})
+        for name, values in optimizer.values.items():
+            state.setdefault(name, {}).update({key: decode(value) for key, value in values.items()})
+        groups = [{**decode(group["options"]), "params": group["params"]} for group in optimizer.groups]
+        key = "optim" if len(index.optimizers) == 1 else f"optim.{number}"
+        told[key] = {"state": state, "param_groups": groups}
+    return told
 
 
 def _mapped(path: Path) -> dict[str, Tensor]:
