@@ -232,7 +232,8 @@ class Conjugating(nn.Module):
         self.weight = nn.Parameter(torch.ones(200, 200, dtype=torch.complex64))
 
     def forward(self, inputs):
-        return (inputs * self.weight).conj().real.sum() + (inputs * self.weight).imag.sum()
+        product = torch.conj(self.weight) * inputs
+        return (product.real + 2 * product.imag).sum()
 
 
 def conjugated(rank, world):

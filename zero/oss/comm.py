@@ -91,21 +91,25 @@ class Comm(Agreement):
         count(other=NUMBER * (self.world - 1))
         self._launch_reading(near, BROADCAST, flat.data_ptr(), read, flat).wait()
 
-    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
-        """Collective. Sums (or takes the maximum of) a small tensor over the ranks, in place."""
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False, channel: int = SUM) -> None:
+        """Collective. Sums (or takes the maximum of) a small tensor over the ranks, in place.
+
+        channel: number of the operation, which is compared between ranks; by default that of any such sum.
+        """
         if self.world == 1:
             return
         count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
         near = self._neighbours(tensor.device) if tensor.nbytes <= direct.PIECE else None
         if near is None:
-            self.agree(SUM)
+            self.agree(channel)
             self._collectives.all_reduce(tensor, maximum=maximum)
             return
         count(other=NUMBER * (self.world - 1))
         rows = tensor.new_empty(self.world, tensor.numel())
         rows[self.rank] = tensor.view(-1)
         address = rows[self.rank].data_ptr()
-        self._launch_reading(near, SUM, address, lambda told: direct.read_rows(near, rows, told), rows).wait()
+        number = self._wire.number(channel)
+        self._launch_reading(near, number, address, lambda told: direct.read_rows(near, rows, told), rows).wait()
         tensor.copy_((rows.amax(0) if maximum else sum_in_rank_order([[*rows]])).view(tensor.shape))
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:

@@ -52,6 +52,8 @@ class GradBucket:
         self._replicas = replicas
         self._sent_as = sent_as or flat.full.dtype
         self._channel = flat.comm.channel(f"the reduction of {flat.label}")
+        if replicas is not None:
+            self._replica_channel = replicas.channel(f"the averaging over replicas of {flat.label}")
         self.phase = Phase.FILLING
         self.trained: tuple[int, ...] = ()
         self._large: list[int] = []
@@ -177,7 +179,7 @@ class GradBucket:
         sums: Tensor = handle.wait()
         self.phase = Phase.FILLING
         if self._replicas is not None:
-            self._replicas.all_reduce(sums)
+            self._replicas.all_reduce(sums, channel=self._replica_channel)
             sums *= 1 / self._replicas.world
         used = self._used_here
         *parts, counts = sums.split([*(span.numel for span in self._as_sent), len(self._owned)])

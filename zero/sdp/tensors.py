@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -13,35 +14,32 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
+_HOLD_NONE = (str, bytes, int, float, type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType)
+"""What is not searched for tensors."""
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists, dicts, dataclasses, and attributes of other objects."""
-    return _search(value, [])
+    seen: list[Any] = []  # objects may hold one another, in circles too
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif value is not None and not isinstance(value, _HOLD_NONE) and not any(value is one for one in seen):
+            seen.append(value)
+            waiting += [*_inside(value)][::-1]
 
 
-def _search(value: Any, around: list[Any]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if (
-        value is None
-        or isinstance(value, (str, bytes, int, float, type, nn.Module))
-        or any(value is one for one in around)
-    ):
-        return
-    inside: Iterable[Any]
+def _inside(value: Any) -> Iterable[Any]:
     if type(value) is dict:
-        inside = value.values()
-    elif isinstance(value, (list, tuple)):
-        inside = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
-        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        inside = vars(value).values() if hasattr(value, "__dict__") else ()
-        if isinstance(value, Mapping):
-            inside = [*inside, *value.values()]
-    for item in inside:
-        yield from _search(item, [*around, value])
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    inside = [*vars(value).values()] if hasattr(value, "__dict__") else []
+    return [*inside, *value.values()] if isinstance(value, Mapping) else inside
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -54,9 +52,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if next(tensors_in(value), None) is None:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inits = [field.name for field in dataclasses.fields(value) if field.init]
-        fields = {name: map_tensors(function, getattr(value, name)) for name in inits}
-        return type(value)(**fields) if isinstance(value, Mapping) else dataclasses.replace(value, **fields)
+        present = [field for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        fields = {field.name: map_tensors(function, getattr(value, field.name)) for field in present}
+        if isinstance(value, Mapping):
+            return type(value)(**{field.name: fields[field.name] for field in present if field.init})
+        replaced: Any = copy.copy(value)  # without its __post_init__, which has run
+        for name, item in fields.items():
+            object.__setattr__(replaced, name, item)  # also of frozen ones
+        return replaced
     if isinstance(value, MutableMapping):
         mapped = copy.copy(value)  # which keeps what a mapping has besides items, such as a default
         for key, item in value.items():
