@@ -104,6 +104,33 @@ class Tied(Model):
         self.head.weight = self.words.weight
 
 
+class Reentrant(Model):
+    """What a block computes is computed without a graph first, and again in backward. No gradient comes before that,
+    though the output layer takes most: its weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__(words=2000)
+        self.norm, self.head = nn.Identity(), nn.Linear(192, 2000, bias=False)
+        self.head.weight = self.words.weight
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class Buffered(Model):
+    """Buffers, of two dtypes, are as large as some parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.zeros(800, 192))
+        self.register_buffer("numbers", torch.zeros(100, dtype=torch.int64))
+
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(x + self.places[: x.shape[1]])
+
+
 class HalfFrozen(Model):
     """Two of the blocks, and the embedding."""
 
@@ -113,7 +140,10 @@ class HalfFrozen(Model):
             module.requires_grad_(False)
 
 
-MODELS = {kind.__name__: kind for kind in (Model, Nested, Recomputed, RecomputedOutside, Turned, Tied, HalfFrozen)}
+MODELS = {
+    kind.__name__: kind
+    for kind in (Model, Nested, Recomputed, RecomputedOutside, Turned, Tied, Reentrant, Buffered, HalfFrozen)
+}
 
 
 OPTIMIZERS = {
@@ -258,7 +288,11 @@ def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
     state = [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
     masters = nbytes(both) - nbytes(params)
     gradients = nbytes(param.grad for param in both if param.grad is not None)
-    return {"parameters": nbytes(params), "gradients": gradients, "optimizer": nbytes(state) + masters}
+    return {
+        "parameters": nbytes(params) + nbytes(model.buffers()),
+        "gradients": gradients,
+        "optimizer": nbytes(state) + masters,
+    }
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

@@ -32,6 +32,9 @@ ON_ONE_HOST = [
     Case("3", mixed=True, reduce=torch.float32),
     *(Case(stage, optim="momentum", broadcast=torch.bfloat16, tokens=(1, 2)) for stage in ("1", "2")),
     Case("1", 4, width=32, tokens=(1, 2)),
+    *(Case(stage, model="Buffered") for stage in ("2", "3 kept", "3")),
+    Case("3", 4, replicas=2, model="Buffered"),
+    *(Case(stage, model="Reentrant", tokens=(8, 64)) for stage in ("2", "3 kept")),
     Case("2", 1, words=16_000, tokens=(1, 2)),  # whose step would be the peak, were it not taken slice by slice
 ]
 """As the tests run: ranks read one another's memory."""
@@ -54,6 +57,7 @@ ACROSS_HOSTS = [
     Case("1", broadcast=torch.bfloat16),
     Case("2", reduce=torch.bfloat16),
     Case("3", 4, replicas=2),
+    *(Case(stage, model="Buffered") for stage in ("2", "3")),
     *PREFETCHING,
 ]
 """Ranks go by collectives, as those of several hosts do."""

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -130,9 +129,16 @@ def test_the_lowest_stage_that_fits_is_taken_and_why():
     assert "stage 2 (ShardedDDP and OSS), the lowest that fits in 7.0 GiB" in plan.why(64)
     assert "stage 1 would need" in plan.why(64)
     assert zero.plan(sizes, world_size=64, memory=80 * 2**30).recommended(64).stage == "0"
+    assert zero.plan(sizes, world_size=64, memory=80 * 2**30).why(64).endswith("everything fits")
     nothing = zero.plan(sizes, world_size=2, memory=2**30)
     assert nothing.recommended(2) is None
     assert "nothing fits in 1.0 GiB" in nothing.why(2)
+
+
+def test_where_higher_stages_need_more_why_names_them():
+    plan = zero.plan(Sizes.of_count(1e5, 2), world_size=64, memory=2_300_000)
+    assert [cost.stage for cost in plan.costs if plan.fits(cost)] == ["0"]
+    assert plan.why(64).endswith("of the others 1, 2, 3 kept, 3 do not fit")
 
 
 @pytest.mark.parametrize(
@@ -150,30 +156,10 @@ def test_what_the_stages_would_refuse_is_refused(options, message):
         zero.plan(Sizes.of_count(1000, 2), **options)
 
 
-def test_a_model_that_was_measured_is_left_as_it_was():
-    model = Model()
-    zero.plan(model, world_size=2, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=[torch.zeros(1, 2).long()])
-    with pytest.raises(IndexError):
-        zero.plan(model, world_size=2, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=[torch.zeros(()).long()])
-    for module in model.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks
-    assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in model.parameters())
-
-
-def test_a_model_that_is_frozen_has_a_forward_only():
-    model = Model().requires_grad_(False)
-    plan = zero.plan(model, world_size=2, batch=[torch.zeros(4, 32).long()])
-    assert [cost.gradients for cost in plan.costs] == [0] * 5
-    assert plan.cost(3).transient > sum(param.nbytes for param in model.blocks[0].parameters())
-
-
-def test_a_forward_that_needs_values_says_so():
-    class NeedsValues(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * x.sum().item()
-
-    with pytest.raises(RuntimeError, match="its forward needs values"):
-        zero.plan(NeedsValues(4, 4), world_size=2, batch=[torch.ones(4)])
+@pytest.mark.parametrize("parameters", [float("inf"), float("nan")])
+def test_a_number_of_parameters_is_finite(parameters):
+    with pytest.raises(ValueError, match="give a finite number"):
+        Sizes.of_count(parameters, 2)
 
 
 def test_the_command_line():
@@ -214,6 +200,27 @@ def test_the_command_line_knows_of_prefetching(capsys):
     assert memory_first["3"] < default["3"] < speed_first["3"]
     for stage in ("0", "1", "2"):
         assert memory_first[stage] == default[stage] == speed_first[stage]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parameters", "inf"], "inf parameters: give a finite number"),
+        (["torch.nn:Linear"], "'torch.nn:Linear' takes arguments .*in_features"),
+        (["builtins:dict"], "the model is a dict. Pass a torch.nn.Module"),
+        (["counted:Model", "--batch", "2x4:int64,2x4:int64"], "Model.forward cannot be called .* arguments: 2"),
+    ],
+)
+def test_what_the_command_line_cannot_plan_is_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=f"^zero.plan: {message}") as exited:
+        main(arguments)
+    assert "\n" not in str(exited.value)
+
+
+def test_only_optimizers_that_can_be_made_are_offered(capsys):
+    with pytest.raises(SystemExit):
+        main(["--parameters", "1e6", "--optimizer", "Optimizer"])
+    assert "invalid choice: 'Optimizer'" in capsys.readouterr().err
 
 
 def test_it_is_a_function_and_a_package():

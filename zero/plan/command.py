@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, MixedPrecision, Prefetch
+from zero.plan.calls import misfit
 from zero.plan.planner import plan
 from zero.plan.sizes import Options, Sizes
 
@@ -30,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype, precision = PRECISIONS[given.precision]
     try:
         if given.model:
-            with torch.device("meta"):
-                model: nn.Module | Sizes = _found(given.model)()
+            model = _built(given.model)
             model = model.to(dtype) if isinstance(model, nn.Module) else model
         else:
             model = Sizes.of_count(given.parameters, given.layers, dtype, precision)
@@ -88,6 +88,15 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
+def _built(text: str) -> Any:
+    factory = _found(text)
+    problem = misfit(factory)
+    if problem:
+        raise ValueError(f"{text!r} takes arguments ({problem}). Name a function that builds the model without.")
+    with torch.device("meta"):
+        return factory()
+
+
 def _found(text: str) -> Callable[[], Any]:
     module, _, name = text.partition(":")
     if not module or not name:
@@ -104,8 +113,8 @@ def _found(text: str) -> Callable[[], Any]:
 
 
 def _optimizers() -> list[str]:
-    named = vars(torch.optim).items()
-    return sorted(n for n, o in named if isinstance(o, type) and issubclass(o, torch.optim.Optimizer))
+    base = torch.optim.Optimizer
+    return sorted(n for n, o in vars(torch.optim).items() if isinstance(o, type) and issubclass(o, base) and o != base)
 
 
 def _worlds(text: str) -> list[int]:

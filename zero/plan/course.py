@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +51,11 @@ class Course:
     def _measured_forward(self) -> Iterable[Mark]:
         return takewhile(lambda mark: mark.event in _FORWARD, self._measured)
 
+    @property
+    def _measured_backward(self) -> Iterable[Mark]:
+        """There may be forwards in it."""
+        return dropwhile(lambda mark: mark.event in _FORWARD, self._measured)
+
     # ---------------------------------------------------------------------------------------- stages 0 to 2
 
     def gradients(self) -> Iterable[Moment]:
@@ -72,9 +77,8 @@ class Course:
 
     def _measured_gradients(self, homes: Mapping[str, int]) -> Iterator[Moment]:
         most = 0
-        for event, name, before, after in self._measured:
-            if event not in _FORWARD:
-                most = max(most, before)
+        for event, name, before, after in self._measured_backward:
+            most = max(most, before)
             if event is Event.GRADIENT:
                 yield Moment(event, homes[name], (self._gradient[name],), most, after)
                 most = 0
@@ -94,6 +98,11 @@ class Course:
         if not self._measured:
             return {unit for unit, _, _ in self._runs}
         return {self._units[mark.name] for mark in self._measured if mark.event is Event.PRE_BACKWARD}
+
+    @cached_property
+    def units_run_again(self) -> set[int]:
+        """Those whose forward begins in backward: before, they ran without a graph (reentrant checkpointing)."""
+        return {self._units[mark.name] for mark in self._measured_backward if mark.event is Event.PRE_FORWARD}
 
     def of_units(self) -> Iterator[Moment]:
         for event, name, before, after in self._measured:

@@ -57,6 +57,11 @@ class Job:
     def buffers(self) -> int:
         return self.layouts.sizes.buffers
 
+    @property
+    def messages(self) -> tuple[int, ...]:
+        """Of buffers."""
+        return self.layouts.sizes.messages
+
     @cached_property
     def buckets(self) -> list[Flat]:
         """Of OSS."""

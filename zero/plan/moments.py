@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from zero.fsdp import MixedPrecision
 from zero.fsdp.precision import cast
+from zero.plan.attributes import plain_tensors, put_back
+from zero.plan.calls import misfit
 from zero.plan.meter import Meter
 from zero.sdp.tensors import map_tensors, tensors_in
 
@@ -53,9 +55,10 @@ def measure(
     """Runs a forward and a backward on fake tensors: nothing of the model's or the batch's size is allocated.
 
     units: the names of the modules that are units. While this runs they have hooks.
-    Raises RuntimeError where the model's forward needs values (`.item()`, masks by value).
+    Raises ValueError where forward does not take such arguments, RuntimeError where it needs values (`.item()`, masks
+    by value) or has tensors elsewhere.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with put_back(module), FakeTensorMode(allow_non_fake_inputs=True):
 
         def faked(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -80,15 +83,39 @@ def measure(
             arguments = cast(inputs, precision.param_dtype) if precision.cast_forward_inputs else inputs
             step = _Step(module)
             tensors = {f"module.{name}": tensor for name, tensor in [*params.items(), *buffers.items()]}
-            with recorder.watching(module, units):
-                try:
-                    functional_call(step, tensors, arguments)
-                except DataDependentOutputException as error:
-                    raise RuntimeError(
-                        f"the activations cannot be measured without running the model: its forward needs values "
-                        f"({error}). Plan without a batch, and add what a step of yours holds to what is planned."
-                    ) from error
+            with recorder.watching(module, units), _explaining(module, batch, device):
+                functional_call(step, tensors, arguments)
     return recorder.marks
+
+
+@contextmanager
+def _explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator[None]:
+    """Says of errors that come of running the model in this way what to do about them."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RuntimeError(
+            "the activations cannot be measured without running the model: its forward needs values, as .item() and "
+            f"masks by value do ({error}). Plan without a batch, and add what a step of yours holds to what is planned."
+        ) from error
+    except TypeError as error:
+        problem = misfit(module.forward, *batch)
+        if not problem:
+            raise
+        raise ValueError(
+            f"{type(module).__name__}.forward cannot be called with what is in the batch (positional arguments: "
+            f"{len(batch)}): {problem}. Pass all that it needs, in order; what it takes by keyword only, have a module "
+            "around it pass."
+        ) from error
+    except RuntimeError as error:
+        elsewhere = [name for name, tensor in plain_tensors(module) if tensor.device.type != device]
+        if not elsewhere or "same device" not in str(error):
+            raise
+        raise RuntimeError(
+            f"the activations are measured on {device}, but these attributes are tensors elsewhere: "
+            f"{', '.join(elsewhere)} ({error}). Make them buffers, which go where the model goes: "
+            'self.register_buffer("name", tensor, persistent=False).'
+        ) from error
 
 
 class _Step(nn.Module):

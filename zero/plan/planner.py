@@ -50,10 +50,11 @@ def plan(
     auto_wrap_policy, prefetch: as of FSDP. With Sizes the units are those that they have.
     memory: bytes that a rank has, for what fits.
     batch: positional arguments of one forward of one rank, by which its activations are measured: on tensors without
-        values, so what a kernel holds only while it runs is not in it.
+        values, so what a kernel holds only while it runs is not in it. What forward keeps in attributes is forgotten.
     options: what else OSS, ShardedDDP and FSDP would be given.
 
-    Raises ValueError for what the stages would refuse.
+    Raises ValueError for what the stages would refuse and for a batch that forward does not take, RuntimeError for a
+    forward that cannot be measured.
     """
     worlds = [world_size] if isinstance(world_size, int) else list(world_size)
     options = options or Options(precision=precision or MixedPrecision())
@@ -65,8 +66,10 @@ def plan(
     prefetch = prefetch or Prefetch()
     if isinstance(model, nn.Module):
         sizes = Sizes.of_module(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
-    else:
+    elif isinstance(model, Sizes):
         sizes = model
+    else:
+        raise ValueError(f"the model is a {type(model).__name__}. Pass a torch.nn.Module, or Sizes.")
     if not sizes.params:
         raise ValueError("the model has no parameters: there is nothing to plan.")
     kept = Kept(sizes, options.master_dtype)

@@ -22,7 +22,7 @@ class Cost:
     parameters, gradients, optimizer: what lies there between backward and step: parameters with the model's buffers,
         and the optimizer's state with masters.
     peak: the most that is there at once.
-    sent: what leaves the rank.
+    sent: what leaves the rank; of buffers what leaves the first, whose buffers all take before each forward.
     """
 
     stage: str
@@ -90,7 +90,11 @@ class Plan:
                 f"{without}. Take more ranks, smaller units, or less precision"
             )
         below = costs[: costs.index(chosen)]
-        reason = f"stage {below[-1].stage} would need {_gib(below[-1].peak)}" if below else "everything fits"
+        larger = [cost.stage for cost in costs if not self.fits(cost)]
+        if below:
+            reason = f"stage {below[-1].stage} would need {_gib(below[-1].peak)}"
+        else:
+            reason = f"of the others {', '.join(larger)} do not fit" if larger else "everything fits"
         return (
             f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), the lowest that fits in {room}: it needs "
             f"{_gib(chosen.peak)} GiB{without}; {reason}"

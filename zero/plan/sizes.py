@@ -12,6 +12,7 @@ from torch import nn
 
 from zero.fsdp import MixedPrecision
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
+from zero.oss.packing import batches
 from zero.oss.partition import Partition
 
 
@@ -61,11 +62,13 @@ class Sizes:
     params: by name, in the model's order, tied ones once.
     groups: of all units, as FSDP lays them out; the root unit "" comes first.
     buffers: bytes.
+    messages: bytes of what is sent at a time where the buffers of one rank become those of all.
     """
 
     params: dict[str, nn.Parameter]
     groups: tuple[Group, ...]
     buffers: int = 0
+    messages: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -96,7 +99,8 @@ class Sizes:
                 names, params = zip(*named, strict=True)
                 groups.append(Group(unit, dtype, names, params))
         buffers = {buffer.untyped_storage(): buffer.untyped_storage().nbytes() for buffer in module.buffers()}
-        return cls(dict(module.named_parameters()), tuple(groups), sum(buffers.values()))
+        messages = tuple(sum(buffer.nbytes for buffer in batch) for batch in batches([*module.buffers()]))
+        return cls(dict(module.named_parameters()), tuple(groups), sum(buffers.values()), messages)
 
     @classmethod
     def of_shapes(
@@ -132,6 +136,8 @@ class Sizes:
     ) -> Sizes:
         """Of so many parameters in so many equal blocks: each has the four matrices of a transformer's block, of width
         w together 12 w², and nothing lies outside them."""
+        if not math.isfinite(parameters):
+            raise ValueError(f"{parameters} parameters: give a finite number, such as 7e9.")
         if layers < 1 or parameters < layers:
             raise ValueError(f"{parameters:g} parameters in {layers} layers: each layer needs one at least.")
         total = round(parameters)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+from zero.oss.comm import agreement_bytes
 from zero.plan.job import Job
 from zero.plan.ledger import Ledger
 from zero.plan.result import Cost
@@ -31,7 +32,7 @@ def data_parallel(job: Job) -> Cost:
     ledger.take(masters)  # gradients in the masters' dtype
     ledger.touch(scratch)
     held = {"parameters": parameters, "gradients": gradients, "optimizer": state + masters}
-    return Cost("0", job.world, **held, peak=ledger.peak, sent=_all_reduced(job, gradients))
+    return Cost("0", job.world, **held, peak=ledger.peak, sent=_sent_by_ddp(job, gradients))
 
 
 def sharded_state(job: Job) -> Cost:
@@ -41,7 +42,7 @@ def sharded_state(job: Job) -> Cost:
     gradients = _whole_gradients(job, ledger, copies=False)
     ledger.take(sum(bucket.owned * bucket.stepped.itemsize for bucket in job.buckets if bucket.mastered))
     ledger.touch(max(scratch, _refreshed_masters(job)))
-    sent = _all_reduced(job, gradients) + _gather_after_step(job, ledger)
+    sent = _sent_by_ddp(job, gradients) + _gather_after_step(job, ledger)
     held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
     return Cost("1", job.world, **held, peak=ledger.peak, sent=sent)
 
@@ -50,10 +51,11 @@ def sharded_gradients(job: Job) -> Cost:
     """Stage 2: ShardedDDP and OSS."""
     parameters, optimizer, scratch = _of_oss(job)
     ledger = Ledger(parameters + optimizer)
+    sent = _broadcast_buffers(job, ledger, [job.world])
     ledger.touch(job.course.forward)
     gradients = _backward_by_buckets(job, ledger)
     ledger.touch(max(scratch, _refreshed_masters(job)))
-    sent = job.agreement[1] + sum(bucket.sent for bucket in job.buckets) + _gather_after_step(job, ledger)
+    sent += job.agreement[1] + sum(bucket.sent for bucket in job.buckets) + _gather_after_step(job, ledger)
     held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
     return Cost("2", job.world, **held, peak=ledger.peak, sent=sent)
 
@@ -99,8 +101,9 @@ def _whole_gradients(job: Job, ledger: Ledger, *, copies: bool) -> int:
     return gradients
 
 
-def _all_reduced(job: Job, gradients: int) -> int:
-    return 2 * (job.world - 1) * gradients // job.world
+def _sent_by_ddp(job: Job, gradients: int) -> int:
+    """Buffers from the first rank, and gradients to all."""
+    return (job.world - 1) * sum(job.messages) + 2 * (job.world - 1) * gradients // job.world
 
 
 def _of_oss(job: Job) -> tuple[int, int, int]:
@@ -171,6 +174,21 @@ def _gather_after_step(job: Job, ledger: Ledger) -> int:
     return sent
 
 
+# --------------------------------------------------------------------------------------------- stages 2 and 3
+
+
+def _broadcast_buffers(job: Job, ledger: Ledger, worlds: Sequence[int]) -> int:
+    """Before the forward, within groups of so many ranks, one after another; what leaves the first of a group, which
+    sends most."""
+    sent = 0
+    for world in worlds:
+        held, told = agreement_bytes(world if job.gloo else 1)
+        for message in job.messages if world > 1 else ():
+            ledger.touch(message + (0 if job.layouts.options.reads else held))
+            sent += message * (world - 1) + told
+    return sent
+
+
 # ---------------------------------------------------------------------------------------------------- stage 3
 
 
@@ -178,12 +196,13 @@ def _fsdp(job: Job, *, stays: bool) -> Cost:
     flats = [flat for unit in job.units for flat in unit]
     parameters = sum(flat.part for flat in flats) + job.buffers
     state, scratch = job.stepping_parts(flats)
+    replicas = job.layouts.options.replicas
     ledger = Ledger(parameters + state)
+    sent = _broadcast_buffers(job, ledger, [job.world, replicas])
     step = Step(job, ledger, stays=stays)
     step.run()
     ledger.touch(scratch)
-    replicas = job.layouts.options.replicas
-    sent = step.sent + sum(flat.sent for flat in flats)
+    sent += step.sent + sum(flat.sent for flat in flats)
     sent += sum(2 * flat.sums * (replicas - 1) // replicas for flat in flats)
     held = {"parameters": parameters, "gradients": step.gradients, "optimizer": state}
     return Cost("3 kept" if stays else "3", job.world * replicas, **held, peak=ledger.peak, sent=sent)

@@ -23,7 +23,7 @@ class PlannedUnit:
 
     stays: whether parameters stay whole from forward to backward, and give up their parts meanwhile.
     `before`, `after`: the units that run before and after it.
-    `calls`: 1 from its forward until its backward is complete.
+    `calls`: 1 from its forward, if that has a graph, until its backward is complete.
     """
 
     reduce_channel = 0
@@ -90,6 +90,7 @@ class Step:
         self._reductions = Reductions(self._comm)
         self._units = [PlannedUnit(unit, self._comm, self._reduction, ledger, stays=stays) for unit in job.units]
         self._kept = {self._units[number] for number in job.course.units_in_backward} if stays else set()
+        self._run_again = {self._units[number] for number in job.course.units_run_again}
         self._root = self._last = self._units[0]
         self._course, self._in_backward = job.course, False
         for number in job.course.units_in_turn:  # in the forward before
@@ -139,11 +140,15 @@ class Step:
 
     def _pre_forward(self, unit: PlannedUnit) -> None:
         self._gather(unit)
-        unit.calls = 0 if unit is self._root else 1
+        unit.calls = int(unit is not self._root and self._has_graph(unit))
         if not self._in_backward:
             self._follow(unit)
             if self._prefetch.before_forward and unit.after is not None:
                 self._launch(unit.after)
+
+    def _has_graph(self, unit: PlannedUnit) -> bool:
+        """Whether the forward that runs leads to a backward by itself, and is not run again in backward for that."""
+        return self._in_backward or unit not in self._run_again
 
     def _follow(self, unit: PlannedUnit) -> None:
         if unit not in (self._root, self._last):
@@ -152,7 +157,7 @@ class Step:
 
     def _post_forward(self, unit: PlannedUnit) -> None:
         if unit is not self._root:
-            if unit not in self._kept:
+            if unit not in self._kept or not self._has_graph(unit):
                 unit.reshard()
             return
         unit.before = self._last

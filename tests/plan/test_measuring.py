@@ -1,0 +1,135 @@
+"""A model that is run without values, for its activations: it stays what it was, and what cannot be run says why."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import zero
+from counted import Block, Model
+
+
+def test_a_model_that_was_measured_is_left_as_it_was():
+    model = Model()
+    zero.plan(model, world_size=2, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=[torch.zeros(1, 2).long()])
+    with pytest.raises(IndexError):
+        zero.plan(model, world_size=2, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=[torch.zeros(()).long()])
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_a_model_that_is_frozen_has_a_forward_only():
+    model = Model().requires_grad_(False)
+    plan = zero.plan(model, world_size=2, batch=[torch.zeros(4, 32).long()])
+    assert [cost.gradients for cost in plan.costs] == [0] * 5
+    assert plan.cost(3).transient > sum(param.nbytes for param in model.blocks[0].parameters())
+
+
+def test_a_forward_that_needs_values_says_so():
+    class NeedsValues(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * x.sum().item()
+
+    with pytest.raises(RuntimeError, match="its forward needs values"):
+        zero.plan(NeedsValues(4, 4), world_size=2, batch=[torch.ones(4)])
+
+
+class Caching(nn.Module):
+    """Keeps what it computes in every way that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table: Tensor | None = None
+        self.by_length: dict[int, Tensor] = {}
+        self.nested: dict[str, list[Tensor]] = {"": []}
+        self.pair: tuple[list[Tensor], int] = ([], 0)
+        self.apart = SimpleNamespace(seen=None, calls=0)
+        self.itself = [self]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0, device=x.device)
+            self.by_length[len(x)] = self.table
+            self.nested[""].append(self.table)
+            self.pair[0].append(self.table)
+            self.apart.seen = self.table
+            self.linear.late = self.table
+            self.register_buffer("more", self.table)
+        self.apart.calls += 1
+        return self.linear(x) * self.table * self.by_length[len(x)] * self.nested[""][0] * self.pair[0][0]
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_what_a_forward_keeps_is_real(times):
+    """Also where it has kept something before that is real."""
+    model, x = Caching(), torch.ones(2, 4)
+    for _ in range(times):
+        model(x)
+    table = model.table
+    zero.plan(model, world_size=2, batch=[x])
+    assert (model.table is table, model.apart.calls) == (True, times)
+    assert (len(model.by_length), len(model.nested[""]), len(model.pair[0]), len([*model.buffers()])) == (times,) * 4
+    assert model.apart.seen is table and hasattr(model.linear, "late") == bool(times)
+    model(x).sum().backward()
+    assert type(model.linear.weight.grad) is Tensor
+    assert model.linear.weight.grad.isfinite().all()
+
+
+def test_what_a_forward_kept_is_gone_where_it_failed():
+    class Failing(Caching):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError(super().forward(x).shape)
+
+    model = Failing()
+    with pytest.raises(KeyError):
+        zero.plan(model, world_size=2, batch=[torch.ones(2, 4)])
+    assert model.table is None and model.by_length == {}
+
+
+class MaskedByValue(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[x > 0]
+
+
+class ByKeyword(nn.Linear):
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        return super().forward(x) * scale
+
+
+class WithPlainTensor(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.frequencies = torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.frequencies
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: MaskedByValue(4, 4), RuntimeError, r"needs values, as .* do \(aten.*Plan without a batch"),
+        (lambda: ByKeyword(4, 4), ValueError, r"ByKeyword.forward .* arguments: 1.*'scale'.*have a module around it"),
+        (lambda: nn.Sequential(WithPlainTensor()), RuntimeError, r"elsewhere: 0\.frequencies .*register_buffer"),
+    ],
+)
+def test_what_cannot_be_run_says_what_to_do(make, error, message):
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(error, match=message):
+        zero.plan(model, world_size=2, batch=[torch.ones(4, 4)])
+
+
+def test_errors_of_a_forward_itself_stay_what_they_are():
+    class Wrong(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x, x)  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match="takes 2 positional arguments"):
+        zero.plan(Wrong(4, 4), world_size=2, batch=[torch.ones(4)])
