@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ranks
 import zero
@@ -351,3 +352,25 @@ COUNTED: list[tuple[Placed, int]] = [
 def test_a_step_gathers_and_reduces_as_often_as_its_strategy_says(placed, world, micro, sync):
     expected = expected_counts(placed[0], micro, sync)
     assert ranks.run(step_counted, world, args=(placed, micro, sync)) == [expected] * world
+
+
+# ------------------------------------------------------------------------------------- replicas that do not do the same
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor, number: int) -> torch.Tensor:
+        chosen: torch.Tensor = self.blocks[number](self.blocks[0](inputs))
+        return chosen
+
+
+def mixing(rank: int, world: int) -> None:
+    model = zero.FSDP(Chosen(), sharding_strategy="NO_SHARD", auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model(torch.ones(2, 8), 1 + rank).sum().backward()
+
+
+def test_gradients_of_different_units_are_not_averaged_over_replicas() -> None:
+    ranks.expect_error(mixing, 2, RuntimeError, "out of step", r"averaging over replicas of unit 'blocks\.[12]'")

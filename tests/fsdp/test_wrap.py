@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -84,6 +84,47 @@ def test_without_a_policy_blocks_that_a_list_repeats_are_units():
     net.mixed = nn.ModuleList([Block(2, 1), nn.Sequential(nn.Linear(2, 2)), Block(2, 1)])
     net.plain = nn.Sequential(Block(2, 1), Block(2, 1))
     assert names(net, None) == ["", "repeated.0", "repeated.1", "mixed.0", "mixed.2"]
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2))
+
+
+LAYERS = {
+    "lists": lambda: nn.ModuleList([nn.Linear(2, 2), block()]),
+    "dicts": lambda: nn.ModuleDict({"0": nn.Linear(2, 2), "1": block()}),
+    "lists of lists": lambda: nn.ModuleList([nn.Identity(), nn.ModuleList([None, block()])]),
+    "lists with parameters": lambda: nn.ModuleList([nn.ParameterList([torch.ones(2)]), block()]),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_lists_in_a_list_stand_for_what_they_hold(layer):
+    net = nn.Module()
+    net.layers = nn.ModuleList(layer() for _ in range(3))
+    blocks = [name for name, module in net.named_modules() if type(module) is nn.Sequential]
+    assert len(blocks) == 3
+    assert names(net, None) == ["", *blocks]
+
+
+class Stack(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
+def test_a_list_with_a_forward_of_its_own_is_a_module_like_others():
+    net = nn.Module()
+    net.stacks = nn.ModuleList(Stack([nn.Linear(2, 2)]) for _ in range(2))
+    assert names(net, None) == ["", "stacks.0", "stacks.1"]
+    assert names(net, ModuleWrapPolicy({Stack})) == ["", "stacks.0", "stacks.1"]
+
+
+def test_a_list_of_parameters_is_no_unit_however_large():
+    net = nn.Module()
+    net.params, net.linear = nn.ParameterList([torch.ones(9)]), nn.Linear(2, 2)
+    assert names(net, None, small=True) == ["", "linear"]
 
 
 def test_a_model_without_blocks_is_one_unit():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -13,8 +14,9 @@ from torch.optim import Optimizer
 from zero.fsdp import whole
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
+from zero.fsdp.compiled import BETWEEN_UNITS
 from zero.fsdp.forward import Forward
-from zero.fsdp.guard import Guard
+from zero.fsdp.guard import Guard, strayed
 from zero.fsdp.offload import CPUOffload, DiskOffload
 from zero.fsdp.optim_state import SteppingParts
 from zero.fsdp.precision import MixedPrecision
@@ -97,6 +99,7 @@ class FSDP(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
+        ignored_modules = [*ignored_modules]
         strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh)
         self._comm, self._prefetch = self._placement.comm, prefetch or Prefetch()
         options = Options(
@@ -122,7 +125,15 @@ class FSDP(nn.Module):
         self._units = builder.build()  # the last that can fail
         for name, one in inside.items():
             self._units += one._hand_over(module, name)
-        self._guard = Guard(self._units, self._comm, cut_on_request=partition == "even", disk=builder.disk)
+        self._guard = Guard(
+            module,
+            self._units,
+            self._comm,
+            ignored=ignored_modules,
+            cut_on_request=partition == "even",
+            disk=builder.disk,
+        )
+        self._refuse_strays = torch.compiler.disable(self._guard.refuse_strays, reason=BETWEEN_UNITS)
         self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
         gradients = Gradients([param for group in self.flat_groups for param in group.params])
         buffers = BufferSync(module, self.comms) if broadcast_buffers else None
@@ -154,7 +165,11 @@ class FSDP(nn.Module):
     # --------------------------------------------------------------------------------------------- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward. Collective."""
+        """The module's own forward. Collective.
+
+        Raises RuntimeError where parameters were moved, cast or given other data since they were wrapped.
+        """
+        self._refuse_strays()
         return self._forward.run(*args, **kwargs)
 
     @contextmanager
@@ -218,10 +233,14 @@ class FSDP(nn.Module):
         rank0_only: only the first rank of the group sees them whole, with writeback=False.
         with_grads: averaged gradients are whole in `param.grad`, too.
 
-        Raises ValueError for rank0_only with writeback, RuntimeError within forward and backward.
+        Raises ValueError for rank0_only with writeback, and, on every rank, where parameters were given other data in
+        here that is to stay; RuntimeError where they were given some before, and within forward and backward.
         """
+        self._guard.refuse_strays()
         with whole.summoned(self._units, writeback=writeback, rank0_only=rank0_only, with_grads=with_grads):
             yield
+            if writeback:
+                self._placement.compare("the whole parameters of FSDP", [], strayed(self.flat_groups))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FSDP:
         """Collective. Calls fn with every module, as nn.Module.apply, on whole parameters; rank 0's results count."""
@@ -231,7 +250,11 @@ class FSDP(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective. Whole parameters and buffers under the module's own names, on every rank, as copies."""
+        """Collective. Whole parameters and buffers under the module's own names, on every rank, as copies.
+
+        Raises RuntimeError where parameters were moved, cast or given other data.
+        """
+        self._guard.refuse_strays()
         return whole.state_dict(self.module, self._units, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -265,7 +288,13 @@ class FSDP(nn.Module):
         return SteppingParts(optimizer, self.flat_groups, self._comm)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """This rank's parts, and all buffers, as copies, without communication: for saving each rank's by itself."""
+        """This rank's parts, and all buffers, as copies, without communication: for saving each rank's by itself.
+
+        Raises RuntimeError, on this rank, where its parameters were moved, cast or given other data.
+        """
+        problem = self._guard.stray()
+        if problem is not None:
+            raise RuntimeError(problem)
         return whole.local_state_dict(self.module, self._units)
 
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,7 +302,7 @@ class FSDP(nn.Module):
 
         Raises ValueError on every rank, and changes nothing, where one was given something else.
         """
-        problem = whole.local_problem(self.module, self._units, state_dict)
+        problem = self._guard.stray() or whole.local_problem(self.module, self._units, state_dict)
         self._comm.compare("the parts given to FSDP", [], problem)
         whole.load_local_state_dict(self.module, self._units, state_dict)
 

@@ -1,4 +1,5 @@
-"""Notices optimizers that would step sharded parameters wrongly, whoever built them.
+"""Notices optimizers that would step sharded parameters wrongly, whoever built them, and parameters that are no longer
+where they were put, or what they were.
 
 At stage 3 the optimizer is the user's own and knows nothing of parts. torch calls hooks before any optimizer's step;
 the one here looks whether the parameters of an FSDP are among those about to be stepped, and whether that is right.
@@ -6,7 +7,7 @@ the one here looks whether the parameters of an FSDP are among those about to be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ReferenceType, ref
@@ -32,14 +33,28 @@ class Guard:
     """Checks every step of any optimizer that holds parameters of these units, as long as it lives.
 
     The step raises RuntimeError for whole parameters, for gradients left by no_sync or scaled by each rank for itself,
-    for state of other shapes than the parts', and for optimizers that need whole parameters where they are cut. It is
-    collective, so that all ranks raise.
+    for state of other shapes than the parts', for optimizers that need whole parameters where they are cut, and where
+    parameters were given other data, or the module others with gradients. It is collective, so that all ranks raise.
 
+    module, ignored: what may hold parameters only that it holds now, but for those of the modules in it that are
+        ignored.
     cut_on_request: whether the user said that parameters may be cut, whatever the optimizer.
     disk: takes over steps on parts that lie in files.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, *, cut_on_request: bool, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        comm: Comm,
+        *,
+        ignored: Sequence[nn.Module],
+        cut_on_request: bool,
+        disk: Disk | None = None,
+    ) -> None:
+        self._module, self._ignored, self._known = module, ignored, {*module.parameters()}
+        self._groups = [group for unit in units for group in unit.groups]
+        self._comm, self._refusal = comm, comm.channel("the refusal of parameters that were given other data")
         self._cut_on_request = cut_on_request
         self._overflow, self._scaling = Overflow(units, comm), Scaling(units, comm)
         self._disk = disk
@@ -70,6 +85,27 @@ class Guard:
         with self._scaling.alike():
             yield
 
+    def stray(self) -> str | None:
+        """Why parameters at rest cannot be used, in words for the user; None if they can.
+
+        Costs 0.1 ms for 258 parameters.
+        """
+        return strayed([group for group in self._groups if not group.summoned])
+
+    def refuse_strays(self) -> None:
+        """To be called before a collective operation. Raises RuntimeError where parameters were given other data.
+
+        Costs no communication where all is well. Ranks on which nothing is wrong raise it too, in their next operation.
+        """
+        problem = self.stray()
+        if problem is None:
+            return
+        try:
+            self._comm.agree(self._refusal)
+        except RuntimeError as error:  # others go on, and have now been told
+            raise RuntimeError(problem) from error
+        raise RuntimeError(problem)
+
     def _held(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for group in optimizer.param_groups for param in group["params"] if param in self._places]
 
@@ -91,6 +127,9 @@ class Guard:
         kind = type(optimizer).__name__
         if isinstance(optimizer, tuple(NEED_ALL)):
             return f"{kind} computes with all parameters at once and cannot step parts of them. Use it without zero."
+        changed = self.stray() or self._newcomer()
+        if changed is not None:
+            return changed
         for unit in {self._places[param][0]: None for param in params}:
             if unit.stage is Stage.IDLE and not unit.summoned:
                 unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
@@ -99,6 +138,18 @@ class Guard:
             problem = self._problem_of(optimizer, param) if param.grad is not None else None
             if problem is not None:
                 return problem
+        return None
+
+    def _newcomer(self) -> str | None:
+        for name, param in self._module.named_parameters():
+            if param not in self._known and param.grad is not None:
+                if any(param is one for module in self._ignored for one in module.parameters()):
+                    continue
+                return (
+                    f"{name!r} is in no unit of FSDP: it was replaced (by load_state_dict with assign=True, say) or "
+                    "added since the model was wrapped, and nobody averages its gradient. Change the model first, then "
+                    "wrap it; what lies in ignored_modules may change, for you to average."
+                )
         return None
 
     def _problem_of(self, optimizer: Optimizer, param: nn.Parameter) -> str | None:
@@ -134,6 +185,19 @@ class Guard:
                     "whole: wrap before the first step, and load state of the same parts."
                 )
         return None
+
+
+def strayed(groups: Iterable[FlatGroup]) -> str | None:
+    """What is wrong where parameters no longer lie where these groups put them, in words for the user."""
+    for group in groups:
+        name = group.stray()
+        if name is not None:
+            return (
+                f"{name!r} was moved, cast or given other data (`p.data = ...`) since FSDP put it where it is, and "
+                "would lose it at the next gathering. Write in place: `p.data.copy_(...)`, or `p.copy_(...)` under "
+                "torch.no_grad(). Move and cast the model before wrapping it."
+            )
+    return None
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -85,6 +85,13 @@ class Reductions:
             sent, self._sent = self._sent, None
             sent.finish_reduce()
 
+    def finish_of(self, unit: Reduced) -> None:
+        """Collective. Sends what the unit has due, and waits for it: backward has come to the unit again."""
+        if self._due is unit:
+            self.flush()
+        if self._sent is unit:
+            self.finish()
+
     def finish_all(self) -> None:
         """Collective. At the end of a backward, where ranks agree that all have come."""
         if self._announced_by is not None:

@@ -4,12 +4,16 @@ forward of a unit     gather, compute, release (the root and units that are to b
 backward of a unit    gather, compute, release and send gradients, wait for those of the unit before
 end of backward       what is left is released and sent, everything is waited for
 
+A unit that backward comes to again, by another forward's graph, waits for what it sent, and sends once more.
+
 How far gathers run ahead, and how many units are in flight at once, says `Prefetch`. Each rank goes by the order in
 which its units ran the last time; ranks whose orders differ are told so when a gather arrives.
 """
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -22,7 +26,7 @@ from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.lookout import Lookout
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
-from zero.fsdp.unit import Stage, Unit
+from zero.fsdp.unit import Call, Stage, Unit
 from zero.oss.comm import Comm
 from zero.sdp.tensors import at_end_of_backward, in_a_backward, map_tensors, tensors_in
 
@@ -47,7 +51,9 @@ class Schedule:
         self._root = units[0]
         self._prefetching = prefetch
         self._reductions = Reductions(comm)
-        self._in_backward = False
+        self._in_backward = self._interrupted = False
+        self._held_by_autograd: weakref.ref[Any] | None = None
+        """What autograd calls at the end of this backward."""
         self._running: list[Unit] = []
         """Units whose forward runs, from the outside in."""
         self._last = self._root
@@ -55,7 +61,7 @@ class Schedule:
         self._looked: set[bool] = set()
         self._looking = ExitStack()
         self._hooks: dict[nn.Module, list[RemovableHandle]] = {}
-        for unit in units:
+        for unit in reversed(units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
                 # Outside of what torch.compile makes of the module, which would be another for each unit.
                 before = torch.compiler.disable(self._pre_forward(unit), reason=BETWEEN_UNITS)
@@ -64,7 +70,8 @@ class Schedule:
                     before, after = _unless_traced_in(unit, before), _unless_traced_in(unit, after)
                 self._hooks.setdefault(module, []).extend(
                     [
-                        module.register_forward_pre_hook(before, with_kwargs=True),
+                        # Before the user's own, such as weight_norm's, which read parameters.
+                        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
                         module.register_forward_hook(after, always_call=True),
                     ]
                 )
@@ -96,6 +103,8 @@ class Schedule:
         def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._in_backward and not in_a_backward():
                 self.abandon()
+            if unit is self._root and module is unit.module and self._running and not self._in_backward:
+                self._end_interrupted()
             if unit.stage is Stage.BACKWARD:
                 return None  # activation checkpointing computes the forward again, and backward has gathered the unit
             if unit.summoned:
@@ -107,8 +116,9 @@ class Schedule:
                 unit.entrance = module
             if unit.depth == 0:
                 self._enter(unit)
-            unit.depth += 1
-            return self._watch_inputs(unit, *unit.precision.cast_inputs(module, (args, kwargs)))
+            call = Call()
+            unit.running.append(call)
+            return self._watch_inputs(unit, call, *unit.precision.cast_inputs(module, (args, kwargs)))
 
         return pre_forward
 
@@ -128,23 +138,30 @@ class Schedule:
         if self._prefetching.before_forward and unit.after is not None:
             self._launch(unit.after)
 
-    def _watch_inputs(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Has the unit told when its backward is complete: when a gradient leaves through the first of its inputs.
+    def _end_interrupted(self) -> None:
+        """Forgets forwards that an interrupt has ended (KeyboardInterrupt), of which no hook is told."""
+        around = _being_called()[1:]
+        if not any((unit.entrance or unit.module) in around for unit in self._running):
+            self._looking.close()
+            self._running.clear()
+            for unit in self._units:
+                unit.leave_forward()
+                unit.reshard()
+
+    def _watch_inputs(self, unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Has the call told when its backward is complete: when a gradient leaves through the first of its inputs.
 
         That input is seen through a view, made before anything else in the unit. Autograd runs what can run latest
         created first, so when it comes to the view everything in the unit has been run. One view only: a tensor that
         several units read through views would have its gradient summed unit by unit, in another order than without.
         """
-        told = False
 
         def leaving(_: Tensor) -> None:
-            nonlocal told
-            if not told and unit.stage is Stage.BACKWARD:
-                told = True
-                unit.calls -= 1
-                if unit.calls == 0 and not unit.is_read:
-                    self._complete(unit)
-                    self._go_on(unit)
+            if unit.stage is not Stage.BACKWARD or not unit.leave(call):
+                return
+            if unit.calls == 0 and not unit.is_read:
+                self._complete(unit)
+                self._go_on(unit)
 
         viewed = False
 
@@ -161,7 +178,8 @@ class Schedule:
 
         if unit is self._root or not torch.is_grad_enabled():
             return args, kwargs
-        unit.calls += 1
+        if not (self._in_backward and unit.calls):  # or a checkpoint computes one of these again
+            unit.expect(call)
         return map_tensors(watched, args), map_tensors(watched, kwargs)
 
     def _post_forward(self, unit: Unit) -> Callable[..., None]:
@@ -172,13 +190,13 @@ class Schedule:
                 if unit.entrance is not module:
                     return
                 unit.entrance = None
-            unit.depth -= 1
+            call = unit.running.pop()
             needs_backward = False
             if torch.is_grad_enabled():
                 for tensor in tensors_in(output):
                     if tensor.requires_grad and not any(tensor is one for one in unit.inputs):
                         needs_backward = True
-                        tensor.register_hook(self._pre_backward(unit))
+                        tensor.register_hook(self._pre_backward(unit, call))
             if unit.depth == 0:
                 self._leave(unit, kept=needs_backward and (unit is self._root or unit.stays))
 
@@ -243,26 +261,49 @@ class Schedule:
 
     # -------------------------------------------------------------------------------------------- backward
 
-    def _pre_backward(self, unit: Unit) -> Callable[[Tensor], None]:
+    def _pre_backward(self, unit: Unit, call: Call) -> Callable[[Tensor], None]:
         def pre_backward(_: Tensor) -> None:
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
                     "parameters are gone by then. Take such gradients at stage 2 (ShardedDDP) or below."
                 )
-            if not self._in_backward:
-                self._in_backward = True
-                at_end_of_backward(self._finish)
+            self._begin_backward()
+            unit.expect(call)  # once more, if the graph was retained, or is older than another backward
             entered = [one for one in (unit, *unit.reads) if one.stage is Stage.IDLE]
             for one in entered:
-                self._gather(one)
-                one.enter_backward()
+                self._enter_backward(one)
             if entered and self._prefetching.before_backward:
                 if self._prefetching.limit < 3:
                     self._reductions.finish()
                 self._launch_ahead(unit)
 
         return pre_backward
+
+    def _begin_backward(self) -> None:
+        if self._interrupted:
+            self.abandon()
+        if not self._in_backward:
+            self._in_backward = True
+            finish = self._finish
+            self._held_by_autograd = weakref.ref(finish, self._dropped)
+            at_end_of_backward(finish)
+
+    def _dropped(self, _: Any) -> None:
+        """Autograd has let go of what it was to call at the end: without having called it, if backward was interrupted.
+
+        Gradients from before are put back at once, so that they are seen and zero_grad clears them. What has to wait
+        for other ranks is left to `abandon`.
+        """
+        if self._in_backward:
+            self._interrupted = True
+            for unit in self._units:
+                unit.interrupt()
+
+    def _enter_backward(self, unit: Unit) -> None:
+        self._gather(unit)
+        self._reductions.finish_of(unit)
+        unit.enter_backward()
 
     def _launch_ahead(self, unit: Unit) -> None:
         """Gathers the unit that backward comes to next, if it is known and not there."""
@@ -292,8 +333,7 @@ class Schedule:
         """At the end of backward."""
         for unit in reversed(self._units):
             if unit.stage is Stage.IDLE and unit.calls and (unit.whole or unit.gathering):
-                self._gather(unit)  # whole since forward, or gathered ahead, but not reached here: others may have
-                unit.enter_backward()
+                self._enter_backward(unit)  # whole since forward, or gathered ahead, but not reached: others may have
             if unit.stage is Stage.BACKWARD:
                 self._complete(unit)
             elif unit.kept and self.active:
@@ -301,7 +341,7 @@ class Schedule:
                 self._reductions.put(unit)
         self._reductions.finish_all()
         for unit in self._units:
-            unit.calls = 0
+            unit.forget_calls()
             unit.reshard()
             unit.settle()
         self._in_backward = False
@@ -311,7 +351,7 @@ class Schedule:
     def abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""
         self._reductions.abandon()
-        self._in_backward = False
+        self._in_backward = self._interrupted = False
         self._looking.close()
         self._running.clear()
         for unit in self._units:
@@ -335,6 +375,16 @@ def _holders(unit: Unit) -> Iterator[nn.Module]:
     for module in unit.module.modules():
         if module is not unit.module and any(param in params for param in module.parameters(recurse=False)):
             yield module
+
+
+def _being_called() -> list[nn.Module]:
+    """The modules whose calls are on the stack, from the inside out."""
+    called, frame = [], sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is nn.Module._call_impl.__code__:
+            called.append(frame.f_locals["self"])
+    return called
 
 
 def _refuse_to_train_whole(unit: Unit) -> None:

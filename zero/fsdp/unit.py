@@ -26,6 +26,15 @@ class Stage(enum.Enum):
     BACKWARD = "in backward"
 
 
+class Call:
+    """One forward of a unit.
+
+    waited_for: the unit's round in which its backward was last expected; -1 once that is complete.
+    """
+
+    waited_for = -1
+
+
 class Unit:
     """The parameters that are gathered together for one module.
 
@@ -47,10 +56,12 @@ class Unit:
         self.stage = Stage.IDLE
         self.entrance: nn.Module | None = None
         """The module by which the running forward came in, if not the unit's own."""
-        self.depth = 0
+        self.running: list[Call] = []
         """Forwards that are running: more than one where a module calls itself."""
         self.calls = 0
-        """Forwards whose backward is not yet complete."""
+        """Forwards whose backward is expected or under way."""
+        self._round = 0
+        """Goes up when all of these are forgotten, as a backward ends."""
         self.inputs: list[Tensor] = []
         """Of the running forwards, those that need a gradient, the first of each as a view."""
         self.reads: list[Unit] = []
@@ -82,6 +93,36 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.stage.value}, {self.groups})"
+
+    @property
+    def depth(self) -> int:
+        """How many of its forwards are running."""
+        return len(self.running)
+
+    def expect(self, call: Call) -> None:
+        """The backward of the call is to come, or has come."""
+        if call.waited_for != self._round:
+            call.waited_for = self._round
+            self.calls += 1
+
+    def leave(self, call: Call) -> bool:
+        """The backward of the call is complete. Returns whether it was expected."""
+        expected = call.waited_for == self._round
+        if expected:
+            call.waited_for = -1
+            self.calls -= 1
+        return expected
+
+    def forget_calls(self) -> None:
+        self.calls = 0
+        self._round += 1
+
+    def leave_forward(self) -> None:
+        """Forgets forwards that an exception ended."""
+        self.readers = 0
+        self.running.clear()
+        self.entrance = None
+        self.inputs.clear()
 
     # ------------------------------------------------------------------------------------------ parameters
 
@@ -126,7 +167,8 @@ class Unit:
                 yield bucket, index, bucket.flat.params[index]
 
     def enter_backward(self) -> None:
-        """From here on autograd may write whole gradients; the parameters are whole."""
+        """From here on autograd may write whole gradients; the parameters are whole, and nothing is on its way."""
+        assert all(bucket.phase is Phase.FILLING for bucket in self.buckets)
         self.stage = Stage.BACKWARD
         for bucket in self.buckets:
             bucket.notice_trained()
@@ -169,6 +211,13 @@ class Unit:
 
     def finish_reduce(self) -> None:
         """Waits for this rank's part of the gradients, and adds it to what was there before."""
+        for bucket, index, param in self._trained():
+            if param.grad is not None:  # which autograd lets pass where a part has the shape of the whole
+                raise RuntimeError(
+                    f"{bucket.flat.names[index]} got a gradient after {self.title} of FSDP had sent its gradients, in "
+                    "one backward, and not through what the unit's forward returned. Compute with parameters inside of "
+                    "forward, and return what comes of it."
+                )
         for bucket in self.buckets:
             if bucket.phase is Phase.REDUCING:
                 bucket.finish(partial(self._deliver, bucket.flat))
@@ -197,6 +246,8 @@ class Unit:
             param.grad = None
         self._leave_backward()
         self.kept = True
+        for param in self._resting.keys() - kept.keys():  # to which this backward did not come
+            param.grad = self._resting.pop(param)
         for param, (bucket, index, gradient) in kept.items():
             flat = bucket.flat
             ordered = flat.in_memory_order(index, gradient)
@@ -211,22 +262,30 @@ class Unit:
 
     def _leave_backward(self) -> None:
         self.stage = Stage.IDLE
-        self.calls = 0
+        self.forget_calls()
         self.reshard()
 
-    def abandon(self) -> None:
-        """Forgets a forward or backward that an exception ended."""
+    def interrupt(self) -> None:
+        """Puts the gradients from before a backward that an exception ended where they were. Waits for nobody.
+
+        Where that backward has not come they are there, and what no_sync kept is kept.
+        """
         if self.stage is Stage.BACKWARD:
             for _, _, param in self._trained():
                 param.grad = None
+            self.kept = False
+            self._leave_backward()
+        resting = self._resting.keys() - self._unreduced.keys()
+        if resting and not self.gathering:
+            self.reshard()
+            for param in resting:
+                param.grad = self._resting.pop(param)
+
+    def abandon(self) -> None:
+        """Forgets a forward or backward that an exception ended."""
         for bucket in self.buckets:
             bucket.abandon()
-        self.depth = self.readers = 0
-        self.entrance = None
-        self.inputs.clear()
-        self.kept = False
+        self.leave_forward()
+        self.finish_unshard()
+        self.interrupt()
         self._leave_backward()
-        for param, resting in self._resting.items():
-            param.grad = resting
-        self._resting.clear()
-        self._unreduced.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,8 @@ def unit_modules(
 
     policy: `ModuleWrapPolicy`, `CustomPolicy`, `lambda_auto_wrap_policy` and their like are asked as PyTorch asks them.
     None takes the blocks that a model repeats: the members of an nn.ModuleList that share a class and have submodules
-    of their own. What is in no unit belongs to the unit around it.
+    of their own; members that only hold others, such as lists in a list, stand for these. What is in no unit belongs to
+    the unit around it.
     apart: modules that stay as they are, with all in them.
     small: without a policy, make units also of what else holds much by itself, such as embeddings and output layers.
     as_one_unit: modules, or classes of them, that become units with nothing inside them a unit of its own.
@@ -51,7 +52,7 @@ def unit_modules(
     chosen.add(root)
     units = {name: module for name, module in root.named_modules() if module in chosen}
     for name, module in units.items():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        if _only_holds(module):
             raise ValueError(
                 f"{name!r} is a {type(module).__name__}, which has no forward that it could be gathered for. Choose "
                 "the module that calls its members."
@@ -97,11 +98,25 @@ def _repeated_blocks(root: nn.Module) -> set[nn.Module]:
     blocks: set[nn.Module] = set()
     for module in root.modules():
         if isinstance(module, nn.ModuleList):
-            members = [block for block in module if any(True for _ in block.children()) and _has_parameters(block)]
+            members = [block for block in _members(module) if [*block.children()] and _has_parameters(block)]
             for block in members:
                 if sum(type(other) is type(block) for other in members) > 1:
                     blocks.add(block)
     return blocks
+
+
+def _members(container: nn.Module) -> Iterator[nn.Module]:
+    for member in container._modules.values():  # a module that is in it twice is a repeated one
+        if member is not None and _only_holds(member):
+            yield from _members(member)
+        elif member is not None:
+            yield member
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Whether it has no forward that it could be gathered for."""
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return isinstance(module, containers) and type(module).forward is nn.Module.forward
 
 
 def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
@@ -115,7 +130,8 @@ def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
     chosen = set()
     for module in root.modules():
         own = [*module.parameters(recurse=False)]
-        leaf = module not in inside and module is not root and own and not [*module.children()]
+        calls = module not in inside and module is not root and not _only_holds(module)
+        leaf = calls and own and not [*module.children()]
         if leaf and all(homes[param] == 1 for param in own) and 4 * sum(param.nbytes for param in own) >= largest:
             chosen.add(module)
     return chosen

@@ -1,0 +1,325 @@
+"""Parameters that were given other data, replaced or added after wrapping: refused, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD
+
+import ranks
+import zero
+from sidebyside import SideBySide, average_over_ranks, data, sgd
+from zero import FSDP
+
+WIDTH = 8
+REFUSED = [r"'(body|head)\.\w+' was moved, cast or given other data", r"p\.data\.copy_", "before wrapping"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def loss(model: nn.Module, rank: int) -> Tensor:
+    return model(data(4, WIDTH, rank=rank)).square().mean()
+
+
+# ----------------------------------------------------------------------------------------------------- given other data
+
+
+def exchange(model: FSDP) -> None:
+    """As with averaged weights, or steps of one's own."""
+    for param in model.parameters():
+        param.data = 0.5 * param.data
+
+
+def cast(model: FSDP) -> None:
+    model.bfloat16()
+
+
+def from_a_vector(model: FSDP) -> None:
+    vector_to_parameters(0.5 * parameters_to_vector(model.parameters()), model.parameters())
+
+
+def one_part(model: FSDP) -> None:
+    """Of a parameter of which only the last rank has any."""
+    model.head.bias.data = 0.5 * model.head.bias.data
+
+
+def evaluate(model: FSDP, rank: int) -> None:
+    with torch.no_grad():
+        loss(model, rank)
+
+
+def take_weights(model: FSDP, rank: int) -> None:
+    model.state_dict()
+
+
+def take_parts(model: FSDP, rank: int) -> None:
+    model.local_state_dict()
+
+
+def summon(model: FSDP, rank: int) -> None:
+    with model.summon_full_params():
+        pass
+
+
+def step(model: FSDP, rank: int) -> None:
+    SGD(model.parameters(), 0.1).step()
+
+
+def rebound(rank: int, world: int, rebind: Callable[[FSDP], None], use: Callable[[FSDP, int], None]) -> None:
+    model = zero.FSDP(Net())
+    loss(model, rank).backward()
+    rebind(model)
+    use(model, rank)
+
+
+@pytest.mark.parametrize(
+    ("rebind", "use"),
+    [(exchange, use) for use in (evaluate, take_weights, take_parts, summon, step)]
+    + [(cast, evaluate), (from_a_vector, step)],
+)
+def test_other_data_is_refused_where_it_would_be_lost(rebind, use):
+    ranks.expect_error(rebound, 2, RuntimeError, *REFUSED, args=(rebind, use), timeout=15)
+
+
+def load_parts(rank: int, world: int) -> None:
+    model = zero.FSDP(Net())
+    parts = model.local_state_dict()
+    one_part(model)
+    model.load_local_state_dict(parts)
+
+
+def test_parts_are_not_loaded_into_other_data():
+    ranks.expect_error(load_parts, 2, ValueError, *REFUSED, timeout=15)
+
+
+def test_a_step_names_what_another_rank_has_rebound():
+    told = ranks.expect_error(rebound, 2, RuntimeError, r"'head\.bias'", args=(one_part, step), timeout=15)
+    assert "another rank" in told[0] and "another rank" not in told[1]
+
+
+@pytest.mark.parametrize("use", [evaluate, take_weights, summon])
+def test_ranks_that_go_on_are_told_why_another_does_not(use):
+    told = ranks.expect_error(rebound, 2, RuntimeError, "given other data", args=(one_part, use), timeout=15)
+    assert "rank 1 in the refusal of parameters that were given other data" in told[0]
+    assert "'head.bias'" in told[1]
+
+
+def after_forward(rank: int, world: int) -> None:
+    """What a forward without backward has left whole is refused as well."""
+    model = zero.FSDP(Net())
+    loss(model, rank)
+    exchange(model)
+    step(model, rank)
+
+
+def test_whole_parameters_that_were_rebound_are_refused():
+    ranks.expect_error(after_forward, 2, RuntimeError, *REFUSED, timeout=15)
+
+
+def in_place(rank: int, world: int, options: dict[str, Any]) -> None:
+    """The remedy of the error, and data that comes back, with training in between."""
+    both = SideBySide(Net(), lambda model, optim: ((it := zero.FSDP(model, **options)), optim(it.parameters())))
+    for _ in range(2):
+        both.step(lambda model: loss(model, rank))
+        for model in (both.model, both.plain):
+            for param in model.parameters():
+                before = param.data
+                param.data = torch.zeros_like(before)
+                param.data = before
+                param.data.copy_(0.5 * param.data)
+                with torch.no_grad():
+                    param.copy_(0.5 * param)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"sharding_strategy": "NO_SHARD"}], ids=str)
+def test_what_is_written_in_place_counts(options):
+    ranks.run(in_place, args=(options,))
+
+
+def in_summon(rank: int, world: int, rebind: Callable[[FSDP], None]) -> None:
+    model = zero.FSDP(Net())
+    before = model.state_dict()
+    with pytest.raises(ValueError, match="given other data") as error, model.summon_full_params():
+        rebind(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    loss(model, rank).backward()  # it can go on
+    step(model, rank)
+    raise error.value
+
+
+def on_one_rank(model: FSDP) -> None:
+    if torch.distributed.get_rank() == 1:
+        exchange(model)
+
+
+@pytest.mark.parametrize("rebind", [exchange, cast, on_one_rank])
+def test_other_data_for_whole_parameters_is_refused_and_nothing_of_it_stays(rebind):
+    ranks.expect_error(in_summon, 2, ValueError, *REFUSED, args=(rebind,), timeout=15)
+
+
+def applied(rank: int, world: int) -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data = torch.zeros(module.weight.shape)
+
+    zero.FSDP(Net()).apply(init)
+
+
+def test_apply_refuses_other_data():
+    ranks.expect_error(applied, 2, ValueError, *REFUSED, timeout=15)
+
+
+def for_a_while(rank: int, world: int) -> None:
+    """Where nothing is to stay, other data is as good as what is written in place."""
+    model = zero.FSDP(Net())
+    with torch.no_grad(), model.summon_full_params(writeback=False):
+        for param in model.parameters():
+            param.data = torch.zeros_like(param)
+        assert not loss(model, rank)
+    with torch.no_grad():
+        assert loss(model, rank)
+
+
+def test_without_writeback_other_data_counts_for_a_while():
+    ranks.run(for_a_while)
+
+
+# --------------------------------------------------------------------------------------------------- replaced and added
+
+
+def stepped(rank: int, world: int, change: Callable[[Net], None], **options: Any) -> None:
+    net = Net()
+    model = zero.FSDP(net, **options)
+    change(net)
+    optimizer = SGD(model.parameters(), 0.1)
+    loss(model, rank).backward()
+    optimizer.step()
+
+
+def other_head(net: Net) -> None:
+    net.head = nn.Linear(WIDTH, 2)
+
+
+def other_weight(net: Net) -> None:
+    net.head.weight = nn.Parameter(torch.ones(2, WIDTH))
+    net.head.bias = None
+
+
+def added(net: Net) -> None:
+    net.head = nn.Sequential(net.head, nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("change", [other_head, other_weight, added])
+def test_what_came_after_wrapping_is_refused_at_the_step(change):
+    words = [r"'head\.(1\.)?weight' is in no unit of FSDP: it was replaced .* or added since", "nobody averages"]
+    ranks.expect_error(stepped, 2, RuntimeError, *words, args=(change,), timeout=15)
+
+
+def what_may_come(rank: int, world: int) -> None:
+    """Frozen parameters, and those of modules that are ignored."""
+
+    def frozen(net: Net) -> None:
+        other_head(net)
+        net.head.requires_grad_(False)
+
+    stepped(rank, world, frozen)
+    net = Net()
+    net.body = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    model = zero.FSDP(net, ignored_modules=iter([net.body]))
+    optimizer = SGD(model.parameters(), 0.1)
+    net.body[0] = nn.Linear(WIDTH, WIDTH)
+    loss(model, rank).backward()
+    optimizer.step()
+
+
+def test_what_is_frozen_or_ignored_may_change():
+    ranks.run(what_may_come)
+
+
+# --------------------------------------------------------------------------------------------- the user's own pre-hooks
+
+
+def reading() -> nn.Module:
+    module = nn.Linear(WIDTH, WIDTH)
+    module.register_forward_pre_hook(lambda module, args: (args[0] * module.weight.norm(),))
+    return module
+
+
+def weight_normed() -> nn.Module:
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def spectral_normed() -> nn.Module:
+    return nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def with_pre_hook(rank: int, world: int, build: Callable[[], nn.Module], units: int) -> None:
+    """units: 1, or as many as there are modules with a hook, and the root around them."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(build() if units == 1 else nn.Sequential(*(build() for _ in range(units - 1))))
+    plain = models[1]
+    model = zero.FSDP(models[0], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert len(model._units) == units
+    optimizer, plain_optimizer = sgd(model.parameters()), sgd(plain.parameters())
+    for step in range(3):
+        x = data(4, WIDTH, rank=rank, step=step)
+        for one, its in ((model, optimizer), (plain, plain_optimizer)):
+            its.zero_grad()
+            one(x).square().mean().backward()
+        for param in plain.parameters():
+            param.grad = average_over_ranks(param, param.grad)
+        optimizer.step()
+        plain_optimizer.step()
+        found, expected = model.state_dict(), plain.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(not unit.reads for unit in model._units), "what a unit's own hook reads is not read by another"
+
+
+@pytest.mark.parametrize("units", [1, 3])
+@pytest.mark.parametrize("build", [reading, weight_normed, spectral_normed])
+def test_pre_hooks_find_the_parameters_of_their_module_whole(build, units):
+    ranks.run(with_pre_hook, args=(build, units))
+
+
+class Tied(nn.Module):
+    """Its last module is a unit, and holds a weight of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def order(rank: int, world: int) -> list[str]:
+    """Called by itself, a module enters the units around it from the outside in."""
+    model = zero.FSDP(Tied(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    entered: list[str] = []
+    enter = model._schedule._enter
+    model._schedule._enter = lambda unit: (entered.append(unit.name), enter(unit))  # type: ignore[method-assign]
+    model.last(data(4, WIDTH, rank=rank))
+    return entered
+
+
+def test_units_around_a_module_are_entered_from_the_outside_in():
+    assert ranks.run(order) == [["", "last"]] * 2

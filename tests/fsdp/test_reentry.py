@@ -1,0 +1,364 @@
+"""Backward comes to a unit again while its gradients are on their way, or is interrupted: no gradient is lost, and none
+that was cleared comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import ranks
+import zero
+from sidebyside import SideBySide, data, stage_3
+
+WIDTH = 8
+
+Scenario = Callable[[int, int, dict[str, Any]], None]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.middle(self.first(x))
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def side_by_side(model: nn.Module, options: dict[str, Any]) -> SideBySide:
+    """Gradients that are sent in two goes are rounded once more."""
+    return SideBySide(model, lambda inner, optim: stage_3(inner, optim, **options), tolerance=1e-6)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return data(4, WIDTH, rank=rank, step=step)
+
+
+def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(batch(rank, step)).square().mean()
+
+
+# ------------------------------------------------------------------------------------------- graphs of several forwards
+
+
+def adversarial(model: nn.Module, rank: int, step: int) -> Tensor:
+    """The loss on a batch and on what an attack by its gradient makes of it."""
+    x = batch(rank, step).requires_grad_()
+    clean = model(x).square().mean()
+    (towards,) = torch.autograd.grad(clean, x, retain_graph=True)
+    return clean + model((x + 0.1 * towards.sign()).detach()).square().mean()
+
+
+@scenario
+def a_graph_that_autograd_grad_has_gone_through_and_a_newer_one(rank, world, options):
+    both = side_by_side(Net(), options)
+    for step in range(3):
+        both.step(lambda model, step=step: adversarial(model, rank, step))
+
+
+@scenario
+def such_graphs_with_accumulation_and_no_sync(rank, world, options):
+    both = side_by_side(Net(), options)
+    for step in range(3):
+        both.zero_grad()
+        both.backward(lambda model, step=step: adversarial(model, rank, 4 * step))
+        both.backward(lambda model, step=step: adversarial(model, rank, 4 * step + 1), sync=False)
+        both.backward(lambda model, step=step: adversarial(model, rank, 4 * step + 2))
+        both.backward(lambda model, step=step: loss(model, rank, 4 * step + 3))
+        both.update()
+
+
+@scenario
+def a_parameter_that_a_backward_under_no_sync_does_not_reach(rank, world, options):
+    class Half(Block):
+        half = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.up(x)[..., :WIDTH] if self.half else super().forward(x)
+
+    class Halves(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Half() for _ in range(2))
+
+    def half(model: Any, step: int) -> Tensor:
+        model.blocks[0].half = True
+        found = loss(model, rank, step)
+        model.blocks[0].half = False
+        return found
+
+    both = side_by_side(Halves(), options)
+    for step in range(3):
+        both.zero_grad()
+        both.backward(lambda model, step=step: loss(model, rank, 3 * step))
+        both.backward(lambda model, step=step: half(model, 3 * step + 1), sync=False)
+        both.backward(lambda model, step=step: loss(model, rank, 3 * step + 2))
+        both.update()
+
+
+@scenario
+def a_graph_that_is_retained_and_a_newer_one(rank, world, options):
+    both = side_by_side(Net(), options)
+    for step in range(3):
+        both.zero_grad()
+        kept = {model: loss(model, rank, 2 * step) for model in (both.model, both.plain)}
+        both.backward(lambda model, kept=kept: kept[model], retain_graph=True)
+        both.backward(lambda model, kept=kept, step=step: kept[model] + loss(model, rank, 2 * step + 1))
+        both.update()
+
+
+@scenario
+def a_graph_from_before_another_backward_and_a_newer_one(rank, world, options):
+    both = side_by_side(Net(), options)
+    for step in range(3):
+        both.zero_grad()
+        old = {model: loss(model, rank, 3 * step) for model in (both.model, both.plain)}
+        both.backward(lambda model, step=step: loss(model, rank, 3 * step + 1))
+        both.backward(lambda model, old=old, step=step: old[model] + loss(model, rank, 3 * step + 2))
+        both.update()
+
+
+@scenario
+def a_retained_graph_of_a_block_that_calls_itself(rank, world, options):
+    class Recursive(Block):
+        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+            x = super().forward(x)
+            return super().forward(torch.tanh(self(x, again=False))) if again else x
+
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Recursive() for _ in range(2))
+
+    both = side_by_side(Two(), options)
+    for step in range(3):
+        both.step(lambda model, step=step: adversarial(model, rank, step))
+
+
+# -------------------------------------------------------------------------------------------- activation checkpointing
+
+
+class Shared(Net):
+    """Each block runs three times in a row."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            for _ in range(3):
+                x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@scenario
+def blocks_used_again_under_reentrant_checkpointing(rank, world, options):
+    for blocks in (1, 2):
+        both = side_by_side(Shared(blocks), options)
+        for step in range(3):
+            both.step(lambda model, step=step: loss(model, rank, step))
+        both.zero_grad()
+        both.backward(lambda model: loss(model, rank, 3), sync=False)
+        both.backward(lambda model: loss(model, rank, 4))
+        both.backward(lambda model: loss(model, rank, 5))
+        both.update()
+
+
+# ------------------------------------------------------------------------------------------------------- interruptions
+
+
+class Stop(nn.Module):
+    """Hands its input on, until it is told to fail."""
+
+    where: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise KeyboardInterrupt
+        if self.where == "backward":
+            x = x.clone()
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, _: Tensor) -> None:
+        raise KeyError("as told")
+
+
+class Stopping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up = nn.Sequential(Stop(), self.blocks[1].up, Stop())
+
+    def stop(self, where: str | None, *, late: bool) -> None:
+        self.blocks[1].up[0 if late else 2].where = where
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("sync", [True, False])
+def test_gradients_that_are_cleared_after_an_exception_do_not_come_back(sync, late):
+    ranks.run(cleared_after_exception, args=(sync, late), timeout=20)
+
+
+def cleared_after_exception(rank: int, world: int, sync: bool, late: bool) -> None:
+    both = side_by_side(Stopping(), {})
+    for step in range(3):
+        both.zero_grad()
+        both.backward(lambda model, step=step: loss(model, rank, 9 * step))
+        both.backward(lambda model, step=step: loss(model, rank, 9 * step + 1), sync=sync)
+        both.model.module.stop("backward", late=late)
+        with pytest.raises(KeyError):
+            loss(both.model, rank, 9 * step + 2).backward()
+        both.model.module.stop(None, late=late)
+        both.zero_grad()
+        with torch.no_grad():
+            both.model(batch(rank, 0))
+        assert all(param.grad is None for param in both.model.parameters())
+        both.backward(lambda model, step=step: loss(model, rank, 9 * step + 3))
+        both.update()
+
+
+def not_cleared_after_exception(rank: int, world: int) -> None:
+    """The exception comes before the first gradient of the last block."""
+    both = side_by_side(Stopping(), {})
+    params = [*both.model.parameters()]
+    both.backward(lambda model: loss(model, rank, 0))
+    before = [None if param.grad is None else param.grad.clone() for param in params]
+    output = both.model(batch(rank, 1))
+    both.model.module.blocks[2].down.bias.register_hook(Stop().fail)
+    with pytest.raises(KeyError):
+        output.square().mean().backward()
+    for param, old in zip(params, before, strict=True):
+        assert param.grad is old is None or torch.equal(param.grad, old)
+
+
+def test_gradients_from_before_an_exception_are_there_after_it():
+    ranks.run(not_cleared_after_exception, timeout=20)
+
+
+@scenario
+def a_graph_after_one_whose_backward_failed(rank, world, options):
+    """No forward comes between the two backwards."""
+    both = side_by_side(Stopping(), options)
+    for step in range(3):
+        both.zero_grad()
+        graphs = {model: loss(model, rank, 2 * step) for model in (both.model, both.plain)}
+        both.model.module.stop("backward", late=False)
+        failing = loss(both.model, rank, 2 * step + 1)
+        both.model.module.stop(None, late=False)
+        with pytest.raises(KeyError):
+            failing.backward()
+        both.zero_grad()
+        both.backward(lambda model, graphs=graphs: graphs[model])
+        both.update()
+
+
+@scenario
+def an_interrupt_in_forward(rank, world, options):
+    """Which hooks of modules are not told of, unlike other exceptions."""
+    both = side_by_side(Stopping(), options)
+    for step in range(3):
+        both.zero_grad()
+        both.backward(lambda model, step=step: loss(model, rank, 4 * step), sync=False)
+        both.model.module.stop("forward", late=False)
+        for enter in (both.model, both.model.module.blocks[1] if step == 2 else both.model):
+            with pytest.raises(KeyboardInterrupt):
+                enter(batch(rank, 4 * step + 1))
+        both.model.module.stop(None, late=False)
+        both.backward(lambda model, step=step: loss(model, rank, 4 * step + 2))
+        both.update()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "no shard": {"sharding_strategy": "NO_SHARD"},
+    "memory first": {"prefetch": zero.MEMORY_FIRST},
+    "speed first": {"prefetch": zero.SPEED_FIRST},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_numbers_are_those_of_the_reference(name, options):
+    ranks.run(SCENARIOS[name], args=(OPTIONS[options],), timeout=20)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_numbers_of_a_single_rank(name):
+    ranks.run(SCENARIOS[name], world=1, args=({},), timeout=20)
+
+
+# -------------------------------------------------------------------------------------------------------------- others
+
+
+def again_on_one_rank(rank: int, world: int) -> None:
+    model = zero.FSDP(Net())
+    first = loss(model, rank, 0)
+    first.backward(retain_graph=True)
+    second = loss(model, rank, 1)
+    (first + second if rank == 0 else second).backward()
+
+
+def test_a_graph_that_one_rank_alone_goes_through_again_is_refused_on_every_rank():
+    ranks.expect_error(again_on_one_rank, 2, RuntimeError, "the backward of FSDP", timeout=20)
+
+
+def past_forward(rank: int, world: int) -> None:
+    model = zero.FSDP(Net(), sharding_strategy="NO_SHARD")
+    penalty = model.module.blocks[0].up.weight.square().sum()
+    (penalty + loss(model, rank, 0)).backward()
+
+
+def test_a_gradient_that_comes_past_forward_after_the_others_were_sent_is_refused():
+    ranks.expect_error(past_forward, 2, RuntimeError, r"blocks\.0\.up\.weight", "inside of forward", timeout=20)
+
+
+class Segments(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
+
+
+def whole_at_once(rank: int, world: int, options: dict[str, Any]) -> int:
+    both = side_by_side(Segments(8), {**options, "auto_wrap_policy": ModuleWrapPolicy({Block})})
+    most = 0
+
+    def look(_: Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(unit.whole for unit in both.model._units[1:]))
+
+    both.step(lambda model: loss(model, rank, 0))
+    for block in both.model.module.blocks:
+        block.up.weight.register_hook(look)
+    for step in range(1, 3):
+        both.step(lambda model, step=step: loss(model, rank, step))
+    return most
+
+
+@pytest.mark.parametrize("options", ["default", "memory first"])
+def test_blocks_that_are_computed_again_together_are_released_one_by_one(options):
+    assert ranks.run(whole_at_once, args=(OPTIONS[options],), timeout=20) == [1, 1]
