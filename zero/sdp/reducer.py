@@ -1,0 +1,238 @@
+"""The backward of ShardedDDP: gradients on their way into buckets, and buckets on their way to the owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero.oss.comm import Comm
+from zero.oss.optimizer import OSS
+from zero.sdp.bucket import GradBucket
+from zero.sdp.gathers import finish_all
+from zero.sdp.tensors import at_end_of_backward, in_a_backward, nearest_leaf, tensors_in, writes_into
+
+
+class Reducer:
+    """Drives the buckets through a backward.
+
+    `active`: whether gradients are reduced now, or left where they are (no_sync).
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[OSS], comm: Comm, sent_as: torch.dtype | None = None
+    ) -> None:
+        self.active = True
+        self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
+        self._buckets: list[GradBucket] = []
+        self._deliver: list[Callable[[int, Tensor | None], None]] = []
+        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._channel = comm.channel(f"the backward of ShardedDDP({type(module).__name__})")
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        self._hooks_on_leaves: list[RemovableHandle] = []
+        self._ran_trained: set[Tensor] = set()
+        """What was trained in some forward since the last backward, and may have been frozen since."""
+        self._replaced = False
+        self._in_backward = False
+        self._launched = 0
+        self._in_flight: int | None = None
+        self._notice_groups()
+        for param in self._places:
+            before = _reducers[param]() if param in _reducers else None
+            if before is not None:
+                before._retire()
+            _reducers[param] = ref(self)
+        self._hook_trained()
+
+    def _notice_groups(self) -> None:
+        """Makes a bucket of each flat group that the optimizers have now (add_param_group, set_bucket_size)."""
+        groups = {flat: optimizer for optimizer in self._optimizers for flat in optimizer.flat_groups}
+        if [bucket.flat for bucket in self._buckets] == list(groups):
+            return
+        self._buckets = [GradBucket(flat, sent_as=self._sent_as) for flat in groups]
+        self._deliver = [_delivery(bucket, groups[bucket.flat]) for bucket in self._buckets]
+        self._places = {
+            param: (number, index)
+            for number, bucket in enumerate(self._buckets)
+            for index, param in enumerate(bucket.flat.params)
+        }
+        self._largest_bucket = max(bucket.flat.full.nbytes for bucket in self._buckets)
+        self._largest_param = max(param.nbytes for param in self._places)
+
+    def before_forward(self) -> None:
+        if self._replaced:
+            raise RuntimeError(
+                "this ShardedDDP was replaced by another around the same parameters, which has their gradients now. "
+                "Call the new one, and drop this one and its optimizer."
+            )
+        if self._in_backward and not in_a_backward():
+            self._abandon()
+        if not self._in_backward:
+            while self._hooks_on_leaves:
+                self._hooks_on_leaves.pop().remove()
+            self._notice_groups()
+            self._hook_trained()
+
+    def after_forward(self, output: Any) -> None:
+        """Backward begins at the outputs: from there its end can be awaited, also where it is entered anew within."""
+        if self.active:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    hook = tensor.register_hook(partial(self._reached, nearest_leaf(tensor)))
+                    if tensor.is_leaf:  # it outlives the graph
+                        self._hooks_on_leaves.append(hook)
+
+    def _reached(self, leaf: Node | None, _: Tensor) -> None:
+        """A backward is at an output: one that leaves gradients, on all ranks, or an inner torch.autograd.grad."""
+        if leaf is None or writes_into(leaf):
+            self._begin()
+
+    def _hook_trained(self) -> None:
+        arrived = _without_keeping(self)
+        for param in self._places:
+            if param.requires_grad:
+                self._ran_trained.add(param)
+            if param.requires_grad and param not in self._hooks:
+                self._hooks[param] = param.register_post_accumulate_grad_hook(arrived)
+
+    def _notice_trained(self) -> None:
+        """Collective where other parameters are trained than in the last backward."""
+        changed = [bucket.notice_trained(self._ran_trained) for bucket in self._buckets]
+        self._ran_trained.clear()
+        if any(changed):
+            trained = [bucket.flat.names[index] for bucket in self._buckets for index in bucket.trained]
+            self._comm.compare("the parameters that are trained", trained)
+
+    def _retire(self) -> None:
+        """Another ShardedDDP has the parameters."""
+        self._replaced = True
+        for hook in [*self._hooks.values(), *self._hooks_on_leaves]:
+            hook.remove()
+
+    def _arrived(self, param: Tensor) -> None:
+        if not self.active:
+            return
+        self._begin()
+        number, index = self._places[param]
+        bucket = self._buckets[number]
+        if number < self._launched:
+            bucket.refuse_late(index)
+        bucket.take_from(param, index)
+        self._make_room(bucket)
+        if bucket.complete:
+            self._launch_complete()
+
+    def _begin(self) -> None:
+        if not self._in_backward:
+            finish_all(self._optimizers)  # of a graph from before the last step
+            self._notice_trained()
+            self._in_backward = True
+            at_end_of_backward(self._finish)
+
+    def _launch_complete(self) -> None:
+        """Launches, in the order that is the same on all ranks, what is complete up to the first that is not."""
+        while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        if self._launched == 0:
+            self._comm.agree(self._channel)
+        self._finish_in_flight()
+        bucket = self._buckets[self._launched]
+        if bucket.trained:
+            bucket.launch()
+            self._in_flight = self._launched
+        self._launched += 1
+        if self._launched < len(self._buckets):
+            self._make_room(self._buckets[self._launched])
+
+    def _make_room(self, filling: GradBucket) -> None:
+        """Waits for the bucket in flight while what fills the next is little: two buckets' bytes are all there may be.
+
+        A bucket in flight takes its gradients and as much to receive them in; in their place 1/W of it stays, and as
+        much of the next is not there yet. Where transfers run beside the computing, waiting would cost their overlap.
+        """
+        upcoming = filling.taken_bytes + self._largest_param
+        if (
+            self._in_flight is not None
+            and upcoming * self._comm.world > self._largest_bucket
+            and not self._comm.runs_beside(filling.flat.full)
+        ):
+            self._finish_in_flight()
+
+    def _finish_in_flight(self) -> None:
+        if self._in_flight is not None:
+            self._buckets[self._in_flight].finish(self._deliver[self._in_flight])
+            self._in_flight = None
+
+    def _finish(self) -> None:
+        """At the end of backward, on every rank, whatever it used."""
+        if self._launched < len(self._buckets):
+            self._refuse_replaced()
+        while self._launched < len(self._buckets):
+            self._buckets[self._launched].take_leftovers()
+            self._launch_next()
+        self._finish_in_flight()
+        self._launched = 0
+        self._in_backward = False
+
+    def reduce_now(self) -> None:
+        self.before_forward()
+        self._notice_trained()
+        self._finish()
+
+    def _refuse_replaced(self) -> None:
+        """Where a gradient did not come, the parameter may be one that the module no longer has."""
+        for name, param in self._module.named_parameters():
+            if param.requires_grad and param not in self._places:
+                raise RuntimeError(
+                    f"{name!r} is in no optimizer of this ShardedDDP: it was replaced (by load_state_dict with "
+                    "assign=True, say) or added since, and its gradient would be nobody's. Wrap the model again, "
+                    "with an OSS built from its present parameters, or add it by add_param_group."
+                )
+
+    def _abandon(self) -> None:
+        """An exception ended the last backward before its end."""
+        for bucket in self._buckets:
+            bucket.abandon()
+        self._launched = 0
+        self._in_flight = None
+        self._in_backward = False
+
+
+_reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By parameter, the Reducer that takes its gradients."""
+
+
+def _without_keeping(reducer: Reducer) -> Callable[[Tensor], None]:
+    """Its hook on parameters. What autograd calls lies where the garbage collector does not look for cycles."""
+    weakly = ref(reducer)
+
+    def arrived(param: Tensor) -> None:
+        there = weakly()
+        if there is not None:
+            there._arrived(param)
+
+    return arrived
+
+
+def _delivery(bucket: GradBucket, optimizer: OSS) -> Callable[[int, Tensor | None], None]:
+    """Puts a part's gradient where the optimizer takes it, or adds it to what is there."""
+
+    def deliver(index: int, gradient: Tensor | None) -> None:
+        part = optimizer.part(bucket.flat.params[index])
+        if gradient is not None and gradient.dtype is not part.dtype:
+            gradient = gradient.to(part.dtype)
+        if part.grad is None:
+            part.grad = gradient
+        elif gradient is not None:
+            part.grad += gradient
+
+    return deliver
