@@ -193,6 +193,16 @@ def tiny(width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
 
 
+def train(model: nn.Module, optimizer: Optimizer, count: int = 2) -> dict[str, Any]:
+    """Steps of what is built like `tiny`; the weights then."""
+    torch.manual_seed(0)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+    return zero.full_state_dict(model)
+
+
 def adam(**options: Any) -> Callable[..., Optimizer]:
     return partial(torch.optim.Adam, lr=1e-2, **options)
 

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from saved import adam, tiny
+from saved import adam, tiny, train
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -17,16 +17,6 @@ from torch.optim import SGD, Adam
 import ranks
 import zero
 from zero.checkpoint import write
-
-
-def train(model, optimizer, count=2):
-    torch.manual_seed(0)
-    for _ in range(count):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).square().sum().backward()
-        optimizer.step()
-    return zero.full_state_dict(model)
-
 
 # ------------------------------------------------------------------------------------------------ training goes on
 

@@ -3,22 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from saved import CASE, Blockwise, Config, adam, differences, read_plainly, steps, tiny, whole
+from saved import CASE, Blockwise, Config, adam, differences, read_plainly, steps, tiny, train, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
-
-
-def train(model, optimizer, count=2):
-    torch.manual_seed(0)
-    for _ in range(count):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).square().sum().backward()
-        optimizer.step()
-
 
 # ---------------------------------------------------------------------------------------------------------- replicas
 
