@@ -11,74 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, side_by_side, steps
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import SGD
 
 import ranks
-import zero
-from sidebyside import SideBySide, data, sgd
 
-WIDTH = 8
-
-Scenario = Callable[[int, int, dict[str, Any]], None]
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
-    return function
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-class Stack(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = self.call(block, x)
-        return x
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return block(x)
-
-
-def side_by_side(model: nn.Module, options: dict[str, Any], optim: Any = sgd) -> SideBySide:
-    def build(inner: nn.Module, optim: Any) -> Any:
-        wrapped = zero.FSDP(inner, **options)
-        return wrapped, optim(wrapped.parameters())
-
-    return SideBySide(model, build, optim)
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return data(4, WIDTH, rank=rank, step=step)
-
-
-def loss_on(rank: int, step: int) -> Any:
-    return lambda model: model(batch(rank, step)).square().mean()
-
-
-def steps(both: SideBySide, rank: int, count: int = 3) -> None:
-    for step in range(count):
-        both.step(loss_on(rank, step))
+SCENARIOS = scenario = Scenarios()
 
 
 # ----------------------------------------------------------------------------------------------------------- parameters

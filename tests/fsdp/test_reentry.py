@@ -4,62 +4,23 @@ that was cleared comes back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import stacks
 import torch
+from stacks import WIDTH, Block, Scenarios, Stack, batch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ranks
 import zero
-from sidebyside import SideBySide, data, stage_3
 
-WIDTH = 8
+SCENARIOS = scenario = Scenarios()
 
-Scenario = Callable[[int, int, dict[str, Any]], None]
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
-    return function
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.middle(self.first(x))
-
-    def middle(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def side_by_side(model: nn.Module, options: dict[str, Any]) -> SideBySide:
-    """Gradients that are sent in two goes are rounded once more."""
-    return SideBySide(model, lambda inner, optim: stage_3(inner, optim, **options), tolerance=1e-6)
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return data(4, WIDTH, rank=rank, step=step)
+side_by_side = partial(stacks.side_by_side, tolerance=1e-6)  # gradients sent in two goes are rounded once more
 
 
 def loss(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -79,14 +40,14 @@ def adversarial(model: nn.Module, rank: int, step: int) -> Tensor:
 
 @scenario
 def a_graph_that_autograd_grad_has_gone_through_and_a_newer_one(rank, world, options):
-    both = side_by_side(Net(), options)
+    both = side_by_side(Stack(), options)
     for step in range(3):
         both.step(lambda model, step=step: adversarial(model, rank, step))
 
 
 @scenario
 def such_graphs_with_accumulation_and_no_sync(rank, world, options):
-    both = side_by_side(Net(), options)
+    both = side_by_side(Stack(), options)
     for step in range(3):
         both.zero_grad()
         both.backward(lambda model, step=step: adversarial(model, rank, 4 * step))
@@ -104,7 +65,7 @@ def a_parameter_that_a_backward_under_no_sync_does_not_reach(rank, world, option
         def forward(self, x: Tensor) -> Tensor:
             return x + self.up(x)[..., :WIDTH] if self.half else super().forward(x)
 
-    class Halves(Net):
+    class Halves(Stack):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList(Half() for _ in range(2))
@@ -126,7 +87,7 @@ def a_parameter_that_a_backward_under_no_sync_does_not_reach(rank, world, option
 
 @scenario
 def a_graph_that_is_retained_and_a_newer_one(rank, world, options):
-    both = side_by_side(Net(), options)
+    both = side_by_side(Stack(), options)
     for step in range(3):
         both.zero_grad()
         kept = {model: loss(model, rank, 2 * step) for model in (both.model, both.plain)}
@@ -137,7 +98,7 @@ def a_graph_that_is_retained_and_a_newer_one(rank, world, options):
 
 @scenario
 def a_graph_from_before_another_backward_and_a_newer_one(rank, world, options):
-    both = side_by_side(Net(), options)
+    both = side_by_side(Stack(), options)
     for step in range(3):
         both.zero_grad()
         old = {model: loss(model, rank, 3 * step) for model in (both.model, both.plain)}
@@ -153,7 +114,7 @@ def a_retained_graph_of_a_block_that_calls_itself(rank, world, options):
             x = super().forward(x)
             return super().forward(torch.tanh(self(x, again=False))) if again else x
 
-    class Two(Net):
+    class Two(Stack):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList(Recursive() for _ in range(2))
@@ -166,7 +127,7 @@ def a_retained_graph_of_a_block_that_calls_itself(rank, world, options):
 # -------------------------------------------------------------------------------------------- activation checkpointing
 
 
-class Shared(Net):
+class Shared(Stack):
     """Each block runs three times in a row."""
 
     def middle(self, x: Tensor) -> Tensor:
@@ -179,7 +140,7 @@ class Shared(Net):
 @scenario
 def blocks_used_again_under_reentrant_checkpointing(rank, world, options):
     for blocks in (1, 2):
-        both = side_by_side(Shared(blocks), options)
+        both = side_by_side(Shared(blocks=blocks), options)
         for step in range(3):
             both.step(lambda model, step=step: loss(model, rank, step))
         both.zero_grad()
@@ -209,7 +170,7 @@ class Stop(nn.Module):
         raise KeyError("as told")
 
 
-class Stopping(Net):
+class Stopping(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].up = nn.Sequential(Stop(), self.blocks[1].up, Stop())
@@ -317,7 +278,7 @@ def test_numbers_of_a_single_rank(name):
 
 
 def again_on_one_rank(rank: int, world: int) -> None:
-    model = zero.FSDP(Net())
+    model = zero.FSDP(Stack())
     first = loss(model, rank, 0)
     first.backward(retain_graph=True)
     second = loss(model, rank, 1)
@@ -329,7 +290,7 @@ def test_a_graph_that_one_rank_alone_goes_through_again_is_refused_on_every_rank
 
 
 def past_forward(rank: int, world: int) -> None:
-    model = zero.FSDP(Net(), sharding_strategy="NO_SHARD")
+    model = zero.FSDP(Stack(), sharding_strategy="NO_SHARD")
     penalty = model.module.blocks[0].up.weight.square().sum()
     (penalty + loss(model, rank, 0)).backward()
 
@@ -338,13 +299,13 @@ def test_a_gradient_that_comes_past_forward_after_the_others_were_sent_is_refuse
     ranks.expect_error(past_forward, 2, RuntimeError, r"blocks\.0\.up\.weight", "inside of forward", timeout=20)
 
 
-class Segments(Net):
+class Segments(Stack):
     def middle(self, x: Tensor) -> Tensor:
         return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
 
 
 def whole_at_once(rank: int, world: int, options: dict[str, Any]) -> int:
-    both = side_by_side(Segments(8), {**options, "auto_wrap_policy": ModuleWrapPolicy({Block})})
+    both = side_by_side(Segments(blocks=8), {**options, "auto_wrap_policy": ModuleWrapPolicy({Block})})
     most = 0
 
     def look(_: Tensor) -> None:

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
+from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.lookout import Lookout
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Call, Stage, Unit
 from zero.oss.comm import Comm
-from zero.sdp.tensors import at_end_of_backward, in_a_backward, map_tensors, tensors_in
+from zero.sdp.tensors import at_end_of_backward, in_a_backward
 
 
 class Schedule:
@@ -149,56 +150,37 @@ class Schedule:
                 unit.reshard()
 
     def _watch_inputs(self, unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Has the call told when its backward is complete: when a gradient leaves through the first of its inputs.
+        if unit is self._root or not torch.is_grad_enabled():
+            return args, kwargs
+        if not (self._in_backward and unit.calls):  # or a checkpoint computes one of these again
+            unit.expect(call)
 
-        That input is seen through a view, made before anything else in the unit. Autograd runs what can run latest
-        created first, so when it comes to the view everything in the unit has been run. One view only: a tensor that
-        several units read through views would have its gradient summed unit by unit, in another order than without.
-        """
-
-        def leaving(_: Tensor) -> None:
+        def left(_: Tensor) -> None:
             if unit.stage is not Stage.BACKWARD or not unit.leave(call):
                 return
             if unit.calls == 0 and not unit.is_read:
                 self._complete(unit)
                 self._go_on(unit)
 
-        viewed = False
+        return watch_inputs(unit, args, kwargs, left)
 
-        def watched(tensor: Tensor) -> Tensor:
-            nonlocal viewed
-            if not tensor.requires_grad:
-                return tensor
-            if not viewed:
-                viewed = True
-                tensor = tensor.view_as(tensor)
-                tensor.register_hook(leaving)
-            unit.inputs.append(tensor)
-            return tensor
-
-        if unit is self._root or not torch.is_grad_enabled():
-            return args, kwargs
-        if not (self._in_backward and unit.calls):  # or a checkpoint computes one of these again
-            unit.expect(call)
-        return map_tensors(watched, args), map_tensors(watched, kwargs)
-
-    def _post_forward(self, unit: Unit) -> Callable[..., None]:
-        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _post_forward(self, unit: Unit) -> Callable[..., Any]:
+        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if unit.stage is Stage.BACKWARD or unit.summoned or not unit.depth:
-                return
+                return None
+            trains = torch.is_grad_enabled()
             if module is not unit.module:
                 if unit.entrance is not module:
-                    return
+                    if trains:
+                        watch_inside(output, self._pre_backward(unit, unit.running[-1]))
+                    return None
                 unit.entrance = None
             call = unit.running.pop()
-            needs_backward = False
-            if torch.is_grad_enabled():
-                for tensor in tensors_in(output):
-                    if tensor.requires_grad and not any(tensor is one for one in unit.inputs):
-                        needs_backward = True
-                        tensor.register_hook(self._pre_backward(unit, call))
+            output = apart_from_parameters(unit, output)
+            needs_backward = trains and watch_outputs(unit, output, self._pre_backward(unit, call))
             if unit.depth == 0:
                 self._leave(unit, kept=needs_backward and (unit is self._root or unit.stays))
+            return output
 
         return post_forward
 
@@ -219,15 +201,18 @@ class Schedule:
                 self._rest(other)
 
     def _look_out(self) -> None:
-        """In the first forward in training and the first in evaluation: finds what modules read of other units.
+        """In the first forward in training and the first in evaluation: finds what modules read of other units, and
+        whether they write into parameters.
 
-        Not in models that run compiled. Of these what lies inside a compiled module is called through it alone: hooks
-        in there would only break what is compiled into pieces.
+        What they read is not looked for in models that run compiled. Of these what lies inside a compiled module is
+        called through it alone: hooks in there would only break what is compiled into pieces.
         """
         training = self._root.module.training
         if training in self._looked:
             return
         self._looked.add(training)
+        for unit in self._units:
+            unit.look_for_writes()
         compiled = set() if self.uncompiled else compiled_modules(self._root.module)
         if compiled:
             self.enter_by_units(compiled)
@@ -263,6 +248,8 @@ class Schedule:
 
     def _pre_backward(self, unit: Unit, call: Call) -> Callable[[Tensor], None]:
         def pre_backward(_: Tensor) -> None:
+            if unit.stage is Stage.BACKWARD and unit.expects(call):
+                return
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
@@ -371,9 +358,8 @@ def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any
 
 def _holders(unit: Unit) -> Iterator[nn.Module]:
     """The modules inside the unit's own that hold parameters of it."""
-    params = {param for group in unit.groups for param in group.params}
     for module in unit.module.modules():
-        if module is not unit.module and any(param in params for param in module.parameters(recurse=False)):
+        if module is not unit.module and any(param in unit.params for param in module.parameters(recurse=False)):
             yield module
 
 

@@ -39,6 +39,7 @@ class Unit:
     """The parameters that are gathered together for one module.
 
     stays: whether they stay whole from forward to backward.
+    `params`: all that are in the groups.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Unit:
         replicas: Comm | None = None,
     ) -> None:
         self.name, self.module, self.groups = name, module, groups
+        self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
         self.stage = Stage.IDLE
         self.entrance: nn.Module | None = None
@@ -99,15 +101,19 @@ class Unit:
         """How many of its forwards are running."""
         return len(self.running)
 
+    def expects(self, call: Call) -> bool:
+        """Whether the backward of the call is to come, or under way."""
+        return call.waited_for == self._round
+
     def expect(self, call: Call) -> None:
         """The backward of the call is to come, or has come."""
-        if call.waited_for != self._round:
+        if not self.expects(call):
             call.waited_for = self._round
             self.calls += 1
 
     def leave(self, call: Call) -> bool:
         """The backward of the call is complete. Returns whether it was expected."""
-        expected = call.waited_for == self._round
+        expected = self.expects(call)
         if expected:
             call.waited_for = -1
             self.calls -= 1
@@ -158,6 +164,11 @@ class Unit:
         for group in self.groups:
             if group.residence is Residence.WHOLE and not group.summoned:
                 group.release()
+
+    def look_for_writes(self) -> None:
+        """Has the next `reshard` look whether the module wrote into its parameters, if it was whole till then."""
+        for group in self.groups:
+            group.look_for_writes()
 
     # ------------------------------------------------------------------------------------------- gradients
 

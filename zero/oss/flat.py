@@ -24,6 +24,9 @@ from zero.oss.comm import Comm, Handle
 from zero.oss.lane import lane_of
 from zero.oss.layout import ALIGNMENT, Layout, Span
 
+_CHUNK = 2**18
+"""Elements that are compared at a time, so that no copy of a part is made."""
+
 
 class Residence(enum.Enum):
     """Where a group's parameters are."""
@@ -80,6 +83,9 @@ class FlatGroup:
         computed_as = compute_dtype or params[0].dtype
         self._frees = own_part and (comm.world > 1 or home is not None or computed_as != params[0].dtype)
         self._summoned: Tensor | None = None
+        self._written_to = 0
+        """How often torch had counted writes into the parameters when they became whole."""
+        self._may_be_written = self._is_written = False
 
         self.full = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
         self.whole_views = self.views_of_whole(self.full)
@@ -206,6 +212,7 @@ class FlatGroup:
         if self._part_in_whole:
             self.part.untyped_storage().resize_(0)
         self.residence = Residence.WHOLE
+        self._written_to = self._count_writes()
 
     @property
     def gathering(self) -> bool:
@@ -214,14 +221,44 @@ class FlatGroup:
     def release(self) -> None:
         """Frees `full`, but of a rank alone; what is left is this rank's part.
 
-        Values written while whole are lost where it is freed.
+        What was written into the parameters while they were whole stays: each element as its owner wrote it.
         """
         assert self._own_part and self._handle is None
+        own = self.full[self.layout.segment(self.comm.rank)]
         if self._part_in_whole:
             self.part.untyped_storage().resize_(self.part.nbytes)
             with torch.no_grad():
-                self.part.copy_(self.full[self.layout.segment(self.comm.rank)])
+                self.part.copy_(own)
+        elif self._frees and self._were_written(own):
+            self._take_over(own)
         self._leave_part()
+
+    def look_for_writes(self) -> None:
+        """Has the next `release` look whether there were writes that torch does not count: through `param.data`.
+
+        If so, every later one expects them. This reads the whole part, too much to do it each time.
+        """
+        self._may_be_written = True
+
+    def _count_writes(self) -> int:
+        return sum(param._version for param in self.params)
+
+    def _were_written(self, own: Tensor) -> bool:
+        if self._may_be_written:
+            self._may_be_written = False
+            self._is_written = any(
+                not torch.equal(whole, part.to(whole))
+                for whole, part in zip(own.split(_CHUNK), self.part.split(_CHUNK), strict=True)
+            )
+            self._part_used()
+        return self._is_written or self._count_writes() != self._written_to
+
+    def _take_over(self, own: Tensor) -> None:
+        """Into the part, what differs: where `full` has a lower precision, the rest keeps its own."""
+        with torch.no_grad():
+            for whole, part in zip(own.split(_CHUNK), self.part.split(_CHUNK), strict=True):
+                part.copy_(torch.where(whole == part.to(whole), part, whole.to(part)))
+        self._part_used()
 
     def _leave_part(self) -> None:
         self._bind(self.part_views)

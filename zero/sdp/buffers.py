@@ -15,17 +15,41 @@ class BufferSync:
 
     Like DistributedDataParallel, before each forward that follows one which will be reduced, and before the first:
     forwards under `no_sync` and `no_grad` leave the buffers of the next forward alone.
+
+    Raises, on every rank, where buffers have become other ones than on other ranks: a cache that grew with a rank's own
+    batch, say.
     """
 
     def __init__(self, module: nn.Module, comms: Sequence[Comm]) -> None:
         self._module, self._comms = module, comms
         self._due = True
+        self._known = self._shapes()
+
+    def _shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(buffer.shape, buffer.dtype) for buffer in self._module.buffers()]
 
     def before_forward(self) -> None:
         """Collective."""
-        if self._due:
+        if not self._due:
+            return
+        shapes = self._shapes()
+        if shapes != self._known:
+            self._compare()
+            self._known = shapes
+        for comm in self._comms:
+            comm.broadcast([*self._module.buffers()])
+
+    def _compare(self) -> None:
+        """Collective, for ranks where shapes have changed. Others, in a broadcast, are then told so."""
+        told = [f"{name}: {list(buffer.shape)}, {buffer.dtype}" for name, buffer in self._module.named_buffers()]
+        try:
             for comm in self._comms:
-                comm.broadcast([*self._module.buffers()])
+                comm.compare("the buffers of the model, which have changed since it was wrapped,", told)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"buffers have changed on this rank, but not on all; they are now {', '.join(told)}. Before a forward "
+                "all become those of the first rank: give them one shape, or pass broadcast_buffers=False."
+            ) from error
 
     def after_forward(self, *, reduced: bool) -> None:
         self._due = reduced and torch.is_grad_enabled()

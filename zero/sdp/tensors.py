@@ -18,8 +18,12 @@ _HOLD_NONE = (str, bytes, int, float, type, nn.Module, ModuleType, FunctionType,
 """What is not searched for tensors."""
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, dicts, dataclasses, and attributes of other objects."""
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """Every tensor in nested tuples, lists, sets, deques, dicts, dataclasses, and attributes of other objects."""
+    return (value,) if isinstance(value, Tensor) else _search(value)
+
+
+def _search(value: Any) -> Iterator[Tensor]:
     seen: list[Any] = []  # objects may hold one another, in circles too
     waiting = [value]
     while waiting:
@@ -34,11 +38,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _inside(value: Any) -> Iterable[Any]:
     if type(value) is dict:
         return value.values()
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     inside = [*vars(value).values()] if hasattr(value, "__dict__") else []
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        inside += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
     return [*inside, *value.values()] if isinstance(value, Mapping) else inside
 
 
@@ -49,7 +56,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
-    if next(tensors_in(value), None) is None:
+    if next(_search(value), None) is None:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         present = [field for field in dataclasses.fields(value) if hasattr(value, field.name)]

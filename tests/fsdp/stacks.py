@@ -1,0 +1,73 @@
+"""A small model of blocks, and tables of what is done with it beside a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sidebyside import SideBySide, data, sgd, stage_3
+
+WIDTH = 8
+
+Scenario = Callable[[int, int, dict[str, Any]], None]
+"""Of rank, number of ranks, and options of FSDP. Raises where numbers are not those of the reference."""
+
+
+class Scenarios(dict[str, Scenario]):
+    """By name. Called with a function, takes it in."""
+
+    def __call__(self, function: Scenario) -> Scenario:
+        self[function.__name__] = function
+        return function
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.middle(self.first(x))
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+def side_by_side(model: nn.Module, options: dict[str, Any], optim: Any = sgd, *, tolerance: float = 0.0) -> SideBySide:
+    return SideBySide(model, partial(stage_3, **options), optim, tolerance=tolerance)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return data(4, WIDTH, rank=rank, step=step)
+
+
+def loss_on(rank: int, step: int) -> Callable[[nn.Module], Tensor]:
+    return lambda model: model(batch(rank, step)).square().mean()
+
+
+def steps(both: SideBySide, rank: int, count: int = 3) -> None:
+    for step in range(count):
+        both.step(loss_on(rank, step))
