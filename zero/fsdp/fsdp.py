@@ -133,7 +133,7 @@ class FSDP(nn.Module):
             cut_on_request=partition == "even",
             disk=builder.disk,
         )
-        self._refuse_strays = torch.compiler.disable(self._guard.refuse_strays, reason=BETWEEN_UNITS)
+        self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
         self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
         gradients = Gradients([param for group in self.flat_groups for param in group.params])
         buffers = BufferSync(module, self.comms) if broadcast_buffers else None
@@ -169,7 +169,7 @@ class FSDP(nn.Module):
 
         Raises RuntimeError where parameters were moved, cast or given other data since they were wrapped.
         """
-        self._refuse_strays()
+        self._before_forward()
         return self._forward.run(*args, **kwargs)
 
     @contextmanager

@@ -74,6 +74,11 @@ class Guard:
         """Looks at no more steps."""
         _guards[:] = [known for known in _guards if known() is not self]
 
+    def before_forward(self) -> None:
+        """To be called before the model's forward. Raises RuntimeError as `refuse_strays` does."""
+        self.refuse_strays()
+        self._overflow.before_forward()
+
     def after_backward(self) -> None:
         """Collective. Backward is complete: gradients are as they should be."""
         self._overflow.spread()

@@ -17,24 +17,26 @@ from zero.oss.comm import Comm
 
 
 class Overflow:
-    """Of the gradients of units that compute in float16; nothing is done where none does."""
+    """Of the gradients of units that compute in float16, or of all units once a forward ran under autocast to it."""
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self._comm = comm
-        self._params = [
-            param
-            for unit in units
-            for group in unit.groups
-            if group.full.dtype == torch.float16
-            for param in group.params
-        ]
+        self._groups = [group for unit in units for group in unit.groups]
+        self._in_float16 = [group for group in self._groups if group.full.dtype == torch.float16]
+
+    def before_forward(self) -> None:
+        """Notices autocast, which must be the same on every rank."""
+        device = self._groups[0].full.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            self._in_float16 = self._groups
 
     def spread(self) -> None:
         """Collective. Where a rank has gradients that are not finite, the others get an inf into theirs."""
-        if not self._params or self._comm.world == 1:
+        if not self._in_float16 or self._comm.world == 1:
             return
-        gradients = [param.grad for param in self._params if param.grad is not None and param.grad.numel()]
-        found = torch.zeros((), device=self._params[0].device)
+        params = [param for group in self._in_float16 for param in group.params]
+        gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+        found = torch.zeros((), device=params[0].device)
         if gradients:
             sums = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients])
             found = 1 - sums.isfinite().all().float()
