@@ -52,6 +52,13 @@ def wrapped_twice(rank: int) -> None:
     zero.FSDP(zero.FSDP(net()))
 
 
+def wrapped_by_two(rank: int) -> None:
+    model = net()
+    first = zero.FSDP(model)
+    zero.FSDP(nn.Sequential(model))
+    del first
+
+
 def on_the_meta_device_without_values(rank: int) -> None:
     model = net()
     model[2].to("meta")
@@ -88,6 +95,7 @@ def in_two_ranks(rank: int, world: int, function: Callable[..., None], *args: ob
         (no_parameters_on_one_rank, ["without parameters", r"\(on rank 1\)"]),
         (nested_over_other_ranks, ["'1' is an FSDP over another process group", "ignored_modules"]),
         (wrapped_twice, ["is an FSDP already", "auto_wrap_policy"]),
+        (wrapped_by_two, [r"'0\.0\.weight' is sharded by another FSDP"]),
         (on_the_meta_device_without_values, ["'2.weight' is on the meta device"]),
         (sparse_parameter, ["'0.weight' has layout torch.sparse", "to_dense"]),
         (partial(wrap, auto_wrap_policy="Linear"), ["auto_wrap_policy is a str", "ModuleWrapPolicy"]),

@@ -161,6 +161,39 @@ def test_a_state_dict_is_made_of_copies_each_by_itself_but_for_tied_ones():
     ranks.run(copies)
 
 
+class Pair(nn.Module):
+    """A plain module around an FSDP."""
+
+    def __init__(self, wrap: Any = lambda module: module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = wrap(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))), nn.Linear(5, 1)
+
+
+def in_a_plain_module(rank: int, world: int) -> None:
+    pair, plain = Pair(zero.FSDP), Pair()
+    with torch.no_grad():
+        for tensor in plain.state_dict().values():
+            tensor.add_(3)
+    weights = plain.state_dict()
+    assert str(pair.load_state_dict(weights)) == "<All keys matched successfully>"
+    found = pair.state_dict()
+    assert list(found) == list(weights)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+    left = weights.pop("left.0.weight")
+    missing, unexpected = pair.load_state_dict({**weights, "left.more": left}, strict=False)
+    assert (missing, unexpected) == (["left.0.weight"], ["left.more"])
+    with pytest.raises(RuntimeError, match="size mismatch for 0"):
+        pair.load_state_dict({**weights, "left.0.weight": left[1:]})
+    with pytest.raises(RuntimeError, match="assign=False"):
+        pair.load_state_dict({**weights, "left.0.weight": left}, assign=True)
+
+
+def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain():
+    ranks.run(in_a_plain_module)
+
+
 # --------------------------------------------------------------------------------------------------------------- parts
 
 

@@ -16,12 +16,13 @@ from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
 from zero.fsdp.compiled import BETWEEN_UNITS
 from zero.fsdp.forward import Forward
-from zero.fsdp.guard import Guard, strayed
+from zero.fsdp.guard import Guard, guarded, strayed
 from zero.fsdp.offload import CPUOffload, DiskOffload
 from zero.fsdp.optim_state import SteppingParts
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
+from zero.fsdp.sentry import NO_COPIES, Sentry
 from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.tracing import Gradients
 from zero.fsdp.unit import Unit
@@ -133,6 +134,7 @@ class FSDP(nn.Module):
             cut_on_request=partition == "even",
             disk=builder.disk,
         )
+        self._sentry = Sentry(self._units)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
         self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
         gradients = Gradients([param for group in self.flat_groups for param in group.params])
@@ -148,12 +150,17 @@ class FSDP(nn.Module):
                     f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
                     "groups, or leave its parameters out by ignored_modules and average their gradients yourself."
                 )
+        elsewhere = guarded() - _parameters_in(inside)
+        for name, param in self.module.named_parameters():
+            if param in elsewhere:
+                return f"{name!r} is sharded by another FSDP already. Wrap a module once, or wrap the FSDP around it."
         return None
 
     def _hand_over(self, root: nn.Module, name: str) -> list[Unit]:
         """To the FSDP around this one: the units, and in the root the place at which this one stands."""
         self._schedule.remove()
         self._guard.dismiss()
+        self._sentry.dismiss()
         for parent in root.modules():
             for child, module in parent._modules.items():
                 if module is self:
@@ -257,6 +264,29 @@ class FSDP(nn.Module):
         self._guard.refuse_strays()
         return whole.state_dict(self.module, self._units, *args, **kwargs)
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Collective. Called by the `load_state_dict` of a plain module around this one."""
+        given = {name.removeprefix(prefix): state_dict.pop(name) for name in [*state_dict] if name.startswith(prefix)}
+        try:
+            assign = local_metadata.get("assign_to_params_buffers", False)
+            missing, unexpected = self.load_state_dict(given, strict=False, assign=assign)
+            missing_keys += [prefix + name for name in missing]
+            unexpected_keys += [prefix + name for name in unexpected]
+        except (RuntimeError, ValueError) as error:
+            error_msgs.append(str(error))
+        # The modules inside are asked next: they are given what they have.
+        own = self.module.state_dict(keep_vars=True)
+        state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Collective. Takes whole weights under the module's own names; every rank must be given the same.
 
@@ -309,10 +339,7 @@ class FSDP(nn.Module):
     # ------------------------------------------------------------------------------------------ the module
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or "
-            "copy the module before wrapping it."
-        )
+        raise TypeError(NO_COPIES)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -70,6 +70,11 @@ class Guard:
             _registered.append(register_optimizer_step_pre_hook(_before_step))
             _registered.append(register_optimizer_step_post_hook(_after_step))
 
+    @property
+    def params(self) -> Iterable[nn.Parameter]:
+        """Those of its units."""
+        return self._places.keys()
+
     def dismiss(self) -> None:
         """Looks at no more steps."""
         _guards[:] = [known for known in _guards if known() is not self]
@@ -190,6 +195,11 @@ class Guard:
                     "whole: wrap before the first step, and load state of the same parts."
                 )
         return None
+
+
+def guarded() -> set[nn.Parameter]:
+    """The parameters of every FSDP that lives."""
+    return {param for guard in _alive() for param in guard.params}
 
 
 def strayed(groups: Iterable[FlatGroup]) -> str | None:

@@ -1,0 +1,50 @@
+"""Keeps modules inside an FSDP from giving parts away as if they were whole, by their own state_dict() and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from zero.fsdp.unit import Unit
+from zero.oss.flat import FlatGroup
+
+NO_COPIES = (
+    "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or copy "
+    "the module before wrapping it."
+)
+
+
+class Sentry:
+    """On every module that holds parameters of these units, until it is dismissed."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        homes = {param: group for unit in units for group in unit.groups for param in group.params}
+        self._hooks = []
+        for module in units[0].module.modules():
+            held = [homes[param] for param in module.parameters(recurse=False) if param in homes]
+            if held:
+                self._hooks.append(module.register_state_dict_pre_hook(_Refusal(held)))
+
+    def dismiss(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Refusal:
+    """Called before the state_dict() of a module, and copied with it."""
+
+    def __init__(self, held: Sequence[FlatGroup]) -> None:
+        self._held = held
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars and any(group.comm.world > 1 and not group.summoned for group in self._held):
+            raise RuntimeError(
+                f"state_dict() of a module inside FSDP ({type(module).__name__} {prefix.rstrip('.')!r}) would hold "
+                "this rank's parts, not whole weights. Call state_dict() of the FSDP model, or zero.full_state_dict"
+                "(model), on every rank; or this one inside summon_full_params(). keep_vars=True gives the parts."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(NO_COPIES)
