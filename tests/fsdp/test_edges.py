@@ -106,6 +106,26 @@ def hidden_states_that_are_changed_in_place(rank, world, options):
     three_steps(Stack(Rectified), options, rank, lambda model, x: squares(hidden_of(model, x)))
 
 
+@scenario
+def forces_that_forward_takes_of_an_energy(rank, world, options):
+    class Energy(Block):
+        def forward(self, x):
+            with torch.enable_grad():
+                at = x if x.requires_grad else x.detach().requires_grad_()
+                energy = self.down(torch.tanh(self.up(at))).square().sum()
+                (force,) = torch.autograd.grad(energy, at, create_graph=True)
+            return x - 0.1 * force
+
+    class Slope(Block):
+        def forward(self, x):
+            at = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.inner(at).sum(), at)  # without a graph: nothing is trained by it
+            return self.inner(x) * slope
+
+    for block in (Energy, Slope):
+        three_steps(Stack(block), options, rank, lambda model, x: model(x).square().mean())
+
+
 # ------------------------------------------------------------------------------------------------ outputs of all kinds
 
 

@@ -65,6 +65,12 @@ def on_the_meta_device_without_values(rank: int) -> None:
     zero.FSDP(model, sync_module_states=False)
 
 
+def made_for_inference(rank: int) -> None:
+    with torch.inference_mode():
+        model = net()
+    zero.FSDP(model)
+
+
 def sparse_parameter(rank: int) -> None:
     model = net()
     model[0].weight = nn.Parameter(torch.eye(4, 3).to_sparse())
@@ -97,6 +103,7 @@ def in_two_ranks(rank: int, world: int, function: Callable[..., None], *args: ob
         (wrapped_twice, ["is an FSDP already", "auto_wrap_policy"]),
         (wrapped_by_two, [r"'0\.0\.weight' is sharded by another FSDP"]),
         (on_the_meta_device_without_values, ["'2.weight' is on the meta device"]),
+        (made_for_inference, ["'0.weight' was made under torch.inference_mode"]),
         (sparse_parameter, ["'0.weight' has layout torch.sparse", "to_dense"]),
         (partial(wrap, auto_wrap_policy="Linear"), ["auto_wrap_policy is a str", "ModuleWrapPolicy"]),
         (partial(wrap_on_one_rank_otherwise, auto_wrap_policy={nn.Linear}), ["is a set", r"\(on rank 1\)"]),

@@ -317,6 +317,7 @@ def _written_while_whole(rank, world):
     gathered(group)
     write(5)
     group.release()
+    values = [torch.full_like(value, 5) for value in values]
     assert_is_part(group, values)
 
     for keep, value in ((False, 6), (True, 7)):
@@ -335,7 +336,7 @@ def _written_while_whole(rank, world):
     assert {float(x) for param in params.values() for x in param.detach().flatten()} == {7.0}
 
 
-def test_what_is_written_into_whole_parameters_lasts_only_where_it_is_kept():
+def test_what_is_written_into_whole_parameters_lasts_but_where_a_summons_ends_without():
     ranks.run(_written_while_whole, 2)
 
 

@@ -172,7 +172,7 @@ class Schedule:
             if module is not unit.module:
                 if unit.entrance is not module:
                     if trains:
-                        watch_inside(output, self._pre_backward(unit, unit.running[-1]))
+                        watch_inside(output, self._pre_backward(unit, unit.running[-1], inside=True))
                     return None
                 unit.entrance = None
             call = unit.running.pop()
@@ -246,10 +246,12 @@ class Schedule:
 
     # -------------------------------------------------------------------------------------------- backward
 
-    def _pre_backward(self, unit: Unit, call: Call) -> Callable[[Tensor], None]:
+    def _pre_backward(self, unit: Unit, call: Call, *, inside: bool = False) -> Callable[[Tensor], None]:
         def pre_backward(_: Tensor) -> None:
             if unit.stage is Stage.BACKWARD and unit.expects(call):
                 return
+            if inside and unit.running:
+                return  # its forward takes a gradient, as of an energy for forces: all that it needs is whole
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "

@@ -389,6 +389,8 @@ def unusable(param: object, name: str) -> str | None:
         )
     if param.layout != torch.strided:
         return f"{name} has layout {param.layout}. zero shards dense parameters: call .to_dense() on it first."
+    if param.is_inference():
+        return f"{name} was made under torch.inference_mode, and cannot be written into. Build the model outside of it."
     if param.is_meta:
         return (
             f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
