@@ -81,6 +81,19 @@ def the_hidden_state_of_a_block_that_is_checkpointed(rank, world, options):
 
 
 @scenario
+def a_loss_that_forward_puts_by(rank, world, options):
+    class Silent(Stack):
+        def forward(self, x):
+            self.loss = super().forward(x).square().mean()
+
+    def loss(model, x):
+        assert model(x) is None
+        return model.loss
+
+    three_steps(Silent(), options, rank, loss)
+
+
+@scenario
 def features_that_hooks_collect(rank, world, options):
     def loss(model, x):
         features = []

@@ -19,6 +19,7 @@ from reference import (
     train,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
@@ -432,6 +433,36 @@ def _alone_on_one_rank(rank, world):
 
 def test_asking_for_the_state_never_communicates():
     ranks.run(_alone_on_one_rank, 2, timeout=20)
+
+
+def _by_parameter(rank, world, partition):
+    (model, plain), (sharded_model, sharded) = plain_and_sharded("AdamW", partition)
+    assert not sharded.state
+    train(model, plain, rank, range(2))
+    train(sharded_model, sharded, rank, range(2))
+    expected = [plain.state[param] for param in model.parameters()]
+    found = [sharded.state.get(param, {}) for param in sharded_model.parameters()]
+    for whole, part, param in zip(expected, found, sharded_model.parameters(), strict=True):
+        if sharded.part(param).numel() == 0:
+            assert not part.get("exp_avg", torch.empty(0)).numel()
+            continue
+        assert part.keys() == whole.keys()  # of what is not trained none
+        if partition == "whole":
+            assert all(torch.equal(part[key], value) for key, value in whole.items())
+        elif whole:
+            assert part["exp_avg"].shape == sharded.part(param).shape
+    sharded.zero_grad()
+    before = copy.deepcopy(found)
+    get_optimizer_state_dict(sharded_model, sharded)  # which takes a step, of an optimizer without state
+    after = [sharded.state.get(param, {}) for param in sharded_model.parameters()]
+    assert all(
+        torch.equal(now[key], value) for now, then in zip(after, before, strict=True) for key, value in then.items()
+    )
+
+
+@pytest.mark.parametrize("partition", ["whole", "even"])
+def test_state_shows_this_ranks_part_and_torchs_checkpoint_leaves_it_as_it_is(partition):
+    ranks.run(_by_parameter, 2, args=(partition,), timeout=20)
 
 
 def _part(rank, world, name, partition):

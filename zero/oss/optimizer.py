@@ -179,6 +179,22 @@ class OSS(Optimizer):
         """
         return self._parts[param]
 
+    @property  # type: ignore[override]
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """By parameter: what the inner optimizer keeps of this rank's part; without those that it keeps nothing of.
+
+        Tools ask here whether there is state yet, such as torch's distributed checkpoint, which else makes some by a
+        step. What is in it is the inner optimizer's own; the dictionary around it is made anew each time.
+        """
+        if not self._built:
+            return {}
+        kept = self.optim.state
+        return {param: kept[part] for param, part in self._parts.items() if part in kept}
+
+    @state.setter
+    def state(self, empty: object) -> None:
+        """For the base class's constructor, which sets one that this optimizer has no use for."""
+
     @property
     def keeps_masters(self) -> bool:
         return len(self._parts.masters) > 0
