@@ -181,9 +181,7 @@ class Reading(nn.Module):
         return linear(x, self.one.weight.t())
 
 
-@pytest.mark.parametrize(
-    ("build", "options"), [(around, {}), (inside, {}), (around, OPTIONS["kept"]), (inside, OPTIONS["whole"])]
-)
+@pytest.mark.parametrize(("build", "options"), [(around, {}), (inside, OPTIONS["whole"])])
 def test_modules_may_read_parameters_of_other_units(build, options):
     policy = ModuleWrapPolicy({nn.Linear})
     for graphs in ranks.run(as_uncompiled, args=(build, Reading, "sgd", {"auto_wrap_policy": policy, **options})):

@@ -268,17 +268,17 @@ def parameters_from_the_root(rank, world, options):
     three_steps(Returning(), options, rank, weighted)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "no shard": {"sharding_strategy": "NO_SHARD"},
-    "memory first": {"prefetch": zero.MEMORY_FIRST},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}], ids=["default", "no shard"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_numbers_are_those_of_the_reference(name, options):
-    ranks.run(SCENARIOS[name], args=(OPTIONS[options],), timeout=20)
+    ranks.run(SCENARIOS[name], args=(options,), timeout=20)
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_states_alone", "a_view_of_a_parameter_from_a_unit", "parameters_from_the_root"]
+)
+def test_so_they_are_of_units_that_are_released_at_once(name):
+    ranks.run(SCENARIOS[name], args=({"prefetch": zero.MEMORY_FIRST},), timeout=20)
 
 
 def returned_in_evaluation(rank: int, world: int) -> list[Any]:

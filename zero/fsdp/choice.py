@@ -42,10 +42,11 @@ class Choice:
             return str(error)
         return None
 
-    def unusable(self, *, synced: bool) -> str | None:
+    def unusable(self, *, synced: bool, sharded: Collection[nn.Parameter]) -> str | None:
         """Why the model cannot be sharded, in words for the user; None if it can.
 
         synced: whether what has no values is given those of the first rank.
+        sharded: what FSDPs have, these inside and others.
         """
         found = False
         ignored = {*self.ignored}
@@ -53,7 +54,11 @@ class Choice:
             if param in ignored:
                 continue
             found = True
-            problem = None if param in self._taken or (param.is_meta and synced) else unusable(param, repr(name))
+            if param in self._taken:
+                continue
+            if param in sharded:
+                return f"{name!r} is sharded by another FSDP already. Wrap a module once, or wrap the FSDP around it."
+            problem = None if param.is_meta and synced else unusable(param, repr(name))
             if problem is not None:
                 return problem
         for name, buffer in self.module.named_buffers():

@@ -117,7 +117,7 @@ class FSDP(nn.Module):
             or choice.divide(auto_wrap_policy, as_one_unit, small=self._prefetch.limit == 1)
             or partition_problem(partition)
             or self._misfit(inside)
-            or choice.unusable(synced=sync_module_states)
+            or choice.unusable(synced=sync_module_states, sharded=guarded())
         )
         told = [f"{strategy}, {options.told()}, {self._prefetch}", *choice.told()]
         self._placement.compare("the models given to FSDP", told, problem)
@@ -150,10 +150,6 @@ class FSDP(nn.Module):
                     f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
                     "groups, or leave its parameters out by ignored_modules and average their gradients yourself."
                 )
-        elsewhere = guarded() - _parameters_in(inside)
-        for name, param in self.module.named_parameters():
-            if param in elsewhere:
-                return f"{name!r} is sharded by another FSDP already. Wrap a module once, or wrap the FSDP around it."
         return None
 
     def _hand_over(self, root: nn.Module, name: str) -> list[Unit]:

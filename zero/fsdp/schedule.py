@@ -150,6 +150,7 @@ class Schedule:
                 unit.reshard()
 
     def _watch_inputs(self, unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Expects the backward of the call, which is complete when a gradient leaves through an input."""
         if unit is self._root or not torch.is_grad_enabled():
             return args, kwargs
         if not (self._in_backward and unit.calls):  # or a checkpoint computes one of these again
