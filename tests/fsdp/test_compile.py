@@ -75,8 +75,7 @@ def as_ddp(rank: int, world: int, compiled: Compile, after: bool, backend: str, 
             assert found[2] == graphs, "graphs compiled so far, after each step"
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before wrapping", "after wrapping"])
-@pytest.mark.parametrize("compiled", [in_place, replaced])
+@pytest.mark.parametrize(("compiled", "after"), [(in_place, False), (in_place, True), (replaced, False)])
 def test_compiled_blocks_train_as_under_ddp_and_are_compiled_once(compiled, after):
     ranks.run(as_ddp, args=(compiled, after, "aot_eager", ["sgd", "adamw"]))
 

@@ -57,8 +57,11 @@ def trained(rank: int, world: int, name: str, stage: str) -> None:
             both.step(family.loss(rank, step))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [(name, stage) for name in FAMILIES for stage in ("2", "3")]
+    + [(name, stage) for name in ("gpt2", "mixtral") for stage in STAGES if stage not in ("2", "3")],
+)
 def test_training_is_the_same_at_every_stage(name, stage):
     ranks.run(trained, args=(name, stage))
 

@@ -72,7 +72,7 @@ ODD = [
 """Of models that run otherwise than one block after another."""
 
 REST = [*PREFETCHING, *ODD, *(replace(case, one_host=False) for case in ACROSS_HOSTS)]
-CASES = [*ON_ONE_HOST, *(REST if os.environ.get("ZERO_MATRIX") else REST[::10])]
+CASES = [*ON_ONE_HOST, *(REST if os.environ.get("ZERO_MATRIX") else REST[::20])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.stage}-{case.world}-{CASES.index(case)}")
