@@ -28,6 +28,7 @@ class Sentry:
                 self._hooks.append(module.register_state_dict_pre_hook(_Refusal(held)))
 
     def dismiss(self) -> None:
+        """Takes itself off the modules."""
         for hook in self._hooks:
             hook.remove()
 
