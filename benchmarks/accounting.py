@@ -6,7 +6,6 @@ A storage is the memory behind a tensor; see zero.plan.meter for how it is count
 import ctypes
 import resource
 import sys
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 import zero
 from zero.plan.meter import Meter as CpuMemory
+from zero.plan.meter import nbytes
 
 
 class Memory(AbstractContextManager[Any], Protocol):
@@ -63,14 +63,10 @@ def measure_resident(model: nn.Module, optimizer: Optimizer) -> Resident:
     parameters = list(model.parameters())
     stepped = [p for group in inner.param_groups for p in group["params"]]
     return Resident(
-        parameters=count_bytes([*parameters, *model.buffers()]),
-        gradients=count_bytes(p.grad for p in [*parameters, *stepped] if p.grad is not None),
-        optimizer=count_bytes(v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)),
+        parameters=nbytes([*parameters, *model.buffers()]),
+        gradients=nbytes(p.grad for p in [*parameters, *stepped] if p.grad is not None),
+        optimizer=nbytes(v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)),
     )
-
-
-def count_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})
 
 
 def return_freed_blocks_at_once() -> None:

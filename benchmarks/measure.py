@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import zero
-from accounting import count_bytes, measure_process_peak, measure_resident, memory_of, return_freed_blocks_at_once
+from accounting import measure_process_peak, measure_resident, memory_of, return_freed_blocks_at_once
 from choices import OPTIMIZERS, STAGES, predict_ddp_sent
 from gpt import GPT, Block, draw_batch
 from launch import Rank
 from zero.plan import Options, Plan
+from zero.plan.meter import nbytes
 
 SEED = 0
 WARM_UP = 2  # optimizer state appears in the first step, and DDP orders its buckets anew in the second
@@ -133,7 +134,7 @@ def time_steps(settings: Settings, stage: str, rank: Rank) -> dict[str, Any]:
     sent_a_step = sent.total // timed
     cpu_seconds = read_cpu_seconds() - cpu_seconds
     if STAGES[stage].ddp and not sent.reduce:  # otherwise gradients are averaged through zero, and counted
-        gradients_bytes = count_bytes(p for p in training.model.parameters() if p.requires_grad)
+        gradients_bytes = nbytes(p for p in training.model.parameters() if p.requires_grad)
         sent_a_step += predict_ddp_sent(world=rank.world, gradients_bytes=gradients_bytes)
     return {
         "sent_bytes_per_step": sent_a_step,

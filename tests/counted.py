@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from zero.plan import Cost, Options
-from zero.plan.meter import Meter
+from zero.plan.meter import Meter, nbytes
 
 KINDS = ("parameters", "gradients", "optimizer", "peak", "sent")
 
@@ -283,7 +282,8 @@ def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, *, back
 
 def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     inner = optimizer.optim if isinstance(optimizer, zero.OSS) else optimizer
-    params = [*model.parameters()]
+    buffers = [flat.full for flat in optimizer.flat_groups] if isinstance(optimizer, zero.OSS) else []
+    params = [*model.parameters(), *buffers]
     both = [*params, *(param for group in inner.param_groups for param in group["params"])]
     state = [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
     masters = nbytes(both) - nbytes(params)
@@ -293,7 +293,3 @@ def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
         "gradients": gradients,
         "optimizer": nbytes(state) + masters,
     }
-
-
-def nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})

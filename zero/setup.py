@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero.fsdp import FSDP
+from zero.fsdp import FSDP, whole
+from zero.fsdp.guard import units_of
 from zero.oss import OSS
 from zero.oss.averaging import average_by_reading
 from zero.oss.comm import Comm
@@ -70,15 +71,11 @@ def setup(
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Collective. The whole weights on every rank, as copies, under the module's own names, whatever wraps it.
+    """Collective. The full weights on every rank, as copies, under the module's own names, whatever wraps it.
 
-    Of FSDP, ShardedDDP, DistributedDataParallel and plain modules. Tied parameters share one copy.
+    Of FSDP, ShardedDDP, DistributedDataParallel, plain modules, and modules inside of these. Tied parameters share one
+    copy.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    copies: dict[Tensor, Tensor] = {}
-    weights: dict[str, Any] = {}
-    for name, value in inner.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            copies.setdefault(value, value.detach() if isinstance(inner, FSDP) else value.detach().clone())
-        weights[name] = copies[value] if isinstance(value, Tensor) else value
+    inner = model.module if isinstance(model, (DistributedDataParallel, FSDP)) else model
+    weights: dict[str, Any] = whole.state_dict(inner, units_of(inner.parameters()))
     return weights

@@ -52,3 +52,60 @@ def whole(rank: int, world: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("world", "options"), [(2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (1, {})])
 def test_what_is_whole_is_given(world, options):
     ranks.run(whole, world, args=(options,), timeout=15)
+
+
+def of_a_block(rank: int, world: int) -> None:
+    plain = Stack()
+    model = zero.FSDP(copy.deepcopy(plain))
+    model(batch(rank, 0)).sum()
+    for inner, expected in ((model.module, plain), (model.blocks[1], plain.blocks[1])):
+        found = zero.full_state_dict(inner)
+        assert list(found) == list(expected.state_dict())
+        assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.flat_groups)
+
+
+def test_full_weights_of_a_module_inside_are_gathered():
+    ranks.run(of_a_block, 2, timeout=15)
+
+
+def without_bias(module: torch.nn.Module, found: dict[str, Any], prefix: str, _: object) -> None:
+    assert found[f"{prefix}up.weight"].shape == (module.up.out_features, module.up.in_features)
+    del found[f"{prefix}up.bias"]
+
+
+def hooked(rank: int, world: int) -> None:
+    plain = Stack()
+    model = zero.FSDP(copy.deepcopy(plain))
+    seen: dict[str, torch.Tensor] = {}
+    model.register_state_dict_post_hook(lambda module, found, *_: seen.update(found))
+    model.blocks[1].register_state_dict_post_hook(without_bias)
+    expected = plain.state_dict()
+    del expected["blocks.1.up.bias"]
+    for found in (model.state_dict(), zero.full_state_dict(model)):
+        for each in (found, seen):
+            assert list(each) == list(expected)
+            assert all(torch.equal(each[name], value) for name, value in expected.items())
+
+
+def test_hooks_on_state_dicts_of_modules_inside_see_full_parameters():
+    ranks.run(hooked, 2, timeout=15)
+
+
+def inside_a_summon(rank: int, world: int) -> None:
+    model = zero.FSDP(Stack())
+    with model.summon_full_params():
+        torch.nn.init.ones_(model.first.bias)
+        found = model.state_dict()
+        torch.nn.init.zeros_(model.first.bias)
+        assert (found["first.bias"] == 1).all()
+    with model.summon_full_params(writeback=False, rank0_only=True):
+        if rank == 0:
+            assert model.state_dict()["first.weight"].shape == Stack().first.weight.shape
+        else:
+            with pytest.raises(RuntimeError, match="only rank 0"):
+                model.state_dict()
+
+
+def test_inside_a_summon_the_state_dict_is_what_the_rank_sees():
+    ranks.run(inside_a_summon, 2, timeout=15)

@@ -545,7 +545,8 @@ def _parts(rank, world):
     for param in model.parameters():
         part = optimizer.part(param)
         owned += part.numel()
-        assert part.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
+        first, last = param.data_ptr(), param.data_ptr() + param.nbytes
+        assert first <= part.data_ptr() <= part.data_ptr() + part.nbytes <= last or not part.numel()
     for param, old in zip(model.parameters(), before, strict=True):
         gradient = param.grad if param.grad is not None else torch.zeros_like(param)
         same(param.detach(), old - gradient, "a parameter")

@@ -45,8 +45,8 @@ def test_large_worlds_against_objects_of_a_fake_process_group(world):
 def in_a_fake_world(rank: int, _: int, world: int) -> list[int]:
     dist.init_process_group("fake", rank=world // 2, world_size=world, store=FakeStore())
     model = Model(96, 1, 70)
-    zero.OSS(model.named_parameters(), torch.optim.Adam)
-    whole = nbytes(model.parameters())
+    optimizer = zero.OSS(model.named_parameters(), torch.optim.Adam)
+    whole = nbytes(group.full for group in optimizer.flat_groups)
     sharded = zero.FSDP(Model(96, 1, 70), auto_wrap_policy=ModuleWrapPolicy({Block}))
     return [whole, nbytes(group.part for group in sharded.flat_groups)]
 

@@ -187,7 +187,7 @@ class Training:
         for flat in self._groups:
             if flat.gathering or flat.summoned:
                 return f"{flat.names[0]} is being gathered, or summoned whole. Save and load between steps."
-            stray = flat.stray()
+            stray = flat.reclaim()
             if stray is not None:
                 return f"{stray} was moved, cast or given other data after it was sharded. Do that before wrapping."
         return None

@@ -32,9 +32,10 @@ from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
+from zero.sdp.wrapper import Wrapper
 
 
-class FSDP(nn.Module):
+class FSDP(Wrapper):
     """Fully sharded data parallelism: parameters, gradients and optimizer state in parts, one a rank (ZeRO stage 3;
     Rajbhandari et al., 2020, section 5.3).
 

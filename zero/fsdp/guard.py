@@ -197,6 +197,15 @@ class Guard:
         return None
 
 
+def units_of(params: Iterable[nn.Parameter]) -> list[Unit]:
+    """The units of any FSDP that lives which hold some of the parameters, in the same order on every rank."""
+    wanted = set(params)
+    found: dict[Unit, None] = {}
+    for guard in _alive():
+        found |= {place[0]: None for param, place in guard._places.items() if param in wanted}
+    return [*found]
+
+
 def guarded() -> set[nn.Parameter]:
     """The parameters of every FSDP that lives."""
     return {param for guard in _alive() for param in guard.params}
@@ -205,7 +214,7 @@ def guarded() -> set[nn.Parameter]:
 def strayed(groups: Iterable[FlatGroup]) -> str | None:
     """What is wrong where parameters no longer lie where these groups put them, in words for the user."""
     for group in groups:
-        name = group.stray()
+        name = group.reclaim()
         if name is not None:
             return (
                 f"{name!r} was moved, cast or given other data (`p.data = ...`) since FSDP put it where it is, and "

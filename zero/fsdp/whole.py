@@ -86,20 +86,27 @@ class _Gradients:
 
 
 def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: Any) -> Any:
-    """Collective. The module's own state_dict() with copies of whole parameters, gathered unit by unit."""
-    found = module.state_dict(*args, **{**kwargs, "keep_vars": True})
-    whole: dict[nn.Parameter, Tensor] = {}
-    for unit in units:
-        unit.reshard()
-        for group in unit.groups:
-            gathered = group.whole_of(group.part)
-            assert gathered is not None
-            views = group.views_of_whole(gathered)
-            whole |= {param: view.clone() for param, view in zip(group.params, views, strict=True)}
-    for key, value in found.items():
-        if isinstance(value, Tensor):
-            copied = whole.get(value) if isinstance(value, nn.Parameter) else None
-            found[key] = value.detach().clone() if copied is None else copied
+    """Collective, if any units are given. The module's own state_dict() with full parameters, as copies.
+
+    units: those that hold the module's parameters. Hooks of the module see full parameters too. Inside
+    summon_full_params the values are those that this rank sees there.
+    """
+    if any(unit.summoned and not unit.whole for unit in units):
+        raise RuntimeError(
+            "state_dict() on a rank that has only shards: inside summon_full_params(rank0_only=True) only rank 0 of "
+            "the group has full parameters. Call it there on rank 0 alone, or outside on every rank."
+        )
+    destination = kwargs.get("destination", args[0] if args else None)
+    before = dict(destination or {})
+    resting = [unit for unit in units if not unit.summoned]
+    with summoned(resting, writeback=False, rank0_only=False, with_grads=False):
+        found = module.state_dict(*args, **{**kwargs, "keep_vars": False})
+        lent = {param.untyped_storage() for unit in resting for param in unit.params}
+        copies: dict[Any, Tensor] = {}
+        for key, value in found.items():
+            if isinstance(value, Tensor) and before.get(key) is not value and value.untyped_storage() not in lent:
+                place = (value.data_ptr(), value.shape, value.stride(), value.dtype)  # of tied parameters the same
+                found[key] = copies.setdefault(place, value.detach().clone())
     return found
 
 

@@ -7,7 +7,8 @@
 
 The user's nn.Parameter objects stay what they are. Their `.data` points into `full`, or at what `part` holds of them.
 `full` is freed by shrinking its storage and comes back in the same storage, so that views of it that autograd saved
-in forward are valid again in backward.
+in forward are valid again in backward. Where `full` is never freed, each parameter has a storage of its own on the
+memory of `full`, so that no tool takes parameters of one buffer for tied weights.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class FlatGroup:
         self._may_be_written = self._is_written = False
 
         self.full = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
-        self.whole_views = self.views_of_whole(self.full)
+        self.whole_views = self._views_to_bind(self.full)
         with torch.no_grad():
             for param, view in zip(self.params, self.whole_views, strict=True):
                 view.copy_(param)
@@ -97,13 +98,15 @@ class FlatGroup:
             self.part = home.place(own) if home else own.clone() if self._frees else own
         self.spans = {span.index: span for span in layout.spans(comm.rank)}
         self.part_views = self.views_of_part(self.part)
+        if not self._frees:
+            self.part_views = [with_own_storage(view) for view in self.part_views]
         self._home = home
         self._lane = lane_of(self.full.device) if home else None
         self._part_in_whole = part_in_whole and self._frees and home is None and computed_as == self.part.dtype
         if own_part:
             if computed_as != self.part.dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
-                self.whole_views = self.views_of_whole(self.full)
+                self.whole_views = self._views_to_bind(self.full)
             self._leave_part()
 
     def __repr__(self) -> str:
@@ -141,6 +144,10 @@ class FlatGroup:
         """Each parameter's place in a flat tensor of the length of the layout, in the parameter's shape."""
         geometry = zip(self._shapes, self._strides, self.layout.offsets, strict=True)
         return [full.as_strided(shape, stride, offset) for shape, stride, offset in geometry]
+
+    def _views_to_bind(self, full: Tensor) -> list[Tensor]:
+        views = self.views_of_whole(full)
+        return views if self._frees else [with_own_storage(view) for view in views]
 
     def views_of_part(self, part: Tensor) -> list[Tensor]:
         """What each parameter has of a tensor of the length of this rank's segment, in the shape of its part."""
@@ -318,7 +325,7 @@ class FlatGroup:
         whole = self.whole_of(self.part, to)
         self._summoned = self.part[:0] if whole is None else whole
         if whole is not None:
-            self._bind(self.views_of_whole(whole))
+            self._bind([with_own_storage(view) for view in self.views_of_whole(whole)])
             self.residence = Residence.WHOLE
 
     @property
@@ -342,12 +349,30 @@ class FlatGroup:
         for param, view in zip(self.params, views, strict=True):
             param.data = view
 
-    def stray(self) -> str | None:
-        """The name of a parameter whose data no longer lies where this group put it, if there is one."""
+    def reclaim(self) -> str | None:
+        """Binds parameters again whose data was copied elsewhere and not changed, as `module.to("cpu:0")` does on the
+        CPU. Returns the name of one whose data is other data, if there is one."""
         for param, view, name in zip(self.params, self._bound, self.names, strict=True):
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
-                return name
+                if not _is_copy(param.data, view):
+                    return name
+                param.data = view
         return None
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """A tensor on the view's memory whose storage has the view's bytes alone, and keeps the memory alive.
+
+    Not for memory that is freed by shrinking its storage: this one would not notice.
+    """
+    return torch.from_dlpack(view)
+
+
+def _is_copy(data: Tensor, view: Tensor) -> bool:
+    """Whether the bytes are the same (so NaN is equal to itself)."""
+    if (data.stride(), data.dtype, data.device, data.shape) != (view.stride(), view.dtype, view.device, view.shape):
+        return False
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (data, view)))
 
 
 def alignment(dtype: torch.dtype) -> int:

@@ -329,7 +329,7 @@ class OSS(Optimizer):
 
     def _refuse_strays(self, flats: Sequence[FlatGroup]) -> None:
         for flat in flats:
-            stray = flat.stray()
+            stray = flat.reclaim()
             if stray is not None:
                 raise RuntimeError(
                     f"{stray} was moved, cast or given other data after OSS was built, and would no longer be trained. "

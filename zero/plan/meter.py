@@ -1,8 +1,9 @@
 """Counts the bytes of the tensors that are alive while something runs.
 
 A storage is the memory behind a tensor. It is counted once, however many tensors view it, with the bytes that it has at
-that moment: one that was shrunk to nothing by `resize_` counts as nothing. Tensors on the meta device and fake ones
-count as much as real ones would.
+that moment: one that was shrunk to nothing by `resize_` counts as nothing, and one that lies within the memory of
+another (torch.from_dlpack) is not counted beside it. Tensors on the meta device and fake ones count as much as real
+ones would.
 """
 
 from __future__ import annotations
@@ -40,10 +41,20 @@ class Meter(TorchDispatchMode):
         for value in tree_iter((args, kwargs, result)):
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
-                if storage not in self._apart:
-                    self._storages.add(storage)
+                if storage not in self._storages and storage not in self._apart:
+                    self._add(storage)
         self._peak = max(self._peak, self.live())
         return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        for other in [*self._storages]:
+            if _lies_within(storage, other):
+                self._apart.add(storage)
+                return
+            if _lies_within(other, storage):
+                self._storages.discard(other)
+                self._apart.add(other)
+        self._storages.add(storage)
 
     def live(self) -> int:
         return sum(storage.nbytes() for storage in self._storages)
@@ -53,3 +64,19 @@ class Meter(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self._peak = self.live()
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind the tensors, each byte of memory counted once."""
+    outermost: list[torch.UntypedStorage] = []
+    for storage in {tensor.untyped_storage() for tensor in tensors}:
+        if not any(_lies_within(storage, other) for other in outermost):
+            outermost = [other for other in outermost if not _lies_within(other, storage)] + [storage]
+    return sum(storage.nbytes() for storage in outermost)
+
+
+def _lies_within(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    if "meta" in (storage.device.type, other.device.type) or not storage.nbytes():
+        return False
+    start = other.data_ptr()
+    return start <= storage.data_ptr() and storage.data_ptr() + storage.nbytes() <= start + other.nbytes()

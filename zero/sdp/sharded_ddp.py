@@ -21,9 +21,10 @@ from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
 from zero.sdp.gathers import PendingGathers
 from zero.sdp.reducer import Reducer
+from zero.sdp.wrapper import Wrapper
 
 
-class ShardedDDP(nn.Module):
+class ShardedDDP(Wrapper):
     """Data parallelism in which each gradient is reduced to its owner and freed elsewhere (ZeRO stage 2; Rajbhandari
     et al., 2020, section 5.2).
 
