@@ -18,7 +18,7 @@ from zero.fsdp.compiled import BETWEEN_UNITS
 from zero.fsdp.forward import Forward
 from zero.fsdp.guard import Guard, guarded, strayed
 from zero.fsdp.offload import CPUOffload, DiskOffload
-from zero.fsdp.optim_state import SteppingParts
+from zero.fsdp.optim_state import SteppingParts, refuse_other_parts
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
@@ -306,9 +306,14 @@ class FSDP(Wrapper):
     def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Takes a whole state, the same on every rank: the plain optimizer's, or what `optim_state_dict` gave.
 
-        Raises ValueError, and changes nothing, where it does not fit.
+        This rank's own `optimizer.state_dict()` will do, too. Raises ValueError, and changes nothing, where the state
+        does not fit.
         """
-        state.load(self._stepping(optimizer), state_dict)
+        stepping = self._stepping(optimizer)
+        if refuse_other_parts(stepping, state_dict["param_groups"]):
+            optimizer.load_state_dict(state_dict)
+        else:
+            state.load(stepping, state_dict)
 
     def _stepping(self, optimizer: Optimizer) -> SteppingParts:
         self.reshard()

@@ -7,21 +7,24 @@ the one here looks whether the parameters of an FSDP are among those about to be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero.fsdp.offload import Disk
+from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.scaling import Scaling
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
+from zero.oss.groups import PART
 from zero.oss.partition import ELEMENTWISE, NEED_ALL, NEED_WHOLE
 
 _guards: list[ReferenceType[Guard]] = []
@@ -58,6 +61,7 @@ class Guard:
         self._cut_on_request = cut_on_request
         self._overflow, self._scaling = Overflow(units, comm), Scaling(units, comm)
         self._disk = disk
+        self._known_optimizers: WeakSet[Optimizer] = WeakSet()
         self._places: dict[nn.Parameter, tuple[Unit, FlatGroup, int]] = {
             param: (unit, group, index)
             for unit in units
@@ -119,14 +123,34 @@ class Guard:
     def _held(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for group in optimizer.param_groups for param in group["params"] if param in self._places]
 
-    def before_step(self, optimizer: Optimizer, *, closure: bool) -> None:
-        """Collective, if the optimizer holds any of these parameters."""
+    def before_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Collective, if the optimizer holds any of these parameters. Returns what is to be its closure instead.
+
+        Gradients that a closure makes are looked at after the closure.
+        """
         params = self._held(optimizer)
         if not params:
-            return
-        self._scaling.compare(self._problem(optimizer, params))
+            return closure
+        if optimizer not in self._known_optimizers:
+            self._known_optimizers.add(optimizer)
+            alone = not any(other._held(optimizer) for other in _alive() if other is not self)
+            StateHooks(optimizer, self._groups, self._comm, alone=alone)
+        if closure is None:
+            self._check(optimizer, params)
         if self._disk is not None:
-            self._disk.before_step(optimizer, params, closure=closure)
+            self._disk.before_step(optimizer, params, closure=closure is not None)
+        return None if closure is None else partial(self._checked, closure, optimizer, params)
+
+    def _checked(self, closure: Callable[[], Any], optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Any:
+        loss = closure()
+        self._check(optimizer, params)
+        return loss
+
+    def _check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Collective. Raises RuntimeError on every rank where a step would be wrong on any."""
+        self._scaling.compare(self._problem(optimizer, params))
+        for group in optimizer.param_groups:
+            group.pop(PART, None)  # the mark of this rank's part, which load_state_dict() has left here
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._disk is not None:
@@ -137,9 +161,9 @@ class Guard:
         kind = type(optimizer).__name__
         if isinstance(optimizer, tuple(NEED_ALL)):
             return f"{kind} computes with all parameters at once and cannot step parts of them. Use it without zero."
-        changed = self.stray() or self._newcomer()
-        if changed is not None:
-            return changed
+        problem = self.stray() or self._newcomer() or self._loaded_from_another(optimizer)
+        if problem is not None:
+            return problem
         for unit in {self._places[param][0]: None for param in params}:
             if unit.stage is Stage.IDLE and not unit.summoned:
                 unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
@@ -148,6 +172,13 @@ class Guard:
             problem = self._problem_of(optimizer, param) if param.grad is not None else None
             if problem is not None:
                 return problem
+        return None
+
+    def _loaded_from_another(self, optimizer: Optimizer) -> str | None:
+        try:
+            refuse_other_parts(SteppingParts(optimizer, self._groups, self._comm), optimizer.param_groups)
+        except ValueError as error:
+            return f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
         return None
 
     def _newcomer(self) -> str | None:
@@ -224,10 +255,18 @@ def strayed(groups: Iterable[FlatGroup]) -> str | None:
     return None
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """args: with the optimizer itself first, as torch gives and takes them."""
+    positional = len(args) > 1
+    given = args[1] if positional else kwargs.get("closure")
+    closure = given
     for guard in _alive():
-        guard.before_step(optimizer, closure=closure)
+        closure = guard.before_step(optimizer, closure)
+    if closure is given:
+        return args, kwargs
+    return ((args[0], closure, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": closure})
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

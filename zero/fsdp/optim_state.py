@@ -1,4 +1,8 @@
-"""The state of an optimizer of the user's own that steps parts, as the functions of OSS see it."""
+"""The state of an optimizer of the user's own that steps parts, as the functions of OSS see it.
+
+Its state_dict() is this rank's part. Hooks mark it as such, so that no other rank takes it for its own, and hand over
+the full state where that is what is asked for or given.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.oss import state
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
+from zero.oss.groups import PART
+from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 
 @dataclass
@@ -40,3 +47,49 @@ class SteppingParts:
 
     def master(self, flat: FlatGroup) -> Tensor | None:
         return None
+
+
+class StateHooks:
+    """On the state_dict() and load_state_dict() of one optimizer, which holds parameters of these flat groups.
+
+    state_dict() marks each group, and is the full state for torch's distributed checkpoint (collective). A full state
+    is cut as it is loaded; another rank's part is refused by ValueError.
+
+    alone: whether the optimizer holds parameters of no other FSDP. With several the full state is not put together.
+    """
+
+    def __init__(self, optimizer: Optimizer, flat_groups: list[FlatGroup], comm: Comm, *, alone: bool) -> None:
+        self._flat_groups, self._comm, self._alone = flat_groups, comm, alone
+        if comm.world > 1:
+            optimizer.register_state_dict_post_hook(self._mark)
+            optimizer.register_load_state_dict_pre_hook(self._cut)
+
+    def _mark(self, optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any] | None:
+        stepping = SteppingParts(optimizer, self._flat_groups, self._comm)
+        if asked_by_torch_checkpoint():
+            if not self._alone:
+                raise RuntimeError(
+                    "torch.distributed.checkpoint was given an optimizer that holds parameters of several FSDPs. Build "
+                    "one optimizer for each, or save with zero.checkpoint."
+                )
+            return state.consolidate(stepping, None)
+        for group in found["param_groups"]:
+            group[PART] = [*group.get(PART, []), state.fingerprint(stepping)]
+        return None
+
+    def _cut(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+        if given.get(PART) == state.OWN:
+            return None
+        stepping = SteppingParts(optimizer, self._flat_groups, self._comm)
+        if refuse_other_parts(stepping, given["param_groups"]):
+            return None
+        return state.numbered(optimizer, *state.own_part(stepping, given))
+
+
+def refuse_other_parts(stepping: SteppingParts, groups: list[dict[str, Any]]) -> bool:
+    """Whether groups are marked, as of this rank's part. Raises ValueError where the marks are of another part."""
+    marks = [mark for group in groups for mark in group.get(PART, [])]
+    if marks and state.fingerprint(stepping) not in marks:
+        remedy = "Save what loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
+        state.refuse_other_part(stepping, marks[0], remedy)
+    return bool(marks)

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from zero.oss.flat import unusable
 
+PART = "zero_part"
+"""Key of the mark of one rank's part, in a state_dict or its groups."""
+
 
 def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
     """Parameter groups in torch's form, and what is wrong with them in words for the user."""
@@ -81,7 +84,7 @@ def names(group: dict[str, Any]) -> list[str]:
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", PART)}
 
 
 def told_options(given: dict[str, Any]) -> str:

@@ -8,10 +8,14 @@ carry it along.
 
     whole   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
     part    the same with this rank's parts for tensors; "zero_part" says of which layout, so that it is not mistaken
+
+An optimizer of the user's own (stage 3) writes its state_dict() itself. There each group has the mark, which so comes
+along into whatever optimizer loads it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +29,10 @@ from torch.optim import Optimizer
 from zero.oss import leaves
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
+from zero.oss.groups import PART
 from zero.oss.groups import options as group_options
 from zero.oss.masters import settled
 from zero.oss.piece import Piece
-
-_PART = "zero_part"
 
 
 class Sharded(Protocol):
@@ -144,12 +147,22 @@ def part_of(optimizer: Sharded, *, as_whole: bool = False, settle: bool = True) 
     pieces = {piece.number: _state_of(optimizer, piece, settle) for piece in _pieces(optimizer, optimizer.comm.rank)}
     pieces |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     state = {number: state for number, state in sorted(pieces.items()) if state}
-    mark = {} if as_whole else {_PART: _fingerprint(optimizer)}
+    mark = {} if as_whole else {PART: fingerprint(optimizer)}
     return {"state": state, "param_groups": numbered_groups(optimizer), **mark}
 
 
 def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
     """Takes a whole state or this rank's own part. Raises ValueError, and changes nothing, where it does not fit."""
+    hand_over(optimizer, *own_part(optimizer, state_dict))
+
+
+def own_part(
+    optimizer: Sharded, state_dict: dict[str, Any]
+) -> tuple[dict[nn.Parameter, dict[str, Any]], list[dict[str, Any]]]:
+    """What this rank takes of a whole state or of its own part: copies by `part(param)`, and the groups' options.
+
+    Raises ValueError where the state does not fit.
+    """
     groups = state_dict["param_groups"]
     found = [len(group["params"]) for group in groups]
     expected = [len(group["params"]) for group in optimizer.param_groups]
@@ -158,12 +171,8 @@ def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
             f"the state has parameter groups of {found} parameters, the optimizer has {expected}. "
             "Build OSS from the same parameters, in the same groups, as the optimizer that was saved."
         )
-    is_part = _PART in state_dict
-    if is_part and state_dict[_PART] != _fingerprint(optimizer):
-        raise ValueError(
-            f"the state is one rank's part ({state_dict[_PART]}), but this is {_fingerprint(optimizer)}. "
-            "Call consolidate_state_dict() before state_dict() to save what loads anywhere."
-        )
+    is_part = PART in state_dict
+    refuse_other_part(optimizer, state_dict.get(PART))
     numbers = [number for group in groups for number in group["params"]]
     if not is_part:
         _refuse_other_shapes(optimizer, state_dict["state"], numbers)
@@ -177,7 +186,17 @@ def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
     for number, param in _unsharded(optimizer):
         if numbers[number] in state_dict["state"]:
             taken[param] = deepcopy(state_dict["state"][numbers[number]])
-    hand_over(optimizer, taken, groups)
+    return taken, groups
+
+
+def refuse_other_part(
+    optimizer: Sharded,
+    mark: str | None,
+    remedy: str = "Call consolidate_state_dict() before state_dict() to save what loads anywhere.",
+) -> None:
+    """mark: of the part of a rank, None of a whole state. Raises ValueError where that is another part."""
+    if mark is not None and mark != fingerprint(optimizer):
+        raise ValueError(f"the state is one rank's part ({mark}), but this is {fingerprint(optimizer)}. {remedy}")
 
 
 def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
@@ -216,17 +235,26 @@ def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: 
 
     Through its own `load_state_dict`, which knows what dtype and device each entry needs.
     """
+    optimizer.load_state_dict({**numbered(optimizer, taken, options), PART: OWN})
+
+
+OWN = "own"
+"""The mark of what an optimizer is given for its own part, which needs no comparing."""
+
+
+def numbered(
+    optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """A state by parameters in the format of state_dict()."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = {param: number for number, param in enumerate(params)}
-    optimizer.load_state_dict(
-        {
-            "state": {numbers[param]: state for param, state in taken.items()},
-            "param_groups": [
-                {**option, "params": [numbers[param] for param in group["params"]]}
-                for option, group in zip(options, optimizer.param_groups, strict=True)
-            ],
-        }
-    )
+    return {
+        "state": {numbers[param]: state for param, state in taken.items()},
+        "param_groups": [
+            {**option, "params": [numbers[param] for param in group["params"]]}
+            for option, group in zip(options, optimizer.param_groups, strict=True)
+        ],
+    }
 
 
 def _pieces(optimizer: Sharded, rank: int | None = None) -> Iterator[Piece]:
@@ -295,12 +323,14 @@ def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
     first, told = 0, []
     for group in optimizer.param_groups:
         numbers = list(range(first, first + len(group["params"])))
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: value for key, value in group.items() if key not in ("params", PART)}
         told.append({**deepcopy(options), "params": numbers})
         first += len(numbers)
     return told
 
 
-def _fingerprint(optimizer: Sharded) -> str:
+def fingerprint(optimizer: Sharded) -> str:
+    """The mark of this rank's part: the same for the same layout only."""
     bounds = [list(flat.layout.bounds) for flat in optimizer.flat_groups]
-    return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, segments {bounds}"
+    layout = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()[:12]
+    return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}"
