@@ -20,12 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zero.fsdp.offload import Disk
 from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
 from zero.fsdp.overflow import Overflow
-from zero.fsdp.scaling import Scaling
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import PART
 from zero.oss.partition import ELEMENTWISE, NEED_ALL, NEED_WHOLE
+from zero.oss.scaling import Scaling
 
 _guards: list[ReferenceType[Guard]] = []
 """Of every FSDP that lives, in the order in which they were made, which is the same on all ranks."""
@@ -59,7 +59,9 @@ class Guard:
         self._groups = [group for unit in units for group in unit.groups]
         self._comm, self._refusal = comm, comm.channel("the refusal of parameters that were given other data")
         self._cut_on_request = cut_on_request
-        self._overflow, self._scaling = Overflow(units, comm), Scaling(units, comm)
+        self._overflow = Overflow(units, comm)
+        params = [param for group in self._groups for param in group.params]
+        self._scaling = Scaling(params, comm, "clip_grad_norm_(max_norm) of the FSDP model")
         self._disk = disk
         self._known_optimizers: WeakSet[Optimizer] = WeakSet()
         self._places: dict[nn.Parameter, tuple[Unit, FlatGroup, int]] = {

@@ -9,17 +9,12 @@ from torch import Tensor, nn
 from zero.oss.flat import FlatGroup
 
 
-def take_gradients(flats: Sequence[FlatGroup], parts: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def take_gradients(flats: Sequence[FlatGroup], parts: Mapping[nn.Parameter, nn.Parameter]) -> bool:
     """Gives each part that this rank owns its share of the parameter's gradient: a view, where dtype and order allow.
 
-    Raises RuntimeError where none of the parameters has a gradient, and for a sparse one, whoever owns it, so that all
+    Returns whether any parameter has a gradient. Raises RuntimeError for a sparse one, whoever owns it, so that all
     ranks raise alike.
     """
-    if all(param.grad is None for param in parts):
-        raise RuntimeError(
-            "none of the parameters has a gradient. Call backward() before step(). If it was called, the model has "
-            "other parameters than OSS: load weights with assign=False, and build OSS after replacing any."
-        )
     for name, gradient in _gradients(flats):
         if gradient.is_sparse:
             raise RuntimeError(
@@ -33,6 +28,7 @@ def take_gradients(flats: Sequence[FlatGroup], parts: Mapping[nn.Parameter, nn.P
                 continue
             taken = flat.in_memory_order(index, param.grad)[span.start : span.stop]
             part.grad = flat.shaped(index, taken, span).to(part.dtype)
+    return any(param.grad is not None for param in parts)
 
 
 def refuse_unreduced(flats: Sequence[FlatGroup]) -> None:

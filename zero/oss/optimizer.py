@@ -12,28 +12,34 @@ flat group and of the length of this rank's segment, and the parameter is the ro
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, overload
+from functools import wraps
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zero.oss import norm, state
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
-from zero.oss.partition import Partition, cut_for, partition_problem
+from zero.oss.partition import ELEMENTWISE, Partition, cut_for, partition_problem
 from zero.oss.parts import Parts
+from zero.oss.scaling import Scaling
+from zero.oss.sharded_optimizer import ShardedOptimizer
 from zero.oss.slices import step_in_slices
+from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 _COMPRESSED_AT_ONCE = 2
 """Flat groups whose copies of fewer bits exist at a time."""
 
 
-class OSS(Optimizer):
+class OSS(ShardedOptimizer):
     """Shards the state of an optimizer over the ranks of a process group (ZeRO stage 1; Rajbhandari et al.,
     "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1).
 
@@ -44,10 +50,9 @@ class OSS(Optimizer):
     Gradients must be the same on all ranks when it steps: DistributedDataParallel, or ShardedDDP, sees to that.
 
     It holds the parameters, not the module. Moved, cast or otherwise bound ones are refused at the next step. Of those
-    that the module has replaced (`load_state_dict(assign=True)`) it sees only that they get no gradients: it refuses
-    the step where none has one; where some have, ShardedDDP refuses the backward, and DistributedDataParallel the next
-    forward, unless it was told to find unused parameters. Plain `pickle.dumps(module)` stores a buffer once for each
-    parameter that lies in it; `torch.save` and `copy.deepcopy` store each value once.
+    that the module has replaced (`load_state_dict(assign=True)`) it sees only that they get no gradients: it warns at
+    the second step where none has one; ShardedDDP refuses the backward, and DistributedDataParallel the next forward,
+    unless it was told to find unused parameters.
 
     params: as of any torch optimizer: parameters, (name, parameter) pairs, or dicts of groups with their own options.
     optim: class of the optimizer to shard; `defaults` are its arguments.
@@ -94,12 +99,12 @@ class OSS(Optimizer):
         self._master_dtype = master_dtype
         self.gradients_arrive_in_parts = False
         self._leaves_gathers = False
+        self._steps_without_gradients = 0
         self._step_channel = self._comm.channel("the step of OSS")
         self._edited_channel = self._comm.channel("a step of OSS that it refuses, as its param_groups were edited")
-        self._whole_state: dict[str, Any] | None = None
 
         self._built = False
-        super().__init__(groups, {})
+        super().__init__(groups)
         self._parts = self._laid_out()
         self.optim = self._build_inner(optim, defaults)
         self.defaults = dict(self.optim.defaults)
@@ -121,7 +126,7 @@ class OSS(Optimizer):
         self.optim.add_param_group(self._parts.group(added))
         # Not of the other groups: a scheduler may have written into them since the last step.
         self._share_options(self.optim.param_groups[-1:], [added])
-        self._whole_state = None
+        self.forget_full_state()
 
     def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         inner, problem = None, None
@@ -131,7 +136,35 @@ class OSS(Optimizer):
             problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
         self._comm.compare("the optimizers that OSS shards", [type(inner).__name__], problem)
         assert inner is not None
+        for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
+            if callable(getattr(inner, name, None)):
+                setattr(inner, name, self._followed_by_gather(getattr(inner, name)))
         return inner
+
+    def _followed_by_gather(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the inner optimizer that writes into parts; collective from here on."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._refuse_changes()
+            result = method(*args, **kwargs)
+            self._share_options(self.optim.param_groups, self.param_groups)
+            self._gather(self.flat_groups)
+            self.finish_gathers()
+            return result
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        """What this optimizer lacks and the inner one has: values, and `train` and `eval`, which are collective."""
+        inner = self.__dict__.get("optim")
+        value = None if inner is None or name.startswith("_") else getattr(inner, name, None)
+        if value is None or (callable(value) and name not in ("train", "eval")):
+            told = f"'{type(self).__name__}' object has no attribute '{name}'"
+            if value is not None:
+                told += f". {type(inner).__name__}'s sees this rank's parts alone: call it on `.optim` if that will do"
+            raise AttributeError(told, name=name, obj=self)
+        return value
 
     def _laid_out(self, numel: int | None = None) -> Parts:
         parts = Parts(self._comm, cut=self._cut, granularity=self._granularity, master_dtype=self._master_dtype)
@@ -158,56 +191,9 @@ class OSS(Optimizer):
     # ------------------------------------------------------------------------------------ what others need
 
     @property
-    def comm(self) -> Comm:
-        return self._comm
-
-    @property
-    def flat_groups(self) -> list[FlatGroup]:
-        """The flat groups that the parameters lie in, in the order in which backward is expected to reach them."""
-        return self._parts.flat_groups
-
-    @property
     def bucket_bytes(self) -> int:
         """Bytes of the largest flat group: what a transfer takes at a time."""
         return max(flat.full.nbytes for flat in self.flat_groups)
-
-    def part(self, param: nn.Parameter) -> nn.Parameter:
-        """This rank's part of a parameter, as the inner optimizer steps it.
-
-        A view into the parameter's own memory, or into the master. Empty where this rank owns nothing of it. Its
-        `.grad` is the part's gradient: from backward on with ShardedDDP, otherwise only within the step.
-        """
-        return self._parts[param]
-
-    @property  # type: ignore[override]
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """By parameter: what the inner optimizer keeps of this rank's part; without those that it keeps nothing of.
-
-        Tools ask here whether there is state yet, such as torch's distributed checkpoint, which else makes some by a
-        step. What is in it is the inner optimizer's own; the dictionary around it is made anew each time.
-        """
-        if not self._built:
-            return {}
-        kept = self.optim.state
-        return {param: kept[part] for param, part in self._parts.items() if part in kept}
-
-    @state.setter
-    def state(self, empty: object) -> None:
-        """For the base class's constructor, which sets one that this optimizer has no use for."""
-
-    @property
-    def keeps_masters(self) -> bool:
-        return len(self._parts.masters) > 0
-
-    @property
-    def cuts_parameters(self) -> bool:
-        """Whether parameters are cut inside, as with partition "even"."""
-        return self._cut == "even"
-
-    @property
-    def granularity(self) -> int | None:
-        """Elements that cuts inside parameters are multiples of, where the user said so."""
-        return self._granularity
 
     def expect_gradients_in_parts(self) -> None:
         """From now on gradients are put into the parts (by ShardedDDP), not taken from `param.grad`."""
@@ -244,40 +230,91 @@ class OSS(Optimizer):
     # -------------------------------------------------------------------------------------------- stepping
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, **options: Any) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float], **options: Any) -> float: ...
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
         """Collective. Steps this rank's parts and gathers everyone's. Returns the closure's loss.
+
+        options: further arguments, for the inner optimizer's step. That of torch's own optimizers is given no closure:
+        it is called before. Others are given it, and each time they call it parameters are gathered before.
 
         Raises RuntimeError where parameters were moved or replaced, where gradients were left unreduced by no_sync, and
         on every rank where param_groups were edited on one, or where another rank does something else.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.finish_gathers()
-        self._refuse_strays(self.flat_groups)
-        self._refuse_edits()
+        loss: Any = None
+        if closure is None or type(self.optim) in ELEMENTWISE:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._begin_step()
+            step_in_slices(self.optim, **options)
+        else:
+            self._refuse_changes()
+            self._share_options(self.param_groups, self.optim.param_groups)
+            loss = self.optim.step(closure=self._for_inner(closure), **options)
+        self._leave_gradients()
+        self._share_options(self.optim.param_groups, self.param_groups)
+        self.forget_full_state()
+        self._gather(self._parts.trained_groups())
+        return cast("float | None", loss)
+
+    def _begin_step(self) -> None:
+        """Collective. All that comes between the gradients and the inner optimizer's step."""
+        self._refuse_changes()
         self._take_gradients()
         self._share_options(self.param_groups, self.optim.param_groups)
         self._parts.masters.refresh()
-        step_in_slices(self.optim)
-        self._leave_gradients()
-        self._share_options(self.optim.param_groups, self.param_groups)
-        self._whole_state = None
-        self._gather()
-        return loss
 
-    def _gather(self) -> None:
+    def _refuse_changes(self) -> None:
+        self.finish_gathers()
+        self._refuse_strays(self.flat_groups)
+        self._refuse_edits()
+
+    def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
+        """The closure for an optimizer that calls it within its step, as often as it likes."""
+        called = False
+
+        def evaluate() -> float:
+            nonlocal called
+            if called:  # the optimizer may have changed its parts since
+                self._gather(self._parts.trained_groups())
+                self.finish_gathers()
+            called = True
+            with torch.enable_grad():
+                loss = closure()
+            self._begin_step()
+            return loss
+
+        return evaluate
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As of any optimizer. With ShardedDDP, which leaves no gradients in `param.grad`, the hook is called with the
+        inner optimizer, whose `param_groups` hold this rank's parts with their gradients.
+
+        Raises RuntimeError on every rank, at the step, where a hook scaled gradients differently on different ranks.
+        """
+
+        def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
+            if not self.gradients_arrive_in_parts:
+                return hook(self, args, kwargs)
+            scaling = Scaling([*self._parts.values()], self._comm, "clip_grad_norm(max_norm) of the optimizer")
+            scaling.remember()
+            result = hook(self.optim, args, kwargs)
+            scaling.compare(None)
+            return result
+
+        return super().register_step_pre_hook(with_gradients)
+
+    def _gather(self, flats: Sequence[FlatGroup]) -> None:
+        """Collective. Brings every rank's parts, as they are now, to every rank."""
         self._parts.masters.write()
         self._comm.agree(self._step_channel)
         in_flight: list[FlatGroup] = []
-        for flat in self._parts.trained_groups():
+        for flat in flats:
             if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_gather()
             flat.launch_gather(agreed=True, sent_as=self._sent_as, conceal=self._is_left(flat))
@@ -310,10 +347,18 @@ class OSS(Optimizer):
         return total
 
     def _take_gradients(self) -> None:
-        if self.gradients_arrive_in_parts:
+        if self.gradients_arrive_in_parts and not asked_by_torch_checkpoint():  # which steps with zeros of its own
             refuse_unreduced(self.flat_groups)
         else:
-            take_gradients(self.flat_groups, self._parts)
+            any_there = take_gradients(self.flat_groups, self._parts)
+            self._steps_without_gradients = 0 if any_there else self._steps_without_gradients + 1
+            if self._steps_without_gradients == 2:
+                warnings.warn(
+                    "OSS found no gradient in two steps one after another, which changed nothing. If backward was "
+                    "called, the model has other parameters than OSS: load weights with assign=False, and build OSS "
+                    "after replacing any.",
+                    stacklevel=4,
+                )
 
     def _leave_gradients(self) -> None:
         """What was taken is taken anew each time. Views would keep whole gradients alive past model.zero_grad()."""
@@ -340,52 +385,3 @@ class OSS(Optimizer):
         """Schedulers write into the outer groups, some optimizers into the inner ones: both see the same options."""
         for of, to in zip(source, target, strict=True):
             to.update(options(of))
-
-    # ----------------------------------------------------------------------------------------------- state
-
-    def consolidate_state_dict(self, to: int | None = 0, *, recipient_rank: int | None = None) -> None:
-        """Collective. Brings the whole state to rank `to` of the group (None: to all), for `state_dict` to return.
-
-        recipient_rank: FairScale's name for `to`.
-        """
-        self._whole_state = state.consolidate(self, to if recipient_rank is None else recipient_rank)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state in the plain optimizer's format, where `consolidate_state_dict` brought it here since the
-        last step (or where there is one rank only); otherwise this rank's part. Options are those of now. Never
-        communicates, never raises."""
-        if self._comm.world == 1:
-            return state.consolidate(self, None) or {}
-        if self._whole_state is None:
-            return state.part_of(self)
-        return {**self._whole_state, "param_groups": state.numbered_groups(self)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a whole state (of OSS at any world size, or of the plain optimizer) or this rank's own part.
-
-        The dictionary stays as it is. Raises ValueError where it does not fit.
-        """
-        state.load(self, state_dict)
-        self._whole_state = None
-
-    def take_parts(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Takes this rank's parts of a state, by `part(param)`, and the options of the groups.
-
-        The tensors are kept, not copied. Masters are not among them: fill `master` instead.
-        """
-        state.hand_over(self, taken, groups)
-        self._whole_state = None
-
-    def master(self, flat: FlatGroup) -> Tensor | None:
-        """This rank's master of a flat group, flat, of the length of its segment; None without one."""
-        return self._parts.masters.of(flat)
-
-    def settled_master(self, flat: FlatGroup) -> Tensor | None:
-        """The same as the next step takes it, to be read: what was written into the parameters since the last wins."""
-        return self._parts.masters.settled(flat)
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "an OSS cannot be copied or pickled: its state is spread over the ranks. Save state_dict() after "
-            "consolidate_state_dict(), and build another OSS to load it into."
-        )

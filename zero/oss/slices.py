@@ -22,8 +22,8 @@ _IN_THEIR_OWN_WAY = ("foreach", "fused", "capturable", "differentiable")
 """Options with which torch's optimizers do not take one parameter and operation after another."""
 
 
-def step_in_slices(optimizer: Optimizer) -> None:
-    """Steps the optimizer. Its groups have the parameters that they had, and its state is theirs, when it is done."""
+def step_in_slices(optimizer: Optimizer, **options: Any) -> None:
+    """Calls the optimizer's step with the options. Its groups and its state are of its own parameters afterwards."""
     given = [group["params"] for group in optimizer.param_groups]
     cut: dict[Tensor, dict[str, Tensor]] = {}
     try:
@@ -36,7 +36,7 @@ def step_in_slices(optimizer: Optimizer) -> None:
                         group["params"] += slices or [param]
                         cut.update(slices)
         optimizer.state.update(cut)
-        optimizer.step()
+        optimizer.step(**options)
     finally:
         for group, params in zip(optimizer.param_groups, given, strict=True):
             group["params"] = params

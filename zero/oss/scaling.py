@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp.unit import Unit
 from zero.oss.comm import Comm
 
 _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
@@ -52,10 +51,13 @@ class _Sample:
 
 
 class Scaling:
-    """Of the gradients of these units."""
+    """Of the gradients of these parameters, or parts of parameters.
 
-    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
-        self._params, self._comm = [param for unit in units for group in unit.groups for param in group.params], comm
+    remedy: what to call instead of torch.nn.utils.clip_grad_norm_.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], comm: Comm, remedy: str) -> None:
+        self._params, self._comm, self._remedy = params, comm, remedy
         self._samples: list[_Sample] = []
 
     def remember(self) -> None:
@@ -94,7 +96,7 @@ class Scaling:
             raise RuntimeError(
                 f"gradients were scaled differently on different ranks since backward, by {least:.6g} to {most:.6g}. "
                 "torch.nn.utils.clip_grad_norm_ does so, because it sees only this rank's part of the gradients. Call "
-                "clip_grad_norm_(max_norm) of the FSDP model instead."
+                f"{self._remedy} instead."
             )
 
     def _factor(self) -> float | None:
