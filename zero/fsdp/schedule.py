@@ -57,6 +57,10 @@ class Schedule:
         """What autograd calls at the end of this backward."""
         self._running: list[Unit] = []
         """Units whose forward runs, from the outside in."""
+        self._begun = 0
+        """How many forwards of units have begun."""
+        self._under_way: list[Unit] = []
+        """Units in backward, in the order in which it came to them."""
         self._last = self._root
         """The unit whose forward began last."""
         self._looked: set[bool] = set()
@@ -117,7 +121,8 @@ class Schedule:
                 unit.entrance = module
             if unit.depth == 0:
                 self._enter(unit)
-            call = Call()
+            self._begun += 1
+            call = Call(self._begun)
             unit.running.append(call)
             return self._watch_inputs(unit, call, *unit.precision.cast_inputs(module, (args, kwargs)))
 
@@ -177,6 +182,7 @@ class Schedule:
                     return None
                 unit.entrance = None
             call = unit.running.pop()
+            call.ended = self._begun
             output = apart_from_parameters(unit, output)
             needs_backward = trains and watch_outputs(unit, output, self._pre_backward(unit, call))
             if unit.depth == 0:
@@ -247,8 +253,8 @@ class Schedule:
 
     # -------------------------------------------------------------------------------------------- backward
 
-    def _pre_backward(self, unit: Unit, call: Call, *, inside: bool = False) -> Callable[[Tensor], None]:
-        def pre_backward(_: Tensor) -> None:
+    def _pre_backward(self, unit: Unit, call: Call, *, inside: bool = False) -> Callable[[Any], None]:
+        def pre_backward(_: Any) -> None:
             if unit.stage is Stage.BACKWARD and unit.expects(call):
                 return
             if inside and unit.running:
@@ -260,6 +266,7 @@ class Schedule:
                 )
             self._begin_backward()
             unit.expect(call)  # once more, if the graph was retained, or is older than another backward
+            self._complete_later_than(call)
             entered = [one for one in (unit, *unit.reads) if one.stage is Stage.IDLE]
             for one in entered:
                 self._enter_backward(one)
@@ -287,6 +294,7 @@ class Schedule:
         """
         if self._in_backward:
             self._interrupted = True
+            self._under_way.clear()
             for unit in self._units:
                 unit.interrupt()
 
@@ -294,6 +302,14 @@ class Schedule:
         self._gather(unit)
         self._reductions.finish_of(unit)
         unit.enter_backward()
+        self._under_way.append(unit)
+
+    def _complete_later_than(self, call: Call) -> None:
+        """Completes the units that began to compute after this call had ended: backward has been through these."""
+        for unit in self._under_way[::-1]:
+            if unit.earliest > call.ended and unit is not self._root and not unit.is_read:
+                self._complete(unit)
+                self._go_on(unit)
 
     def _launch_ahead(self, unit: Unit) -> None:
         """Gathers the unit that backward comes to next, if it is known and not there."""
@@ -302,6 +318,7 @@ class Schedule:
             self._launch(ahead)
 
     def _complete(self, unit: Unit) -> None:
+        self._under_way.remove(unit)
         if not self.active:
             unit.keep_gradients()
             return
@@ -344,6 +361,7 @@ class Schedule:
         self._in_backward = self._interrupted = False
         self._looking.close()
         self._running.clear()
+        self._under_way.clear()
         for unit in self._units:
             unit.abandon()
 
