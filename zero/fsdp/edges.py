@@ -12,40 +12,21 @@ from zero.fsdp.unit import Unit
 from zero.sdp.tensors import map_tensors, tensors_in
 
 
-def watch_inputs(
-    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[Tensor], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Has `left` called when a backward comes to what made one of the inputs. Returns what is to go in.
+def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[Tensor], None]) -> bool:
+    """Has `left` called when a backward comes to what made one of the inputs. Returns whether there is any such input.
 
-    Autograd runs what can run latest created first, so by then everything in the unit has been run. Inputs go in as
-    they are: of a view autograd would sum the gradients apart, in another order than without FSDP, and a module that
-    asks whether two of its inputs are one tensor (nn.MultiheadAttention) would compute otherwise.
+    Autograd runs what can run latest created first, so by then everything in the unit has been run. That cannot be told
+    from leaves: they take their gradient as soon as it is there.
 
-    A leaf takes its gradient as soon as that is there, which says nothing of the rest of the unit. So where all inputs
-    are leaves the first goes in as a view, and its gradients may be summed in another order.
+    Inputs go in as they are. Of a view made for the unit autograd would sum the gradients apart, in another order than
+    without FSDP, and a module that asks whether two of its inputs are one tensor (nn.MultiheadAttention) would compute
+    something else.
     """
-    inputs = dict.fromkeys(tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
-    for tensor in inputs:
+    made = [tensor for tensor in dict.fromkeys(tensors_in((args, kwargs))) if tensor.grad_fn is not None]
+    for tensor in made:
         unit.inputs.update(_nodes(tensor))
-        if tensor.grad_fn is not None:
-            tensor.register_hook(left)
-    if all(tensor.grad_fn is None for tensor in inputs):
-        for leaf in inputs:
-            return _with_view_of(leaf, unit, args, kwargs, left)
-    return args, kwargs
-
-
-def _with_view_of(
-    leaf: Tensor, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[Tensor], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    view = leaf.view_as(leaf)
-    view.register_hook(left)
-    unit.inputs.update(_nodes(view))
-
-    def seen(tensor: Tensor) -> Tensor:
-        return view if tensor is leaf else tensor
-
-    return map_tensors(seen, args), map_tensors(seen, kwargs)
+        tensor.register_hook(left)
+    return bool(made)
 
 
 def watch_outputs(unit: Unit, output: Any, come: Callable[[Any], None]) -> bool:

@@ -16,10 +16,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
@@ -124,7 +125,9 @@ class Schedule:
             self._begun += 1
             call = Call(self._begun)
             unit.running.append(call)
-            return self._watch_inputs(unit, call, *unit.precision.cast_inputs(module, (args, kwargs)))
+            args, kwargs = unit.precision.cast_inputs(module, (args, kwargs))
+            self._expect_backward(unit, call, args, kwargs)
+            return args, kwargs
 
         return pre_forward
 
@@ -154,21 +157,13 @@ class Schedule:
                 unit.leave_forward()
                 unit.reshard()
 
-    def _watch_inputs(self, unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Expects the backward of the call, which is complete when a gradient leaves through an input."""
+    def _expect_backward(self, unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Expects the backward of the call, and watches for where it leaves the unit."""
         if unit is self._root or not torch.is_grad_enabled():
-            return args, kwargs
+            return
         if not (self._in_backward and unit.calls):  # or a checkpoint computes one of these again
             unit.expect(call)
-
-        def left(_: Tensor) -> None:
-            if unit.stage is not Stage.BACKWARD or not unit.leave(call):
-                return
-            if unit.calls == 0 and not unit.is_read:
-                self._complete(unit)
-                self._go_on(unit)
-
-        return watch_inputs(unit, args, kwargs, left)
+        call.seen_off = watch_inputs(unit, args, kwargs, partial(self._left, unit, call))
 
     def _post_forward(self, unit: Unit) -> Callable[..., Any]:
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -270,6 +265,8 @@ class Schedule:
             entered = [one for one in (unit, *unit.reads) if one.stage is Stage.IDLE]
             for one in entered:
                 self._enter_backward(one)
+            if not call.seen_off:  # which need not be the end of all: re-entrant checkpoints run backwards inside of it
+                at_end_of_backward(partial(self._left, unit, call))
             if entered and self._prefetching.before_backward:
                 if self._prefetching.limit < 3:
                     self._reductions.finish()
@@ -303,6 +300,14 @@ class Schedule:
         self._reductions.finish_of(unit)
         unit.enter_backward()
         self._under_way.append(unit)
+
+    def _left(self, unit: Unit, call: Call, *_: Any) -> None:
+        """Backward has been through the call."""
+        if unit.stage is not Stage.BACKWARD or not unit.leave(call):
+            return
+        if unit.calls == 0 and not unit.is_read:
+            self._complete(unit)
+            self._go_on(unit)
 
     def _complete_later_than(self, call: Call) -> None:
         """Completes the units that began to compute after this call had ended: backward has been through these."""

@@ -32,10 +32,12 @@ class Call:
     """One forward of a unit.
 
     begun, ended: its place among all forwards of units: how many had begun when it had, and when it ended.
+    seen_off: whether a hook tells when its backward is complete; else it is at the end of that backward.
     waited_for: the unit's round in which its backward was last expected; -1 once that is complete.
     """
 
     ended: float = math.inf
+    seen_off = True
     waited_for = -1
 
     def __init__(self, begun: int) -> None:
