@@ -6,65 +6,56 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from zero.fsdp.unit import Unit
 from zero.sdp.tensors import map_tensors, tensors_in
 
 
-def watch_inputs(
-    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[Tensor], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Has `left` called when a gradient leaves through the first of the inputs. Returns what is to go in instead.
+def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[Tensor], None]) -> bool:
+    """Has `left` called when a backward comes to what made one of the inputs. Returns whether there is any such input.
 
-    That input is seen through a view, made before anything else in the unit. Autograd runs what can run latest created
-    first, so when it comes to the view everything in the unit has been run. One view only: a tensor that several units
-    read through views would have its gradient summed unit by unit, in another order than without.
+    Autograd runs what can run latest created first, so by then everything in the unit has been run. That cannot be told
+    from leaves: they take their gradient as soon as it is there.
+
+    Inputs go in as they are. Of a view made for the unit autograd would sum the gradients apart, in another order than
+    without FSDP, and a module that asks whether two of its inputs are one tensor (nn.MultiheadAttention) would compute
+    something else.
     """
-    viewed = False
-
-    def watched(tensor: Tensor) -> Tensor:
-        nonlocal viewed
-        if not tensor.requires_grad:
-            return tensor
-        if not viewed:
-            viewed = True
-            tensor = tensor.view_as(tensor)
-            tensor.register_hook(left)
-        unit.inputs.append(tensor)
-        return tensor
-
-    return map_tensors(watched, args), map_tensors(watched, kwargs)
+    made = [tensor for tensor in dict.fromkeys(tensors_in((args, kwargs))) if tensor.grad_fn is not None]
+    for tensor in made:
+        unit.inputs.update(_nodes(tensor))
+        tensor.register_hook(left)
+    return bool(made)
 
 
-def watch_outputs(unit: Unit, output: Any, come: Callable[[Tensor], None]) -> bool:
-    """Has `come` called when a gradient reaches one of the outputs. Returns whether any can have one."""
-    found = False
-    for tensor in tensors_in(output):
-        if tensor.requires_grad and not any(tensor is one for one in unit.inputs):
-            found = True
-            for watched in _seen_by_autograd(unit, tensor):
-                watched.register_hook(come)
-    return found
+def watch_outputs(unit: Unit, output: Any, come: Callable[[Any], None]) -> bool:
+    """Has `come` called when a backward goes into the unit by one of the outputs. Returns whether any can have one.
+
+    By nodes: hooks of a tensor are also called where a gradient is asked for it alone, as the next unit may do whose
+    input it is.
+    """
+    nodes = {node for tensor in tensors_in(output) for node in _nodes(tensor)} - unit.inputs
+    for node in nodes:
+        node.register_prehook(come)
+    return bool(nodes)
 
 
-def watch_inside(output: Any, come: Callable[[Tensor], None]) -> None:
-    """Has `come` called when a gradient reaches what a module inside of a unit returned.
+def watch_inside(output: Any, come: Callable[[Any], None]) -> None:
+    """Has `come` called when a backward goes into what a module inside of a unit returned.
 
     Losses may be taken of it: hidden states that were put by, features that hooks collect.
     """
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
-            tensor.register_hook(come)
+            tensor.grad_fn.register_prehook(come)
 
 
-def _seen_by_autograd(unit: Unit, tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, and what it is a view of: if the view is written into, backward comes by that instead."""
-    yield tensor
-    base = tensor._base
-    if base is None or base.grad_fn is None:
-        return
-    if not any(base is one or base is one._base for one in unit.inputs):
-        yield base
+def _nodes(tensor: Tensor) -> Iterator[Node]:
+    """What made the tensor, and what it is a view of: if the view is written into, backward comes by that instead."""
+    for one in (tensor, tensor._base):
+        if one is not None and one.grad_fn is not None:
+            yield one.grad_fn
 
 
 def apart_from_parameters(unit: Unit, output: Any) -> Any:

@@ -16,10 +16,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
@@ -57,6 +58,10 @@ class Schedule:
         """What autograd calls at the end of this backward."""
         self._running: list[Unit] = []
         """Units whose forward runs, from the outside in."""
+        self._begun = 0
+        """How many forwards of units have begun."""
+        self._under_way: list[Unit] = []
+        """Units in backward, in the order in which it came to them."""
         self._last = self._root
         """The unit whose forward began last."""
         self._looked: set[bool] = set()
@@ -117,9 +122,12 @@ class Schedule:
                 unit.entrance = module
             if unit.depth == 0:
                 self._enter(unit)
-            call = Call()
+            self._begun += 1
+            call = Call(self._begun)
             unit.running.append(call)
-            return self._watch_inputs(unit, call, *unit.precision.cast_inputs(module, (args, kwargs)))
+            args, kwargs = unit.precision.cast_inputs(module, (args, kwargs))
+            self._expect_backward(unit, call, args, kwargs)
+            return args, kwargs
 
         return pre_forward
 
@@ -149,21 +157,13 @@ class Schedule:
                 unit.leave_forward()
                 unit.reshard()
 
-    def _watch_inputs(self, unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Expects the backward of the call, which is complete when a gradient leaves through an input."""
+    def _expect_backward(self, unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Expects the backward of the call, and watches for where it leaves the unit."""
         if unit is self._root or not torch.is_grad_enabled():
-            return args, kwargs
+            return
         if not (self._in_backward and unit.calls):  # or a checkpoint computes one of these again
             unit.expect(call)
-
-        def left(_: Tensor) -> None:
-            if unit.stage is not Stage.BACKWARD or not unit.leave(call):
-                return
-            if unit.calls == 0 and not unit.is_read:
-                self._complete(unit)
-                self._go_on(unit)
-
-        return watch_inputs(unit, args, kwargs, left)
+        call.seen_off = watch_inputs(unit, args, kwargs, partial(self._left, unit, call))
 
     def _post_forward(self, unit: Unit) -> Callable[..., Any]:
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -177,6 +177,7 @@ class Schedule:
                     return None
                 unit.entrance = None
             call = unit.running.pop()
+            call.ended = self._begun
             output = apart_from_parameters(unit, output)
             needs_backward = trains and watch_outputs(unit, output, self._pre_backward(unit, call))
             if unit.depth == 0:
@@ -247,8 +248,8 @@ class Schedule:
 
     # -------------------------------------------------------------------------------------------- backward
 
-    def _pre_backward(self, unit: Unit, call: Call, *, inside: bool = False) -> Callable[[Tensor], None]:
-        def pre_backward(_: Tensor) -> None:
+    def _pre_backward(self, unit: Unit, call: Call, *, inside: bool = False) -> Callable[[Any], None]:
+        def pre_backward(_: Any) -> None:
             if unit.stage is Stage.BACKWARD and unit.expects(call):
                 return
             if inside and unit.running:
@@ -260,9 +261,12 @@ class Schedule:
                 )
             self._begin_backward()
             unit.expect(call)  # once more, if the graph was retained, or is older than another backward
+            self._complete_later_than(call)
             entered = [one for one in (unit, *unit.reads) if one.stage is Stage.IDLE]
             for one in entered:
                 self._enter_backward(one)
+            if not call.seen_off:  # which need not be the end of all: re-entrant checkpoints run backwards inside of it
+                at_end_of_backward(partial(self._left, unit, call))
             if entered and self._prefetching.before_backward:
                 if self._prefetching.limit < 3:
                     self._reductions.finish()
@@ -287,6 +291,7 @@ class Schedule:
         """
         if self._in_backward:
             self._interrupted = True
+            self._under_way.clear()
             for unit in self._units:
                 unit.interrupt()
 
@@ -294,6 +299,22 @@ class Schedule:
         self._gather(unit)
         self._reductions.finish_of(unit)
         unit.enter_backward()
+        self._under_way.append(unit)
+
+    def _left(self, unit: Unit, call: Call, *_: Any) -> None:
+        """Backward has been through the call."""
+        if unit.stage is not Stage.BACKWARD or not unit.leave(call):
+            return
+        if unit.calls == 0 and not unit.is_read:
+            self._complete(unit)
+            self._go_on(unit)
+
+    def _complete_later_than(self, call: Call) -> None:
+        """Completes the units that began to compute after this call had ended: backward has been through these."""
+        for unit in self._under_way[::-1]:
+            if unit.earliest > call.ended and unit is not self._root and not unit.is_read:
+                self._complete(unit)
+                self._go_on(unit)
 
     def _launch_ahead(self, unit: Unit) -> None:
         """Gathers the unit that backward comes to next, if it is known and not there."""
@@ -302,6 +323,7 @@ class Schedule:
             self._launch(ahead)
 
     def _complete(self, unit: Unit) -> None:
+        self._under_way.remove(unit)
         if not self.active:
             unit.keep_gradients()
             return
@@ -344,6 +366,7 @@ class Schedule:
         self._in_backward = self._interrupted = False
         self._looking.close()
         self._running.clear()
+        self._under_way.clear()
         for unit in self._units:
             unit.abandon()
 

@@ -8,10 +8,12 @@ backward `param.grad` is autograd's own whole gradient; what was in it before wa
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from zero.fsdp.precision import MixedPrecision
 from zero.oss.comm import Comm
@@ -29,10 +31,17 @@ class Stage(enum.Enum):
 class Call:
     """One forward of a unit.
 
+    begun, ended: its place among all forwards of units: how many had begun when it had, and when it ended.
+    seen_off: whether a hook tells when its backward is complete; else it is at the end of that backward.
     waited_for: the unit's round in which its backward was last expected; -1 once that is complete.
     """
 
+    ended: float = math.inf
+    seen_off = True
     waited_for = -1
+
+    def __init__(self, begun: int) -> None:
+        self.begun = begun
 
 
 class Unit:
@@ -62,10 +71,12 @@ class Unit:
         """Forwards that are running: more than one where a module calls itself."""
         self.calls = 0
         """Forwards whose backward is expected or under way."""
+        self.earliest: float = math.inf
+        """When the first of them began."""
         self._round = 0
         """Goes up when all of these are forgotten, as a backward ends."""
-        self.inputs: list[Tensor] = []
-        """Of the running forwards, those that need a gradient, the first of each as a view."""
+        self.inputs: set[Node] = set()
+        """What made the inputs of the running forwards."""
         self.reads: list[Unit] = []
         """Other units whose parameters the module reads."""
         self.readers = 0
@@ -110,6 +121,7 @@ class Unit:
         if not self.expects(call):
             call.waited_for = self._round
             self.calls += 1
+            self.earliest = min(self.earliest, call.begun)
 
     def leave(self, call: Call) -> bool:
         """The backward of the call is complete. Returns whether it was expected."""
@@ -121,6 +133,7 @@ class Unit:
 
     def forget_calls(self) -> None:
         self.calls = 0
+        self.earliest = math.inf
         self._round += 1
 
     def leave_forward(self) -> None:
