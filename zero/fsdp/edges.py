@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zero._torch import base_of
 from zero.fsdp.unit import Unit
 from zero.sdp.tensors import map_tensors, tensors_in
 
@@ -60,10 +61,10 @@ def watch_inside(output: Any, come: Callable[[Tensor], None]) -> None:
 def _seen_by_autograd(unit: Unit, tensor: Tensor) -> Iterator[Tensor]:
     """The tensor, and what it is a view of: if the view is written into, backward comes by that instead."""
     yield tensor
-    base = tensor._base
+    base = base_of(tensor)
     if base is None or base.grad_fn is None:
         return
-    if not any(base is one or base is one._base for one in unit.inputs):
+    if not any(base is one or base is base_of(one) for one in unit.inputs):
         yield base
 
 
@@ -71,9 +72,10 @@ def apart_from_parameters(unit: Unit, output: Any) -> Any:
     """The output, with copies of what is a parameter of the unit or a view of one, which is freed when forward ends."""
 
     def lent(tensor: Tensor) -> bool:
-        if tensor._base is None and tensor.grad_fn is not None:
+        base = base_of(tensor)
+        if base is None and tensor.grad_fn is not None:
             return False
-        base = tensor if tensor._base is None else tensor._base
+        base = tensor if base is None else base
         return any(base in one.params for one in (unit, *unit.reads))
 
     if any(lent(tensor) for tensor in tensors_in(output)):
