@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,6 +187,16 @@ def wrap_others(kinds: Iterable[type]) -> bool:
 def leaves(value: Any) -> Iterable[Any]:
     """What nested tuples, lists, dicts and what else torch knows hold. torch's own walk has no public name."""
     return _pytree.tree_iter(value)
+
+
+def load_plain_values(path: Path) -> Any:
+    """torch.load(weights_only=True) to the CPU, mapped.
+
+    Torch 2.15 warns where a file has sparse tensors that looking through them takes time. Nobody here takes any.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):

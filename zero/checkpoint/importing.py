@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._torch import name_without_compile
+from zero._torch import load_plain_values, name_without_compile
 from zero.checkpoint import directory
 from zero.checkpoint.files import SafeFile
 from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
@@ -122,7 +122,7 @@ def _write(found: Found, run: Place) -> Place:
 
 def _of_torch(path: Path) -> Found:
     try:
-        told = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        told = load_plain_values(path)
     except Exception as error:
         raise ValueError(
             f"{path} is no file of torch.save that holds weights and plain values only, and was not read ({error})."
