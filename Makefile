@@ -1,7 +1,9 @@
-# Every target runs in .venv, which is made on first use and again when its requirements change.
+# Every target runs in .venv, which is made on first use and again when its requirements change. With TORCH=2.15.0 it
+# runs with that torch instead, in an environment of its own; without a CPU build that is a download of gigabytes.
 
-READY := .venv/.ready
-BIN   := .venv/bin
+VENV  := .venv$(addprefix -torch-,$(TORCH))
+READY := $(VENV)/.ready
+BIN   := $(VENV)/bin
 
 export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -17,7 +19,7 @@ check: $(READY)  ## Lint, formatting, types
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy --no-error-summary zero
 
-test: $(READY)  ## Run the tests; ARGS="-k name" chooses
+test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes another torch
 	@$(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
 
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, and all steps that plans are compared with
@@ -30,26 +32,27 @@ bench: $(READY)  ## CPU time of every operation; ARGS="-k oss" chooses; benchmar
 	@mkdir -p benchmarks/out
 	@$(BIN)/pytest -q benchmarks --benchmark-json benchmarks/out/bench.json $(ARGS)
 
-peers: .venv/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4" is passed on
+peers: $(VENV)/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4" is passed on
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
 clean:  ## Remove the environment, caches and build products
-	@rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf .venv .venv-torch-* build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find zero tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first and by its exact version alone: where that names a CPU build, nothing after it replaces it.
 $(READY): setup.cfg constraints.txt
-	@echo "Preparing .venv (once)"
-	@python3 -m venv .venv
-	@$(BIN)/pip install torch==2.13.0
-	@$(BIN)/pip install -c constraints.txt -e .[test,bench,check,checkpoint]
+	@echo "Preparing $(VENV) (once)"
+	@python3 -m venv $(VENV)
+	@sed 's/^torch==.*/torch==$(or $(TORCH),2.13.0)/' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/pip install torch==$(or $(TORCH),2.13.0)
+	@$(BIN)/pip install -c $(VENV)/constraints.txt -e .[test,bench,check,checkpoint]
 	@touch $@
 
 # The peers are built from source. One that does not build is left out; the benchmark says which.
-.venv/.peers: $(READY)
+$(VENV)/.peers: $(READY)
 	@echo "Preparing the peers (once)"
-	@$(BIN)/pip install -c constraints.txt setuptools wheel hjson msgpack ninja psutil py-cpuinfo pydantic einops
+	@$(BIN)/pip install -c $(VENV)/constraints.txt setuptools wheel hjson msgpack ninja psutil py-cpuinfo pydantic einops
 	@for peer in fairscale deepspeed; do \
-		DS_ACCELERATOR=cpu $(BIN)/pip install -c constraints.txt --no-deps --no-build-isolation $$peer || true; \
+		DS_ACCELERATOR=cpu $(BIN)/pip install -c $(VENV)/constraints.txt --no-deps --no-build-isolation $$peer || true; \
 	done
 	@touch $@

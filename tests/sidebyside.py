@@ -7,6 +7,7 @@ no rank has stays None. On two ranks the numbers of both are the same bit for bi
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import zero
@@ -158,3 +160,9 @@ def data(*shape: int, rank: int, step: int = 0, seed: int = 0) -> Tensor:
     """Normal numbers, others on each rank and at each step."""
     generator = torch.Generator().manual_seed(10_000 * seed + 100 * rank + step)
     return torch.randn(*shape, generator=generator)
+
+
+def ddp_sends_buffers(before_forward: bool) -> dict[str, bool]:
+    """DistributedDataParallel's option for it, which has another name in torch 2.11."""
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if renamed else "broadcast_buffers": before_forward}

@@ -1,8 +1,9 @@
 """What holds for every file of zero/, read from the source: no rank starts, nothing is imported.
 
-1. Imports go down only, oss <- sdp <- fsdp <- all else, and a layer uses the public names of the ones below.
+1. Imports go down only, _torch <- oss <- sdp <- fsdp <- all else, and a layer uses the public names of the ones below.
 2. One file talks to other ranks.
-3. Nothing is attached to the user's parameters and modules, and no dictionary is keyed by `id(...)`.
+3. One file uses torch's private names.
+4. Nothing is attached to the user's parameters and modules, and no dictionary is keyed by `id(...)`.
 """
 
 import ast
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
+LAYERS = ["_torch", "oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
 COMMUNICATING = "zero/oss/collectives.py"
+KNOWS_TORCH = "zero/_torch.py"
+PYTHONS_OWN = {"_getframe", "_fields", "_replace", "_asdict"}
 COMMUNICATION = re.compile(
     "all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|gather|i?recv|i?send|monitored_barrier"
     "|new_group|new_subgroups|reduce|scatter|split_group|_coalescing_manager"
@@ -64,7 +67,7 @@ def private_names_of_other_layers(path: Path, tree: ast.AST) -> Iterator[tuple[a
     for node, name, alias in imports(path, tree):
         if name.split(".")[0] == "zero" and not f"{name}.".startswith(f"{own}."):
             bound[alias] = name
-            if private(name):
+            if private(name.removeprefix("zero._torch.")):
                 yield node, f"{name} is private to its layer"
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and dotted(node.value).split(".")[0] in bound and private(node.attr):
@@ -93,13 +96,56 @@ def communicates(name: str) -> bool:
     return distributed and (last == "*" or COMMUNICATION.match(last) is not None)
 
 
+def private_names_of_torch(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Private names that are imported from torch, or asked of objects and defined neither here nor beside this file."""
+    if path.as_posix() == KNOWS_TORCH:
+        return
+    own = PYTHONS_OWN | {*assigned(tree)} | {*defined_beside(path)}
+    for node, name, _ in imports(path, tree):
+        if name.split(".")[0] == "torch" and private(name):
+            yield node, f"only {KNOWS_TORCH} may use {name}"
+    for node, name in asked_of_objects(tree):
+        if private(name) and name not in own:
+            yield node, f"only {KNOWS_TORCH} may use {name}, if it is torch's"
+
+
+def asked_of_objects(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Names of attributes, whether written `x.name`, `getattr(x, "name")` or `vars(x)["name"]`; not those of `self`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ast.Name("self" | "cls")):
+                pass
+            case ast.Attribute(attr=name):
+                yield node, name
+            case ast.Call(ast.Name("getattr" | "hasattr"), [_, ast.Constant(str(name)), *_]):
+                yield node, name
+            case ast.Subscript(ast.Call(ast.Name("vars")) | ast.Attribute(attr="__dict__"), ast.Constant(str(name))):
+                yield node, name
+
+
+def assigned(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+
+
+def defined_beside(path: Path) -> Iterator[str]:
+    """Functions and classes of the files of the folder."""
+    for beside in (ROOT / path.parent).glob("*.py"):
+        if beside.relative_to(ROOT).as_posix() != KNOWS_TORCH:
+            for node in ast.walk(ast.parse(beside.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    yield node.name
+
+
 def setattr_and_id(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in ("setattr", "id"):
             yield node, f"{node.id}() is not used here: keep state in objects of zero, keyed by name or position"
 
 
-RULES = [upward_imports, private_names_of_other_layers, communication, setattr_and_id]
+RULES = [upward_imports, private_names_of_other_layers, communication, private_names_of_torch, setattr_and_id]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -124,9 +170,11 @@ def test_rule_holds(rule):
         (upward_imports, "zero/sdp/__init__.py", "from ..fsdp.unit import Unit"),
         (upward_imports, "zero/fsdp/unit.py", "from zero import setup"),
         (upward_imports, "zero/fsdp/unit.py", "from ..plan import cost"),
+        (upward_imports, "zero/_torch.py", "from zero.oss import flat"),
         (private_names_of_other_layers, "zero/sdp/bucket.py", "from ..oss.flat import _bind"),
         (private_names_of_other_layers, "zero/sdp/bucket.py", "from ..oss._flat import bind"),
         (private_names_of_other_layers, "zero/sdp/bucket.py", "from ..oss import flat\nflat._bind()"),
+        (private_names_of_other_layers, "zero/sdp/bucket.py", "from zero._torch import _WRAPPED"),
         (private_names_of_other_layers, "zero/setup.py", "import zero.oss.flat\nzero.oss.flat._bind()"),
         (communication, "zero/oss/flat.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         (communication, "zero/oss/flat.py", "import torch\ntorch.distributed.broadcast(x)"),
@@ -137,6 +185,14 @@ def test_rule_holds(rule):
         (communication, "zero/oss/flat.py", "from torch.distributed import *"),
         (communication, "zero/oss/flat.py", "from torch.distributed.nn.functional import all_gather"),
         (communication, "zero/oss/flat.py", "import torch.distributed as dist\ndist.scatter_object_list(x)"),
+        (private_names_of_torch, "zero/oss/flat.py", "from torch.utils._pytree import tree_map"),
+        (private_names_of_torch, "zero/oss/flat.py", "import torch._dynamo"),
+        (private_names_of_torch, "zero/oss/flat.py", "torch._C.current()"),
+        (private_names_of_torch, "zero/oss/collectives.py", "backend.options._timeout"),
+        (private_names_of_torch, "zero/oss/flat.py", "self.module._modules['a']"),
+        (private_names_of_torch, "zero/oss/scaler.py", "super()._unscale_grads_()"),
+        (private_names_of_torch, "zero/sdp/gathers.py", "getattr(module, '_orig_mod', None)"),
+        (private_names_of_torch, "zero/sdp/gathers.py", "self.__dict__['_modules']"),
         (setattr_and_id, "zero/oss/flat.py", "setattr(p, 'owner', 0)"),
         (setattr_and_id, "zero/oss/flat.py", "index = {id(p): i for i, p in enumerate(ps)}"),
         (setattr_and_id, "zero/oss/flat.py", "index = dict(zip(map(id, ps), ps))"),
@@ -156,6 +212,12 @@ def test_rule_sees_a_violation(rule, path, source):
         ("zero/sdp/bucket.py", "import torch.distributed as dist\ndist.get_rank(), dist.ReduceOp.SUM, x.reduce()"),
         ("zero/oss/collectives.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("zero/oss/flat.py", "object.__setattr__(self, 'x', 1)\nself.id"),
+        ("zero/_torch.py", "from torch.utils import _pytree\ntorch._C.current()"),
+        (
+            "zero/oss/comm.py",
+            "import sys\nsys._getframe(), self._launch\nself._wire = 1\nother._wire, other._set_group",
+        ),
+        ("zero/oss/flat.py", "from zero._torch import base_of\nbase_of(tensor)"),
     ],
 )
 def test_rule_lets_the_rest_pass(rule, path, source):

@@ -1,6 +1,7 @@
 """Three steps out of running out of memory under data parallelism, each resting on the one before."""
 
 from zero import checkpoint
+from zero._torch import warn_if_untested
 from zero.fsdp import (
     FSDP,
     MEMORY_FIRST,
@@ -16,6 +17,8 @@ from zero.oss import OSS, GradScaler, Traffic, traffic
 from zero.plan import plan
 from zero.sdp import ShardedDDP
 from zero.setup import full_state_dict, setup
+
+warn_if_untested()
 
 __all__ = [
     "BackwardPrefetch",

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
-from sidebyside import SideBySide, average_over_ranks, data
+from sidebyside import SideBySide, average_over_ranks, data, ddp_sends_buffers
 
 WIDTH = 64
 OPTIMIZERS = {
@@ -190,7 +190,7 @@ def normed():
 
 
 def _buffers(rank, world, broadcast):
-    plain, ours = pair(normed, OPTIMIZERS["sgd"], {"forward_sync_buffers": broadcast}, broadcast_buffers=broadcast)
+    plain, ours = pair(normed, OPTIMIZERS["sgd"], ddp_sends_buffers(broadcast), broadcast_buffers=broadcast)
     for step in range(3):
         for model, optimizer in (plain, ours):
             optimizer.zero_grad()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import zero
 from models import CASES, GPT, OddMLP
-from sidebyside import SideBySide, close, data, sgd, stage_2
+from sidebyside import SideBySide, close, data, ddp_sends_buffers, sgd, stage_2
 
 WIDTH = 9
 
@@ -237,7 +237,7 @@ def buffers(rank: int, world: int) -> None:
     for options in ({}, {"broadcast_buffers": False}):
         net, other = Net(), Net()
         model = zero.ShardedDDP(net, zero.OSS(net.parameters(), sgd), **options)
-        ddp = DistributedDataParallel(other, find_unused_parameters=True, forward_sync_buffers=not options)
+        ddp = DistributedDataParallel(other, find_unused_parameters=True, **ddp_sends_buffers(not options))
         for step, context in enumerate([None, "no_grad", None, "no_sync", "no_sync", None, None]):
             for each in (model, ddp):
                 each.module.shift += rank + step

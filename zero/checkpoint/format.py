@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero._torch import wraps_others
+
 VERSION = 1
 INDEX = "index.json"
 
@@ -106,7 +108,7 @@ def memory_order(shape: Iterable[int], stride: Iterable[int]) -> tuple[int, ...]
 
 def tensor_problem(tensor: Tensor) -> str | None:
     """Why a tensor cannot be stored, in words for the user; None if it can."""
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+    if wraps_others(tensor):
         return f"is a {type(tensor).__name__}, which wraps other tensors (DTensor, quantised). Store plain tensors"
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}. Store dense tensors"

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero._torch import load_plain_values, name_without_compile
 from zero.checkpoint import directory
 from zero.checkpoint.files import SafeFile
 from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
-from zero.checkpoint.parts import Held, own_name
+from zero.checkpoint.parts import Held
 from zero.checkpoint.rank_files import seal, write_rank_file
 from zero.checkpoint.save_plan import SavePlan
 from zero.checkpoint.storage import Local, Place, mounted, place
@@ -121,7 +122,7 @@ def _write(found: Found, run: Place) -> Place:
 
 def _of_torch(path: Path) -> Found:
     try:
-        told = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        told = load_plain_values(path)
     except Exception as error:
         raise ValueError(
             f"{path} is no file of torch.save that holds weights and plain values only, and was not read ({error})."
@@ -161,7 +162,7 @@ def _is_extra_state(name: str) -> bool:
 
 
 def _take_model(found: Found, weights: dict[str, Any], where: str) -> None:
-    weights = {own_name(name): value for name, value in weights.items()}
+    weights = {name_without_compile(name): value for name, value in weights.items()}
     wrapped = all(name.startswith(_WRAPPER) for name in weights)  # saved through DistributedDataParallel
     seen: dict[tuple[Any, ...], str] = {}
     for given, value in weights.items():
@@ -250,7 +251,7 @@ def _called(groups: list[dict[str, Any]], state: dict[Any, dict[str, Any]], foun
 
 def _own_name_in(found: Found, name: str) -> str:
     """What the model's weights call a parameter that the optimizer may know through a wrapper, or by a further name."""
-    own = own_name(name)
+    own = name_without_compile(name)
     for known in (own, own.removeprefix(_WRAPPER)):
         if known in found.tied or f"model/{known}" in found.tensors:
             return found.tied.get(known, known)

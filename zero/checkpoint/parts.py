@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zero._torch import name_without_compile, uncompiled
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_problem
 from zero.fsdp import FSDP
@@ -141,7 +142,7 @@ class Training:
             self.problem = f"the module's state_dict() raised {type(error).__name__}: {error}."
             return
         for given, value in given_state.items():
-            name = own_name(given)
+            name = name_without_compile(given)
             if isinstance(value, Tensor) and value in known:
                 if value in stored:
                     self.tied[name] = stored[value]
@@ -267,11 +268,6 @@ class Training:
         return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def own_name(name: str) -> str:
-    """A name in a model as it is without torch.compile, which puts modules into one of its own."""
-    return ".".join(atom for atom in name.split(".") if atom != "_orig_mod")
-
-
 def inner(optimizer: Optimizer) -> Optimizer:
     """The optimizer whose state is by this rank's parts."""
     return optimizer.optim if isinstance(optimizer, OSS) else optimizer
@@ -286,11 +282,11 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
     """The user's own module, and what wraps it, from the outside in."""
     wrappers: list[nn.Module] = []
     while True:
-        if isinstance(model, torch._dynamo.OptimizedModule):
-            model = model._orig_mod
-        elif isinstance(model, DistributedDataParallel | ShardedDDP | FSDP):
+        if isinstance(model, DistributedDataParallel | ShardedDDP | FSDP):
             wrappers.append(model)
             model = model.module
+        elif (inside := uncompiled(model)) is not model:
+            model = inside
         else:
             return model, wrappers
 

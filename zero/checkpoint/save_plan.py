@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from zero._torch import leaves
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
 from zero.checkpoint.parts import Held, Stepped, Training, inner, kind
@@ -89,7 +89,7 @@ def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix
 
 
 def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value))
+    return any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(value))
 
 
 def _state_held(path: str, one: Stepped, value: Tensor) -> Held:

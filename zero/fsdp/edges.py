@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from zero._torch import base_of
 from zero.fsdp.unit import Unit
 from zero.sdp.tensors import map_tensors, tensors_in
 
@@ -53,7 +54,7 @@ def watch_inside(output: Any, come: Callable[[Any], None]) -> None:
 
 def _nodes(tensor: Tensor) -> Iterator[Node]:
     """What made the tensor, and what it is a view of: if the view is written into, backward comes by that instead."""
-    for one in (tensor, tensor._base):
+    for one in (tensor, base_of(tensor)):
         if one is not None and one.grad_fn is not None:
             yield one.grad_fn
 
@@ -62,9 +63,10 @@ def apart_from_parameters(unit: Unit, output: Any) -> Any:
     """The output, with copies of what is a parameter of the unit or a view of one, which is freed when forward ends."""
 
     def lent(tensor: Tensor) -> bool:
-        if tensor._base is None and tensor.grad_fn is not None:
+        base = base_of(tensor)
+        if base is None and tensor.grad_fn is not None:
             return False
-        base = tensor if tensor._base is None else tensor._base
+        base = tensor if base is None else base
         return any(base in one.params for one in (unit, *unit.reads))
 
     if any(lent(tensor) for tensor in tensors_in(output)):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.fsdp.compiled import BETWEEN_UNITS, compiled_in_pieces, is_compiled
+from zero._torch import is_compiled
+from zero.fsdp.compiled import BETWEEN_UNITS, compiled_in_pieces
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.tracing import Gradients, watch
 from zero.sdp.buffers import BufferSync

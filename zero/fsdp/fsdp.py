@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zero._torch import children_of
 from zero.fsdp import whole
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
@@ -159,9 +160,9 @@ class FSDP(Wrapper):
         self._guard.dismiss()
         self._sentry.dismiss()
         for parent in root.modules():
-            for child, module in parent._modules.items():
+            for child, module in children_of(parent).items():
                 if module is self:
-                    parent._modules[child] = self.module
+                    children_of(parent)[child] = self.module
         for unit in self._units:
             unit.move_below(name)
         return self._units

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from zero._torch import buffers_of
+
 
 class Materialiser:
     """Turns meta parameters into real ones, in place: optimizers that hold them go on holding them.
@@ -57,7 +59,7 @@ class Materialiser:
             self._put_by(module)
             empty = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
             for key, buffer in empty.items():
-                module._buffers[key] = torch.zeros_like(buffer, device=self._device)
+                buffers_of(module)[key] = torch.zeros_like(buffer, device=self._device)
             params = [*module.parameters(recurse=False)]
             if params and not any(param.is_meta for param in params):
                 self._refuse_to_overwrite(module, name, next(iter(empty)))
@@ -84,7 +86,7 @@ class Materialiser:
 
     def _put_by(self, module: nn.Module) -> None:
         """What the module holds itself and has values, for these to be put back: initialising it may change them."""
-        self._undo.callback(module._buffers.update, dict(module._buffers))
+        self._undo.callback(buffers_of(module).update, dict(buffers_of(module)))
         if self._initialises:
             for tensor in _own(module):
                 if not tensor.is_meta:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero._torch import buffers_of
 from zero.sdp.tensors import map_tensors
 
 
@@ -59,7 +60,7 @@ class MixedPrecision:
         for module in root.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if self.buffer_dtype is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(self.buffer_dtype)
+                    buffers_of(module)[name] = buffer.to(self.buffer_dtype)
             if self.param_dtype is not None and isinstance(module, self.keep_fp32):
                 module.register_forward_pre_hook(_cast_arguments, with_kwargs=True)
                 module.register_forward_hook(_cast_output(self.param_dtype))

@@ -12,7 +12,6 @@ which its units ran the last time; ranks whose orders differ are told so when a 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zero._torch import at_end_of_backward, in_a_backward, modules_being_called
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.lookout import Lookout
@@ -30,7 +30,6 @@ from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Call, Stage, Unit
 from zero.oss.comm import Comm
-from zero.sdp.tensors import at_end_of_backward, in_a_backward
 
 
 class Schedule:
@@ -149,7 +148,7 @@ class Schedule:
 
     def _end_interrupted(self) -> None:
         """Forgets forwards that an interrupt has ended (KeyboardInterrupt), of which no hook is told."""
-        around = _being_called()[1:]
+        around = modules_being_called()[1:]
         if not any((unit.entrance or unit.module) in around for unit in self._running):
             self._looking.close()
             self._running.clear()
@@ -387,16 +386,6 @@ def _holders(unit: Unit) -> Iterator[nn.Module]:
     for module in unit.module.modules():
         if module is not unit.module and any(param in unit.params for param in module.parameters(recurse=False)):
             yield module
-
-
-def _being_called() -> list[nn.Module]:
-    """The modules whose calls are on the stack, from the inside out."""
-    called, frame = [], sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is nn.Module._call_impl.__code__:
-            called.append(frame.f_locals["self"])
-    return called
 
 
 def _refuse_to_train_whole(unit: Unit) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
+
+from zero._torch import call_around_compiling
 
 
 class Gradients:
@@ -42,10 +43,7 @@ _alive: WeakSet[Gradients] = WeakSet()
 
 def watch() -> None:
     """Has torch.compile call what hides gradients. To be called again: torch.compiler.reset() forgets it."""
-    handler = torch._dynamo.callback_handler
-    if _hide not in handler.start_callbacks:
-        handler.register_start_callback(_hide)
-        handler.register_end_callback(_show)
+    call_around_compiling(_hide, _show)
 
 
 def _alike(param: nn.Parameter, gradient: Tensor) -> bool:

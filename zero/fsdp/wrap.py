@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from zero._torch import children_of, chosen_by_policy
+
 Policy = Any
 """A policy object or function of torch.distributed.fsdp.wrap, or None: see `unit_modules`."""
 
@@ -34,8 +36,8 @@ def unit_modules(
         chosen = _repeated_blocks(root)
         if small:
             chosen |= _large_leaves(root, chosen)
-    elif hasattr(policy, "_run_policy"):
-        chosen = set(policy._run_policy(root, set(), {}))
+    elif (asked := chosen_by_policy(policy, root)) is not None:
+        chosen = asked
     elif callable(policy):
         chosen = set()
         _ask(policy, root, chosen)
@@ -106,7 +108,7 @@ def _repeated_blocks(root: nn.Module) -> set[nn.Module]:
 
 
 def _members(container: nn.Module) -> Iterator[nn.Module]:
-    for member in container._modules.values():  # a module that is in it twice is a repeated one
+    for member in children_of(container).values():  # a module that is in it twice is a repeated one
         if member is not None and _only_holds(member):
             yield from _members(member)
         elif member is not None:

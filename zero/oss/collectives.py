@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero._torch import all_gather_of_one_tensor, timeout_of
 from zero.oss.traffic import count
 
 
@@ -32,18 +33,19 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._host_group = group, _host_group(group)
+        self._backends = {**_backends(group), "cpu": _backends(self._host_group)["cpu"]}
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
 
     def _carrier(self, device: torch.device) -> dist.ProcessGroup:
         return self._host_group if device.type == "cpu" else self._group
 
     def backend(self, device: torch.device) -> str:
-        return str(self._carrier(device)._get_backend(device).name()).lower()
+        return self._backends.get(device.type, "")
 
     @property
     def timeout(self) -> timedelta:
         """How long tensors on the CPU are waited for."""
-        return _timeout(self._host_group, torch.device("cpu"))
+        return timeout_of(self._host_group, torch.device("cpu"))
 
     # -------------------------------------------------------------------------------------- small messages
 
@@ -64,7 +66,7 @@ class Collectives:
     def launch_exchange(self, tensor: Tensor) -> tuple[dist.Work, Tensor]:
         """The same of one flat tensor on the CPU; what comes is a row a rank."""
         heard = tensor.new_empty(self._world * len(tensor))
-        work = dist.all_gather_single(heard, tensor, group=self._host_group, async_op=True)
+        work = all_gather_of_one_tensor()(heard, tensor, group=self._host_group, async_op=True)
         return work, heard.view(self._world, -1)
 
     # -------------------------------------------------------------------------------------- whole tensors
@@ -96,7 +98,7 @@ class Collectives:
         device = segments[0].device
         group = self._carrier(device)
         if full is not None and equal and self.backend(device) != "gloo":
-            return [dist.all_gather_single(full, segments[self._rank], group=group, async_op=True)]
+            return [all_gather_of_one_tensor()(full, segments[self._rank], group=group, async_op=True)]
         return [
             dist.broadcast(segment, group=group, group_src=owner, async_op=True)
             for owner, segment in enumerate(segments)
@@ -125,19 +127,19 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Collective over the ranks of the group, the first time.
     """
-    kinds = [*group._device_types]
-    if any(kind.type == "cpu" for kind in kinds):
+    backends = _backends(group)
+    if "cpu" in backends:
         return group
     if group not in _host_groups:
         _host_groups[group] = dist.new_group(
             dist.get_process_group_ranks(group),
-            timeout=_timeout(group, kinds[0]),
+            timeout=timeout_of(group, torch.device(next(iter(backends)))),
             backend="gloo",
             use_local_synchronization=True,
         )
     return _host_groups[group]
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend that sends what is on a device, by type of device."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).lower().split(","))

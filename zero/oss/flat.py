@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from zero._torch import wraps_others, writes_so_far
 from zero.oss.comm import Comm, Handle
 from zero.oss.lane import lane_of
 from zero.oss.layout import ALIGNMENT, Layout, Span
@@ -248,7 +249,7 @@ class FlatGroup:
         self._may_be_written = True
 
     def _count_writes(self) -> int:
-        return sum(param._version for param in self.params)
+        return writes_so_far(self.params)
 
     def _were_written(self, own: Tensor) -> bool:
         if self._may_be_written:
@@ -407,7 +408,7 @@ def unusable(param: object, name: str) -> str | None:
         return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
     if param.grad_fn is not None or not (param.is_leaf):
         return f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself."
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(param):
+    if wraps_others(param):
         return (
             f"{name} is a {type(param).__name__}, which wraps other tensors (DTensor, quantised). zero shards plain "
             "parameters: undo the other library's sharding or quantisation first."

@@ -138,7 +138,7 @@ class OSS(ShardedOptimizer):
         assert inner is not None
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(inner, name, None)):
-                setattr(inner, name, self._followed_by_gather(getattr(inner, name)))
+                vars(inner)[name] = self._followed_by_gather(getattr(inner, name))
         return inner
 
     def _followed_by_gather(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero._torch import GradScaler as TorchGradScaler
 from zero.oss.comm import Comm
 from zero.oss.optimizer import OSS
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(TorchGradScaler):
     """torch.amp.GradScaler for every stage: an inf or NaN in any rank's part skips the step on all ranks.
 
     torch's own looks for `param.grad`, which stage 2 has none of, and at stage 3 sees only this rank's part. At stage
@@ -29,14 +30,14 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, **options)
         self._comm = Comm(process_group)
 
-    def _unscale_grads_(
+    def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         in_parts = isinstance(optimizer, OSS) and optimizer.gradients_arrive_in_parts
         stepped = optimizer.optim if isinstance(optimizer, OSS) and in_parts else optimizer
         # With masters float16 gradients are widened before they are stepped with.
         allow_fp16 = allow_fp16 or (isinstance(optimizer, OSS) and optimizer.keeps_masters)
-        found = super()._unscale_grads_(stepped, inv_scale, found_inf, allow_fp16)
+        found = super().unscale_gradients(stepped, inv_scale, found_inf, allow_fp16)
         # A rank that owns no gradient has nothing to look at, but must skip the step, or take it, as the others do.
         total = torch.stack([one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]).amax(
             0

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from zero._torch import writes_so_far
 from zero.oss.comm import Comm
 
 _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
@@ -41,7 +42,7 @@ class _Sample:
     def touched(self) -> bool:
         """Whether the gradient was written into since."""
         now = self.current
-        return now is not None and now._version != self.version
+        return now is not None and writes_so_far([now]) != self.version
 
     def factors(self) -> Tensor:
         """What each element was multiplied by since; of no finite number where that cannot be told."""
@@ -64,7 +65,7 @@ class Scaling:
         """Looks at the gradients as backward left them."""
         have = [(param, param.grad) for param in self._params if param.grad is not None and param.numel()]
         self._samples = [
-            _Sample(param, gradient.data_ptr(), gradient._version, _first(gradient).clone())
+            _Sample(param, gradient.data_ptr(), writes_so_far([gradient]), _first(gradient).clone())
             for param, gradient in have[:: max(len(have) // _GRADIENTS, 1)]
         ]
 
@@ -74,7 +75,7 @@ class Scaling:
         untouched = {sample for sample in self._samples if not sample.touched}
         yield
         self._samples = [
-            replace(sample, version=now._version)
+            replace(sample, version=writes_so_far([now]))
             if sample in untouched and (now := sample.current) is not None
             else sample
             for sample in self._samples

@@ -14,11 +14,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_iter
+
+from zero._torch import DispatchMode, leaves, wrap_others
 
 
-class Meter(TorchDispatchMode):
+class Meter(DispatchMode):
     """Adds up all live storages after every operator, while both its arguments and its results are alive.
 
     The operators of a backward pass and of collectives are seen as well. What an operator allocates and frees within
@@ -28,17 +28,17 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._apart = WeakSet(tensor.untyped_storage() for tensor in apart)
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
         self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if wrap_others(types):
             return NotImplemented  # such as DTensor: the operators on what it wraps are seen instead
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for value in tree_iter((args, kwargs, result)):
+        for value in leaves((args, kwargs, result)):
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
                 if storage not in self._storages and storage not in self._apart:

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
+from zero._torch import NEEDS_VALUES, without_values
 from zero.fsdp import MixedPrecision
 from zero.fsdp.precision import cast
 from zero.plan.attributes import plain_tensors, put_back
@@ -58,7 +57,7 @@ def measure(
     Raises ValueError where forward does not take such arguments, RuntimeError where it needs values (`.item()`, masks
     by value) or has tensors elsewhere.
     """
-    with put_back(module), FakeTensorMode(allow_non_fake_inputs=True):
+    with put_back(module), without_values():
 
         def faked(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -74,7 +73,7 @@ def measure(
             for name, param in module.named_parameters()
         }
         buffers = {name: faked(buffer, precision.buffer_dtype) for name, buffer in module.named_buffers()}
-        inputs = tree_map(lambda value: faked(value) if isinstance(value, Tensor) else value, tuple(batch))
+        inputs = map_tensors(faked, tuple(batch))
         with Meter(apart=[*params.values(), *buffers.values()]) as meter:
             recorder = _Recorder(meter)
             for name, param in params.items():
@@ -93,7 +92,7 @@ def _explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterato
     """Says of errors that come of running the model in this way what to do about them."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except NEEDS_VALUES as error:
         raise RuntimeError(
             "the activations cannot be measured without running the model: its forward needs values, as .item() and "
             f"masks by value do ({error}). Plan without a batch, and add what a step of yours holds to what is planned."

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from zero._torch import is_compiled
 from zero.oss.flat import FlatGroup
 from zero.oss.optimizer import OSS
 
@@ -44,7 +45,7 @@ class PendingGathers:
         It waits for all at once where a mode must not be around: without gradients torch has faster kernels, which it
         does not use under one, and a compiled module would be compiled anew.
         """
-        if not self._guards or not torch.is_grad_enabled() or any(map(_compiled, self._module.modules())):
+        if not self._guards or not torch.is_grad_enabled() or any(map(is_compiled, self._module.modules())):
             self.finish()
             yield
             return
@@ -129,8 +130,3 @@ class _FinishAsRead(TorchFunctionMode):
         elif isinstance(value, (tuple, list)):
             for item in value:
                 self._finish_for(item)
-
-
-def _compiled(module: nn.Module) -> bool:
-    """By torch.compile(module), or by its method."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -13,11 +13,12 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.oss.comm import Comm
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import GradBucket
 from zero.sdp.gathers import finish_all
-from zero.sdp.tensors import at_end_of_backward, in_a_backward, nearest_leaf, tensors_in, writes_into
+from zero.sdp.tensors import nearest_leaf, tensors_in
 
 
 class Reducer:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from zero._torch import children_of
 from zero.oss.comm import Comm
 from zero.oss.groups import sent_dtype
 from zero.oss.optimizer import OSS
@@ -174,12 +175,12 @@ class ShardedDDP(Wrapper):
     @property
     def _inner(self) -> nn.Module:
         """The module, whether or not its parameters have arrived."""
-        inner = self._modules["module"]
+        inner = children_of(self)["module"]
         assert inner is not None
         return inner
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__["_modules"]:  # `.module`, whose parameters are anybody's from now on
+        if name in children_of(self):  # `.module`, whose parameters are anybody's from now on
             self._finish_gathers()
             return super().__getattr__(name)
         return getattr(self.module, name)

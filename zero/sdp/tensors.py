@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 _HOLD_NONE = (str, bytes, int, float, type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType)
@@ -78,16 +76,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def in_a_backward() -> bool:
-    """Whether autograd is running a backward in this thread now."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Has autograd call the function when the backward that is running now is complete."""
-    Variable._execution_engine.queue_callback(function)
-
-
 def nearest_leaf(tensor: Tensor) -> Node | None:
     """The node by which a backward from the tensor writes into the `grad` of some leaf, such as a parameter."""
     nodes = deque([get_gradient_edge(tensor).node])
@@ -100,11 +88,3 @@ def nearest_leaf(tensor: Tensor) -> Node | None:
         seen.update(following)
         nodes += following
     return None
-
-
-def writes_into(leaf: Node) -> bool:
-    """Whether the backward that is running now writes into the leaf's `grad`. torch.autograd.grad does not."""
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # it is what torch.autograd.grad was asked for
-        return False

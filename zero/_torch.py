@@ -1,0 +1,230 @@
+"""What differs between torch versions, and every name of torch's that is private. No other file uses either.
+
+Supported is torch 2.11 and what came after it; the suite is run with 2.11, 2.13 (on which `zero` is developed) and
+`NEWEST_TESTED`. A private name may change with any version, so each stands behind a function that says why no public
+one does. Whoever tries `zero` with a newer torch has this file to look at.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.optim import Optimizer
+from torch.utils import _python_dispatch, _pytree
+
+NEWEST_TESTED = (2, 15)
+
+
+@cache
+def warn_if_untested() -> None:
+    """Warns, once a process, where the running torch is of a newer minor version than any that was tested."""
+    minor = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    if minor > NEWEST_TESTED:
+        tested = ".".join(map(str, NEWEST_TESTED))
+        warnings.warn(
+            f"torch {torch.__version__} is newer than {tested}, the newest that this version of zero was tested with. "
+            "Compare a few steps with DistributedDataParallel, and look for a newer zero.",
+            stacklevel=2,
+        )
+
+
+# ------------------------------------------------------------------------------------------------- autograd
+
+
+def in_a_backward() -> bool:
+    """Whether autograd is running a backward in this thread now. Nothing public says so."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Has autograd call the function when the backward that is running now is complete.
+
+    torch.autograd.graph.queue_callback does the same from torch 2.15 on; before, it had no public name.
+    """
+    queue: Callable[[Callable[[], None]], None] | None = getattr(torch.autograd.graph, "queue_callback", None)
+    (queue or Variable._execution_engine.queue_callback)(function)
+
+
+def writes_into(leaf: Node) -> bool:
+    """Whether the backward that is running now writes into the leaf's `grad`. torch.autograd.grad does not.
+
+    Nothing public says what a backward is asked for; a hook on the leaf runs too late.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # it is what torch.autograd.grad was asked for
+        return False
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What the tensor is a view of, None if it is none. Tensors have no public attribute for it."""
+    return tensor._base
+
+
+def writes_so_far(tensors: Iterable[Tensor]) -> int:
+    """How often torch counted a write into any of the tensors. Its counter has no public name."""
+    return sum(tensor._version for tensor in tensors)
+
+
+# -------------------------------------------------------------------------------------------------- modules
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own dictionary of its children, to be read and written.
+
+    named_children() leaves out those that are None and those that are in it twice, and assigning a child by setattr
+    runs what the user's class does then.
+    """
+    children: dict[str, nn.Module | None] = vars(module)["_modules"]  # past __getattr__, which may ask for it
+    return children
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own dictionary of its buffers, to be read and written.
+
+    register_buffer() would need to know whether a buffer is saved, and setattr runs what the user's class does then.
+    """
+    return module._buffers
+
+
+def modules_being_called() -> list[nn.Module]:
+    """The modules whose calls are on this thread's stack, from the inside out. torch keeps no list of them."""
+    called, frame = [], sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is nn.Module._call_impl.__code__:
+            called.append(frame.f_locals["self"])
+    return called
+
+
+def chosen_by_policy(policy: object, root: nn.Module) -> set[nn.Module] | None:
+    """What one of torch.distributed.fsdp.wrap's policy objects chooses, None where `policy` is no such object.
+
+    What a policy is asked by has no public name.
+    """
+    ask = getattr(policy, "_run_policy", None)
+    return None if ask is None else set(ask(root, set(), {}))
+
+
+# -------------------------------------------------------------------------------------------- torch.compile
+
+_WRAPPED = "_orig_mod"
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile(module) returned this module, or its method compile() was called. Nothing public says."""
+    return module._compiled_call_impl is not None or _WRAPPED in children_of(module)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile was called with, if it returned this one; otherwise this one.
+
+    There is no public way back. The class of what torch.compile returns is not asked for: that imports the compiler.
+    """
+    children = children_of(module)
+    if _WRAPPED in children and (inside := children[_WRAPPED]) is not None:
+        return inside
+    return module
+
+
+def name_without_compile(name: str) -> str:
+    """A name in a model as it is without torch.compile, which puts modules into one of its own."""
+    return ".".join(atom for atom in name.split(".") if atom != _WRAPPED)
+
+
+def call_around_compiling(start: Callable[[object], None], end: Callable[[object], None]) -> None:
+    """Has torch.compile call these when it begins and when it has ended, unless it does already.
+
+    torch.compiler has no hooks. torch.compiler.reset() forgets these.
+    """
+    handler = torch._dynamo.callback_handler
+    if start not in handler.start_callbacks:
+        handler.register_start_callback(start)
+        handler.register_end_callback(end)
+
+
+# ------------------------------------------------------------------------------------------- process groups
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group waits for what is on such a device. It can be set in public, but not read."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def all_gather_of_one_tensor() -> Callable[..., dist.Work]:
+    """torch.distributed.all_gather_single; in torch 2.11 it is called all_gather_into_tensor, a name now deprecated."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather: Callable[..., dist.Work] = getattr(dist, name)
+    return gather
+
+
+# -------------------------------------------------------------------------------------------------- tensors
+
+
+def wraps_others(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that wraps other tensors (DTensor, quantised). There is no public test for it."""
+    return _python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
+def wrap_others(kinds: Iterable[type]) -> bool:
+    """The same of any of several classes."""
+    return any(_python_dispatch.is_traceable_wrapper_subclass_type(kind) for kind in kinds)
+
+
+def leaves(value: Any) -> Iterable[Any]:
+    """What nested tuples, lists, dicts and what else torch knows hold. torch's own walk has no public name."""
+    return _pytree.tree_iter(value)
+
+
+def load_plain_values(path: Path) -> Any:
+    """torch.load(weights_only=True) to the CPU, mapped.
+
+    Torch 2.15 warns where a file has sparse tensors that looking through them takes time. Nobody here takes any.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """torch's, which documentation tells users to derive from, but which lies in a private module."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What operators raise that cannot run on tensors without values. They have no public name."""
+
+
+def without_values() -> FakeTensorMode:
+    """In this context new tensors have shapes but no memory, on any device. torch has no public name for it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's, in which the step that a subclass replaces has a name without underscore. It offers none itself."""
+
+    def unscale_gradients(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscales the optimizer's gradients; returns, by device, whether one was not finite."""
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return self.unscale_gradients(optimizer, inv_scale, found_inf, allow_fp16)
