@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zero.oss.comm import Comm, Handle
 from zero.oss.flat import FlatGroup
+from zero.oss.gradients import refuse_sparse
 from zero.oss.layout import Span
 from zero.sdp.routes import Routes
 
@@ -96,11 +97,7 @@ class GradBucket:
         """Takes over the whole gradient of parameter `index`; nothing else should keep it."""
         if self.phase is Phase.REDUCING or index in self._taken:
             self.refuse_late(index)
-        if gradient.is_sparse:
-            raise RuntimeError(
-                f"{self.flat.names[index]} has a sparse gradient. zero shards dense ones: build the embedding with "
-                "sparse=False."
-            )
+        refuse_sparse(gradient, self.flat.names[index])
         if gradient.requires_grad:
             raise RuntimeError(
                 f"the gradient of {self.flat.names[index]} is itself part of a graph (create_graph=True), which "
