@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zero.fsdp.casts import Casts
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.lookout import Lookout
@@ -52,6 +53,7 @@ class Schedule:
         self._root = units[0]
         self._prefetching = prefetch
         self._reductions = Reductions(comm)
+        self._casts = Casts(units)
         self._in_backward = self._interrupted = False
         self._held_by_autograd: weakref.ref[Any] | None = None
         """What autograd calls at the end of this backward."""
@@ -117,13 +119,15 @@ class Schedule:
                 unit.entrance = module
             if unit.depth == 0:
                 self._enter(unit)
-            call = Call()
+            call = Call(shares_casts=self._casts.shared)
             unit.running.append(call)
             return self._watch_inputs(unit, call, *unit.precision.cast_inputs(module, (args, kwargs)))
 
         return pre_forward
 
     def _enter(self, unit: Unit) -> None:
+        if not self._running:
+            self._casts.before_forward()
         for other in (unit, *unit.reads):
             self._gather(other)
         for other in unit.reads:
@@ -159,7 +163,7 @@ class Schedule:
         def left(_: Tensor) -> None:
             if unit.stage is not Stage.BACKWARD or not unit.leave(call):
                 return
-            if unit.calls == 0 and not unit.is_read:
+            if unit.calls == 0 and not unit.is_read and not call.shares_casts:
                 self._complete(unit)
                 self._go_on(unit)
 

@@ -30,9 +30,12 @@ class Call:
     """One forward of a unit.
 
     waited_for: the unit's round in which its backward was last expected; -1 once that is complete.
+    shares_casts: whether it may compute with what autocast has cast in an earlier one.
     """
 
-    waited_for = -1
+    def __init__(self, *, shares_casts: bool) -> None:
+        self.waited_for = -1
+        self.shares_casts = shares_casts
 
 
 class Unit:

@@ -23,6 +23,7 @@ from zero.oss.comm import Comm, Handle
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_sparse
 from zero.oss.layout import Span
+from zero.oss.packing import joined
 from zero.sdp.routes import Routes
 
 _LARGE = 1 << 18
@@ -163,7 +164,7 @@ class GradBucket:
                 gradient = gradient[start:stop]
             pieces.append(gradient)
         pieces.append(_as_counts(used, sample))
-        return torch.cat(pieces).to(self._sent_as), self._routes.together.counts
+        return joined(pieces).to(self._sent_as), self._routes.together.counts
 
     def finish(self, deliver: Callable[[int, Tensor | None], None]) -> None:
         """Waits, and delivers for each parameter that this rank owns something of the averaged gradient of its part.
