@@ -121,7 +121,8 @@ class Schedule:
                 self._enter(unit)
             call = Call(shares_casts=self._casts.shared)
             unit.running.append(call)
-            return self._watch_inputs(unit, call, *unit.precision.cast_inputs(module, (args, kwargs)))
+            cast = unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
+            return self._watch_inputs(unit, call, *cast)
 
         return pre_forward
 

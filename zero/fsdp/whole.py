@@ -1,7 +1,9 @@
 """Whole parameters and gradients at the user's wish, outside of forward and backward; weights whole and in parts.
 
 whole    {name: tensor}: the module's own state_dict()
-part     {"zero_part": of which layout, name: this rank's part, or a buffer}
+part     {"zero_part": of which layout, name: this rank's part, or a buffer}; the layout in words, as bytes in UTF-8
+
+Buffers that are computed with in another dtype are in their own in both.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.flat import FlatGroup
 
@@ -85,10 +88,12 @@ class _Gradients:
             param.grad = part
 
 
-def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: Any) -> Any:
+def state_dict(
+    module: nn.Module, units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], *args: Any, **kwargs: Any
+) -> Any:
     """Collective. The module's own state_dict() with copies of whole parameters, gathered unit by unit."""
     found = module.state_dict(*args, **{**kwargs, "keep_vars": True})
-    whole: dict[nn.Parameter, Tensor] = {}
+    whole: dict[Tensor, Tensor] = _uncast(cast_buffers)
     for unit in units:
         unit.reshard()
         for group in unit.groups:
@@ -98,29 +103,38 @@ def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: A
             whole |= {param: view.clone() for param, view in zip(group.params, views, strict=True)}
     for key, value in found.items():
         if isinstance(value, Tensor):
-            copied = whole.get(value) if isinstance(value, nn.Parameter) else None
+            copied = whole.get(value)
             found[key] = value.detach().clone() if copied is None else copied
     return found
+
+
+def _uncast(cast_buffers: Sequence[CastBuffer]) -> dict[Tensor, Tensor]:
+    """Copies of them in their own dtypes."""
+    return {one.tensor: one.tensor.detach().to(one.dtype, copy=True) for one in cast_buffers}
 
 
 _PART = "zero_part"
 
 
-def local_state_dict(module: nn.Module, units: Sequence[Unit]) -> dict[str, Any]:
+def local_state_dict(module: nn.Module, units: Sequence[Unit], cast_buffers: Sequence[CastBuffer]) -> dict[str, Any]:
     """See FSDP.local_state_dict."""
     for unit in units:
         unit.reshard()
-    named = module.state_dict(keep_vars=True)
-    parts = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in named.items()}
-    return {_PART: _layout(units), **parts}
+    own = _uncast(cast_buffers)
+    found: dict[str, Any] = {_PART: torch.tensor([*_layout(units).encode()], dtype=torch.uint8)}
+    for name, value in module.state_dict(keep_vars=True).items():
+        found[name] = own.get(value, value.detach().clone()) if isinstance(value, Tensor) else value
+    return found
 
 
 def local_problem(module: nn.Module, units: Sequence[Unit], state_dict: dict[str, Any]) -> str | None:
     """Why `state_dict` is not what `local_state_dict` would give here, in words for the user; None if it is."""
-    if state_dict.get(_PART) != _layout(units):
+    given, expected = state_dict.get(_PART), _layout(units)
+    told = bytes(given.tolist()).decode() if isinstance(given, Tensor) else "no part of one"
+    if told != expected:
         return (
-            f"the state is {state_dict.get(_PART, 'no part of one')!r}, but this is {_layout(units)!r}. Load whole "
-            "weights by load_state_dict(), or use zero.checkpoint, which loads at any number of ranks."
+            f"the state is {told!r}, but this is {expected!r}. Load whole weights by load_state_dict(), or use "
+            "zero.checkpoint, which loads at any number of ranks."
         )
     different = (state_dict.keys() - {_PART}) ^ module.state_dict(keep_vars=True).keys()
     if different:
