@@ -183,8 +183,9 @@ class Guard:
             )
         if cut and type(optimizer) not in ELEMENTWISE and not self._cut_on_request:
             return (
-                f"{kind} is not known to treat each element of a parameter by itself, and {name!r} is cut between "
-                "ranks. If it does, wrap the model with FSDP(partition='even'), otherwise with FSDP(partition='whole')."
+                f"{type(optimizer).__module__}.{kind} is not known to treat each element of a parameter by itself, and "
+                f"{name!r} is cut between ranks. If it does, wrap the model with FSDP(partition='even'), otherwise "
+                "with FSDP(partition='whole')."
             )
         whole_shape, _ = group.whole_shape(index)
         for key, value in optimizer.state.get(param, {}).items():
