@@ -389,7 +389,9 @@ def saved_buffers(rank: int, world: int, path: Path, nested: bool) -> None:
     expected = [block.shift.to(dtype).to(FP32) for block, dtype in zip(plain.blocks, casts, strict=True)]
     own = {name: tensor.dtype for name, tensor in plain.state_dict().items()}
     zero.checkpoint.save(path, model)
-    for state in (model.state_dict(), zero.full_state_dict(model), model.local_state_dict()):
+    with model.summon_full_params():
+        inside = model.module.state_dict()
+    for state in (model.state_dict(), zero.full_state_dict(model), model.local_state_dict(), inside):
         assert {name: state[name].dtype for name in own} == own
         assert all(torch.equal(state[f"blocks.{i}.shift"], expected[i]) for i in range(2))
         assert all(isinstance(value, Tensor) for value in state.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
 from zero.fsdp.compiled import BETWEEN_UNITS
 from zero.fsdp.forward import Forward
-from zero.fsdp.guard import Guard, guarded, strayed
+from zero.fsdp.guard import Guard, guarded
 from zero.fsdp.offload import CPUOffload, DiskOffload, as_offload
 from zero.fsdp.optim_state import SteppingParts
 from zero.fsdp.precision import MixedPrecision, as_precision
@@ -24,6 +24,7 @@ from zero.fsdp.prefetch import BackwardPrefetch, Prefetch, as_prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.sentry import NO_COPIES, Sentry
 from zero.fsdp.strategy import ShardingStrategy, place
+from zero.fsdp.summon import Summons, summon
 from zero.fsdp.tracing import Gradients
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy
@@ -32,11 +33,12 @@ from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
+from zero.sdp.indexed import Indexed
 
 _GIVEN = "the models given to FSDP"
 
 
-class FSDP(nn.Module):
+class FSDP(Indexed, nn.Module):
     """Fully sharded data parallelism: parameters, gradients and optimizer state in parts, one a rank (ZeRO stage 3;
     Rajbhandari et al., 2020, section 5.3).
 
@@ -145,6 +147,7 @@ class FSDP(nn.Module):
             cut_on_request=partition == "even",
             disk=builder.disk,
         )
+        self._summons = Summons(self._units, self._guard, self._placement)
         self._sentry = Sentry(self._units)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
         self._schedule = Schedule(self._units, self._comm, options.prefetch, after_backward=self._guard.after_backward)
@@ -167,6 +170,7 @@ class FSDP(nn.Module):
         """To the FSDP around this one: the units, and in the root the place at which this one stands."""
         self._schedule.remove()
         self._guard.dismiss()
+        self._summons.dismiss()
         self._sentry.dismiss()
         for parent in root.modules():
             for child, module in parent._modules.items():
@@ -240,26 +244,42 @@ class FSDP(nn.Module):
 
     # ---------------------------------------------------------------------------------------- whole weights
 
-    @contextmanager
-    def summon_full_params(
-        self, writeback: bool = True, rank0_only: bool = False, with_grads: bool = False
-    ) -> Iterator[None]:
-        """Collective. In here all parameters are whole, in their own dtype, on every rank.
+    def summon_full_params(  # of `module`, not self: called on the class it takes any module, as PyTorch's does
+        module: nn.Module,
+        *,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Collective. In its context all parameters are whole, in their own dtype, on every rank.
 
-        Forwards in here must be under no_grad; they gather nothing, which suits `generate()`.
+            with model.summon_full_params(): ...
+            with FSDP.summon_full_params(module): ...  # of an FSDP, of what contains some, or of a module inside one
 
-        writeback: changes made in here stay, those of each part's owner; otherwise they are lost.
+        Forwards in there must be under no_grad; they gather nothing, which suits `generate()`. Of a module inside an
+        FSDP, whole units become whole; where nothing is sharded, nothing happens.
+
+        recurse: False is of the module's own unit only, not of units inside it.
+        writeback: changes made in there stay, those of each part's owner; otherwise they are lost.
         rank0_only: only the first rank of the group sees them whole, with writeback=False.
-        with_grads: averaged gradients are whole in `param.grad`, too.
+        offload_to_cpu: they lie in the memory of the CPU meanwhile.
+        with_grads: averaged gradients are whole in `param.grad`, too; not with offload_to_cpu.
 
-        Raises ValueError for rank0_only with writeback, and, on every rank, where parameters were given other data in
-        here that is to stay; RuntimeError where they were given some before, and within forward and backward.
+        Raises ValueError for rank0_only with writeback or with_grads with offload_to_cpu, and, on every rank, where
+        parameters were given other data in there that is to stay; RuntimeError where they were given some before, and
+        within forward and backward.
         """
-        self._guard.refuse_strays()
-        with whole.summoned(self._units, writeback=writeback, rank0_only=rank0_only, with_grads=with_grads):
-            yield
-            if writeback:
-                self._placement.compare("the whole parameters of FSDP", [], strayed(self.flat_groups))
+        return summon(
+            module,
+            wrapped=module.module if isinstance(module, FSDP) else module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FSDP:
         """Collective. Calls fn with every module, as nn.Module.apply, on whole parameters; rank 0's results count."""

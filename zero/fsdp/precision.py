@@ -75,6 +75,7 @@ class MixedPrecision:
         found = [*self.buffers_to_cast(modules)]
         for one in found:
             one.module._buffers[one.name] = one.tensor.to(self.buffer_dtype)
+            one.module.register_state_dict_post_hook(_Uncast(one.name, one.dtype))
         for module in modules:
             if self.param_dtype is not None and isinstance(module, self.keep_fp32):
                 module.register_forward_pre_hook(_cast_arguments, with_kwargs=True)
@@ -92,6 +93,18 @@ class CastBuffer(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         return self.module.get_buffer(self.name)
+
+
+class _Uncast(NamedTuple):
+    """Called after the state_dict() of a module: gives a buffer in its own dtype, but for keep_vars=True."""
+
+    name: str
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        saved = state_dict.get(prefix + self.name)
+        if isinstance(saved, Tensor) and saved is not module._buffers.get(self.name):
+            state_dict[prefix + self.name] = saved.to(self.dtype)
 
 
 def as_precision(given: Any) -> MixedPrecision:

@@ -21,8 +21,15 @@ from zero.oss.flat import FlatGroup
 
 
 @contextmanager
-def summoned(units: Sequence[Unit], *, writeback: bool, rank0_only: bool, with_grads: bool) -> Iterator[None]:
+def summoned(
+    units: Sequence[Unit], *, writeback: bool, rank0_only: bool, with_grads: bool, offload_to_cpu: bool = False
+) -> Iterator[None]:
     """Collective. See FSDP.summon_full_params."""
+    if offload_to_cpu and with_grads:
+        raise ValueError(
+            "offload_to_cpu=True with with_grads=True: torch keeps a gradient where its parameter is computed with. "
+            "Pass one of them."
+        )
     if rank0_only and writeback:
         raise ValueError(
             "rank0_only=True with writeback=True: what rank 0 writes would not reach the owners of the parts. Pass "
@@ -43,7 +50,7 @@ def summoned(units: Sequence[Unit], *, writeback: bool, rank0_only: bool, with_g
         if with_grads:
             gradients = [_Gradients(group, to=0 if rank0_only else None) for group in groups]
         for group in groups:
-            group.summon(to=0 if rank0_only else None)
+            group.summon(to=0 if rank0_only else None, on_cpu=offload_to_cpu)
         for shown in gradients:
             shown.show()
         yield

@@ -20,10 +20,11 @@ from zero.oss.groups import sent_dtype
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
 from zero.sdp.gathers import PendingGathers
+from zero.sdp.indexed import Indexed
 from zero.sdp.reducer import Reducer
 
 
-class ShardedDDP(nn.Module):
+class ShardedDDP(Indexed, nn.Module):
     """Data parallelism in which each gradient is reduced to its owner and freed elsewhere (ZeRO stage 2; Rajbhandari
     et al., 2020, section 5.2).
 
