@@ -119,7 +119,7 @@ def called_on_the_class(rank: int, world: int) -> None:
     for module, alike in ((model.first, plain.first), (model.last[2], plain.last[2])):  # an FSDP, a unit inside of one
         with zero.FSDP.summon_full_params(module, writeback=False):
             assert shapes(module) == shapes(alike)
-            assert all(torch.equal(one, other) for one, other in zip(module.parameters(), alike.parameters(), strict=True))
+            assert all(map(torch.equal, module.parameters(), alike.parameters()))
     with zero.FSDP.summon_full_params(model, recurse=False):  # which is no FSDP itself
         assert shapes(model) == parts
     with model.last.summon_full_params(recurse=False, writeback=False), torch.no_grad():

@@ -95,7 +95,8 @@ class CastBuffer(NamedTuple):
         return self.module.get_buffer(self.name)
 
 
-class _Uncast(NamedTuple):
+@dataclass
+class _Uncast:
     """Called after the state_dict() of a module: gives a buffer in its own dtype, but for keep_vars=True."""
 
     name: str
