@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.fsdp import FSDP, whole
-from zero.fsdp.guard import units_of
+from zero.fsdp.summon import units_of
 from zero.oss import OSS
 from zero.oss.averaging import average_by_reading
 from zero.oss.comm import Comm
+from zero.oss.named import build
 from zero.oss.partition import Partition, cut_for, partition_problem
 from zero.sdp import ShardedDDP
 
@@ -46,20 +47,21 @@ def setup(
         problem = f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
     problem = problem or partition_problem(partition, optim if stage else None)
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
+    named = [*model.named_parameters()]
     if stage == 3:
         cut: Partition = cut_for(partition, optim)
         if partition == "auto" and cut == "even":
             cut = partition  # so that another optimizer is looked at, too
         sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut)
-        return sharded, optim(sharded.parameters(), **defaults)
+        return sharded, build(optim, sharded.parameters(), named, defaults)[0]
     if stage == 2:
-        sharding = OSS(model.named_parameters(), optim, process_group, partition=partition, **defaults)
+        sharding = OSS(named, optim, process_group, partition=partition, **defaults)
         return ShardedDDP(model, sharding, process_group), sharding
     optimizer: Optimizer
     if stage == 1:
-        optimizer = OSS(model.named_parameters(), optim, process_group, partition=partition, **defaults)
+        optimizer = OSS(named, optim, process_group, partition=partition, **defaults)
     else:
-        optimizer = optim(model.parameters(), **defaults)
+        optimizer, _ = build(optim, model.parameters(), named, defaults)
     if comm.group is None:
         return model, optimizer
     if stage == 0:
@@ -77,5 +79,5 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     copy.
     """
     inner = model.module if isinstance(model, (DistributedDataParallel, FSDP)) else model
-    weights: dict[str, Any] = whole.state_dict(inner, units_of(inner.parameters()))
+    weights: dict[str, Any] = whole.state_dict(inner, units_of(inner))
     return weights

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 import ranks
 import zero
@@ -84,6 +85,64 @@ def test_only_rank_0_may_see_them_whole(world):
     ranks.run(on_rank_0, world)
 
 
+class Root(nn.Module):
+    """A plain module around two FSDPs, of which the second has units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.plain = nn.Linear(4, 6), nn.Linear(6, 8)
+        self.last = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+
+    def wrapped(self) -> Root:
+        self.first = zero.FSDP(self.first)
+        self.last = zero.FSDP(self.last, auto_wrap_policy=CustomPolicy(lambda module: module is self.last[2]))
+        return self
+
+
+def shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(param.shape) for param in module.parameters()]
+
+
+def called_on_the_class(rank: int, world: int) -> None:
+    plain, model = Root(), Root().wrapped()
+    parts = shapes(model)
+    given = {"recurse": True, "writeback": True, "rank0_only": False, "offload_to_cpu": True, "with_grads": False}
+    with zero.FSDP.summon_full_params(module=model, **given):
+        assert shapes(model) == shapes(plain)
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+        with torch.no_grad():
+            assert torch.equal(model.last(torch.ones(2, 8)), plain.last(torch.ones(2, 8)))
+            for param in (*model.parameters(), *plain.parameters()):
+                param.add_(1)
+    assert shapes(model) == parts
+    for module, alike in ((model.first, plain.first), (model.last[2], plain.last[2])):  # an FSDP, a unit inside of one
+        with zero.FSDP.summon_full_params(module, writeback=False):
+            assert shapes(module) == shapes(alike)
+            assert all(map(torch.equal, module.parameters(), alike.parameters()))
+    with zero.FSDP.summon_full_params(model, recurse=False):  # which is no FSDP itself
+        assert shapes(model) == parts
+    with model.last.summon_full_params(recurse=False, writeback=False), torch.no_grad():
+        assert shapes(model.last[0]) == shapes(plain.last[0]) and shapes(model.last[2]) == parts[-2:]
+        assert torch.equal(model.last(torch.ones(2, 8)), plain.last(torch.ones(2, 8)))
+    with zero.FSDP.summon_full_params(nn.Linear(2, 2)):
+        pass
+
+
+def test_called_on_the_class_it_takes_any_module():
+    ranks.run(called_on_the_class)
+
+
+def gradients_on_the_cpu(rank: int, world: int) -> None:
+    with zero.FSDP.summon_full_params(Root().wrapped(), offload_to_cpu=True, with_grads=True):
+        pass
+
+
+def writeback_of_a_plain_root(rank: int, world: int) -> None:
+    with zero.FSDP.summon_full_params(Root().wrapped(), rank0_only=True):
+        pass
+
+
 def writeback_from_rank_0(rank: int, world: int) -> None:
     with zero.FSDP(GPT()).summon_full_params(rank0_only=True):
         pass
@@ -112,10 +171,12 @@ def within_forward(rank: int, world: int) -> None:
     ("function", "error", "words"),
     [
         (writeback_from_rank_0, ValueError, ["rank0_only=True with writeback=True", "writeback=False"]),
+        (writeback_of_a_plain_root, ValueError, ["rank0_only=True with writeback=True"]),
+        (gradients_on_the_cpu, ValueError, ["offload_to_cpu=True with with_grads=True", "Pass one"]),
         (twice, RuntimeError, ["another", "between steps"]),
         (within_forward, RuntimeError, ["within forward", "between steps"]),
     ],
-    ids=["writeback", "twice", "forward"],
+    ids=["writeback", "writeback of a plain root", "gradients on the CPU", "twice", "forward"],
 )
 def test_what_cannot_be_done_is_refused_on_every_rank(function, error, words):
     ranks.expect_error(function, 2, error, *words, timeout=15)

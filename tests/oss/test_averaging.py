@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
@@ -74,3 +75,25 @@ def read_bytes(rank: int, world: int) -> tuple[int, int]:
 def test_gradients_go_by_reading():
     for read, size in ranks.run(read_bytes):
         assert size <= read <= 1.01 * size + 4096  # half of them to add up, half of the averages
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(numbers))
+
+
+def sparse(rank: int, world: int, stage: int) -> None:
+    model, optimizer = zero.setup(Words(), torch.optim.SGD, stage=stage, lr=0.1)
+    model(torch.tensor([rank, 7])).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sparse_gradients_are_refused_in_the_same_words_at_every_stage(stage):
+    ranks.expect_error(
+        sparse, 2, RuntimeError, "^table.weight has a sparse gradient.*sparse=False.$", args=(stage,), timeout=8
+    )

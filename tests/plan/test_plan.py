@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,6 +23,14 @@ from zero.plan.command import main
 from zero.plan.needs import measure_optimizer
 
 MIXED = zero.MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def test_buffers_are_planned_in_the_dtype_that_they_are_computed_with():
+    model = nn.Sequential(nn.Linear(3, 64), nn.BatchNorm1d(64))
+    model[0].register_buffer("mask", torch.ones(1000))
+    given = fsdp.MixedPrecision(buffer_dtype=torch.bfloat16)
+    mixed, plain = (zero.plan(model, world_size=2, precision=precision) for precision in (given, None))
+    assert plain.cost(3, world=2).parameters - mixed.cost(3, world=2).parameters == 2000
 
 
 def test_the_papers_table():

@@ -121,12 +121,14 @@ class Training:
         self.holders: dict[str, nn.Module] = {}
         self.problem: str | None = None
         self._name_tensors()
+        self._own_dtypes: dict[Tensor, torch.dtype] = {}
         self._names = {tensor: name for name, tensor in self.tensors.items()}
         groups = [group for one in sharding for group in one.flat_groups]
         for one in wrappers:
             if isinstance(one, FSDP):
                 one.reshard()
                 groups += one.flat_groups
+                self._own_dtypes |= one.buffer_dtypes
         self._groups = groups
         self._homes: dict[Tensor, tuple[FlatGroup, int]] = {}
         for group in groups:
@@ -233,6 +235,13 @@ class Training:
             return self.owned(name)
         whole = self.whole(name)
         return Held(f"model/{name}", whole, 0, whole.numel, self.tensors[name])
+
+    def buffer(self, name: str) -> Held:
+        """A buffer to be read: in its own dtype, where it is computed with in another."""
+        tensor = self.tensors[name]
+        own = tensor.to(self._own_dtypes.get(tensor, tensor.dtype))
+        whole = geometry_of(own)
+        return Held(f"model/{name}", whole, 0, whole.numel, own)
 
     def masters(self, *, settled: bool) -> Iterator[Held]:
         """This rank's parts of masters. settled: as the next step takes them, to be read; otherwise to be filled."""

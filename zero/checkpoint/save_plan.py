@@ -53,7 +53,7 @@ def plan_save(training: Training) -> SavePlan:
         elif isinstance(tensor, nn.Parameter):
             plan.common += filter(None, [training.resident(name)])
         elif training.ranks.rank == 0:
-            plan.held += filter(None, [training.resident(name)])
+            plan.held.append(training.buffer(name))
     plan.held += training.masters(settled=True)
     for number, optimizer in enumerate(training.optimizers):
         _plan_state(plan, training, optimizer, f"optimizer/{number}")

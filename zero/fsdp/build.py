@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from zero.fsdp.choice import Choice
 from zero.fsdp.materialise import Materialiser
 from zero.fsdp.offload import CPUOffload, Disk, DiskOffload
-from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.precision import CastBuffer, MixedPrecision
+from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
 from zero.oss.flat import FlatGroup, Home
@@ -21,7 +22,7 @@ from zero.oss.partition import Partition, lay_out
 
 @dataclass(frozen=True)
 class Options:
-    """How units are laid out and kept.
+    """How units are laid out, kept and gathered.
 
     stays: whether they stay whole from forward to backward.
     synced: whether all start from the first rank's values.
@@ -33,12 +34,13 @@ class Options:
     stays: bool
     synced: bool
     offload: CPUOffload | DiskOffload | None
+    prefetch: Prefetch
 
     def told(self) -> str:
         """What must be the same on every rank."""
         return (
             f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
-            f"offload {type(self.offload).__name__}"
+            f"offload {type(self.offload).__name__}, {self.prefetch}"
         )
 
 
@@ -50,6 +52,7 @@ class Builder:
 
     param_init_fn: gives values to modules that were built on the meta device.
     `disk`: where parts lie, if in files.
+    `cast_buffers`: those that were cast to another dtype.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Builder:
         self._undo = ExitStack()
         self._materialiser = Materialiser(choice.module, param_init_fn, self._undo, initialises=placement.first)
         self._loads = [0] * placement.comm.world
+        self.cast_buffers: list[CastBuffer] = []
         self._can_fail = False
 
     def build(self) -> list[Unit]:
@@ -82,7 +86,7 @@ class Builder:
                 self._materialiser.materialise(self._choice.ignored)
                 self._agree()
             self._undo.pop_all()
-        self._options.precision.prepare(self._choice.module)
+        self.cast_buffers = self._options.precision.prepare(self._choice.modules)
         if self._options.synced:
             self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
         return units

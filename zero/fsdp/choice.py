@@ -66,6 +66,12 @@ class Choice:
                 return unusable(buffer, f"the buffer {name!r}")
         return None if found else "FSDP was given a module without parameters: there is nothing to shard."
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All but those in FSDPs inside, which are as these were told to have them."""
+        inside = {module for one in self._inside.values() for module in one.modules()}
+        return [module for module in self.module.modules() if module not in inside]
+
     def told(self) -> list[str]:
         """What must be the same on every rank."""
         return [f"units {', '.join(self.units)}", *describe(self.module, without=self._taken)]

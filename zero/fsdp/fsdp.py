@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -17,14 +17,15 @@ from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
 from zero.fsdp.compiled import BETWEEN_UNITS
 from zero.fsdp.forward import Forward
-from zero.fsdp.guard import Guard, guarded, strayed
-from zero.fsdp.offload import CPUOffload, DiskOffload
+from zero.fsdp.guard import Guard, guarded
+from zero.fsdp.offload import CPUOffload, DiskOffload, as_offload
 from zero.fsdp.optim_state import SteppingParts, refuse_other_parts
-from zero.fsdp.precision import MixedPrecision
-from zero.fsdp.prefetch import Prefetch
+from zero.fsdp.precision import MixedPrecision, as_precision
+from zero.fsdp.prefetch import BackwardPrefetch, Prefetch, as_prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.sentry import NO_COPIES, Sentry
 from zero.fsdp.strategy import ShardingStrategy, place
+from zero.fsdp.summon import Summons, summon
 from zero.fsdp.tracing import Gradients
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy
@@ -34,6 +35,8 @@ from zero.oss.flat import FlatGroup
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
 from zero.sdp.wrapper import Wrapper
+
+_GIVEN = "the models given to FSDP"
 
 
 class FSDP(Wrapper):
@@ -61,9 +64,12 @@ class FSDP(Wrapper):
         parameter with one rank; "auto" is even, and refuses steps of optimizers that torch does not know to be so.
     sharding_strategy: one of ShardingStrategy, PyTorch's enum, or its name.
     reshard_after_forward: False is SHARD_GRAD_OP: parameters stay from forward to backward, which sends less.
-    mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own.
+    mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own. PyTorch's MixedPrecision
+        means here what it means there; one with keep_low_precision_grads is refused.
     prefetch: what is gathered ahead, and how many units are in flight at once; see Prefetch, MEMORY_FIRST, SPEED_FIRST.
-    offload: where parts lie at rest: CPUOffload, DiskOffload.
+        A BackwardPrefetch, zero's or PyTorch's, stands for a Prefetch with it.
+    offload: where parts lie at rest: CPUOffload, DiskOffload. PyTorch's CPUOffload() offloads nothing, and
+        CPUOffload(offload_params=True) is zero's.
     param_init_fn: gives values to a module that was built on the meta device, instead of its `reset_parameters`. Units
         get memory one at a time, values on rank 0 only, and are never whole anywhere else than there.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
@@ -94,7 +100,7 @@ class FSDP(Wrapper):
         sharding_strategy: ShardingStrategy | str = "FULL_SHARD",
         reshard_after_forward: bool = True,
         mixed_precision: MixedPrecision | None = None,
-        prefetch: Prefetch | None = None,
+        prefetch: Prefetch | BackwardPrefetch | None = None,
         offload: CPUOffload | DiskOffload | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
@@ -104,30 +110,36 @@ class FSDP(Wrapper):
         self.module = module
         ignored_modules = [*ignored_modules]
         strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh)
-        self._comm, self._prefetch = self._placement.comm, prefetch or Prefetch()
-        options = Options(
-            partition,
-            mixed_precision or MixedPrecision(),
-            stays=strategy.keeps_parameters or not reshard_after_forward,
-            synced=sync_module_states,
-            offload=offload,
-        )
+        self._comm = self._placement.comm
+        try:
+            options = Options(
+                partition,
+                as_precision(mixed_precision),
+                stays=strategy.keeps_parameters or not reshard_after_forward,
+                synced=sync_module_states,
+                offload=as_offload(offload),
+                prefetch=as_prefetch(prefetch),
+            )
+        except ValueError as error:
+            self._placement.compare(_GIVEN, [], str(error))
+            raise
         inside = _inside(module)
         choice = Choice(module, inside, _parameters_in(inside), _ignored(ignored_modules, ignored_parameters))
         problem = (
             problem
-            or choice.divide(auto_wrap_policy, as_one_unit, small=self._prefetch.limit == 1)
+            or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
             or partition_problem(partition)
             or self._misfit(inside)
             or choice.unusable(synced=sync_module_states, sharded=guarded())
         )
-        told = [f"{strategy}, {options.told()}, {self._prefetch}", *choice.told()]
-        self._placement.compare("the models given to FSDP", told, problem)
+        self._placement.compare(_GIVEN, [f"{strategy}, {options.told()}", *choice.told()], problem)
 
         builder = Builder(choice, self._placement, options, param_init_fn)
         self._units = builder.build()  # the last that can fail
+        self._cast_buffers = builder.cast_buffers
         for name, one in inside.items():
             self._units += one._hand_over(module, name)
+            self._cast_buffers += one._cast_buffers
         self._guard = Guard(
             module,
             self._units,
@@ -136,9 +148,10 @@ class FSDP(Wrapper):
             cut_on_request=partition == "even",
             disk=builder.disk,
         )
+        self._summons = Summons(self._units, self._guard, self._placement)
         self._sentry = Sentry(self._units)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
-        self._schedule = Schedule(self._units, self._comm, self._prefetch, after_backward=self._guard.after_backward)
+        self._schedule = Schedule(self._units, self._comm, options.prefetch, after_backward=self._guard.after_backward)
         gradients = Gradients([param for group in self.flat_groups for param in group.params])
         buffers = BufferSync(module, self.comms) if broadcast_buffers else None
         self._forward = Forward(module, self._schedule, gradients, buffers)
@@ -158,6 +171,7 @@ class FSDP(Wrapper):
         """To the FSDP around this one: the units, and in the root the place at which this one stands."""
         self._schedule.remove()
         self._guard.dismiss()
+        self._summons.dismiss()
         self._sentry.dismiss()
         for parent in root.modules():
             for child, module in children_of(parent).items():
@@ -214,6 +228,11 @@ class FSDP(Wrapper):
         """The flat groups that the parameters lie in."""
         return [group for unit in self._units for group in unit.groups]
 
+    @property
+    def buffer_dtypes(self) -> dict[Tensor, torch.dtype]:
+        """Of the buffers that MixedPrecision.buffer_dtype has cast, the dtypes that they are saved in."""
+        return {one.tensor: one.dtype for one in self._cast_buffers}
+
     def reshard(self) -> None:
         """Releases what a forward without backward may have left whole. Not within a step."""
         for unit in self._units:
@@ -226,26 +245,42 @@ class FSDP(Wrapper):
 
     # ---------------------------------------------------------------------------------------- whole weights
 
-    @contextmanager
-    def summon_full_params(
-        self, writeback: bool = True, rank0_only: bool = False, with_grads: bool = False
-    ) -> Iterator[None]:
-        """Collective. In here all parameters are whole, in their own dtype, on every rank.
+    def summon_full_params(  # of `module`, not self: called on the class it takes any module, as PyTorch's does
+        module: nn.Module,
+        *,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Collective. In its context all parameters are whole, in their own dtype, on every rank.
 
-        Forwards in here must be under no_grad; they gather nothing, which suits `generate()`.
+            with model.summon_full_params(): ...
+            with FSDP.summon_full_params(module): ...  # of an FSDP, of what contains some, or of a module inside one
 
-        writeback: changes made in here stay, those of each part's owner; otherwise they are lost.
+        Forwards in there must be under no_grad; they gather nothing, which suits `generate()`. Of a module inside an
+        FSDP, whole units become whole; where nothing is sharded, nothing happens.
+
+        recurse: False is of the module's own unit only, not of units inside it.
+        writeback: changes made in there stay, those of each part's owner; otherwise they are lost.
         rank0_only: only the first rank of the group sees them whole, with writeback=False.
-        with_grads: averaged gradients are whole in `param.grad`, too.
+        offload_to_cpu: they lie in the memory of the CPU meanwhile.
+        with_grads: averaged gradients are whole in `param.grad`, too; not with offload_to_cpu.
 
-        Raises ValueError for rank0_only with writeback, and, on every rank, where parameters were given other data in
-        here that is to stay; RuntimeError where they were given some before, and within forward and backward.
+        Raises ValueError for rank0_only with writeback or with_grads with offload_to_cpu, and, on every rank, where
+        parameters were given other data in there that is to stay; RuntimeError where they were given some before, and
+        within forward and backward.
         """
-        self._guard.refuse_strays()
-        with whole.summoned(self._units, writeback=writeback, rank0_only=rank0_only, with_grads=with_grads):
-            yield
-            if writeback:
-                self._placement.compare("the whole parameters of FSDP", [], strayed(self.flat_groups))
+        return summon(
+            module,
+            wrapped=module.module if isinstance(module, FSDP) else module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FSDP:
         """Collective. Calls fn with every module, as nn.Module.apply, on whole parameters; rank 0's results count."""
@@ -323,12 +358,14 @@ class FSDP(Wrapper):
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's parts, and all buffers, as copies, without communication: for saving each rank's by itself.
 
+        All are tensors, but for what modules give by get_extra_state(). Under "zero_part" is which part it is.
+
         Raises RuntimeError, on this rank, where its parameters were moved, cast or given other data.
         """
         problem = self._guard.stray()
         if problem is not None:
             raise RuntimeError(problem)
-        return whole.local_state_dict(self.module, self._units)
+        return whole.local_state_dict(self.module, self._units, self._cast_buffers)
 
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Collective. Takes what `local_state_dict` gave on this rank, of the same model on as many ranks.

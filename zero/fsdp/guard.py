@@ -216,8 +216,9 @@ class Guard:
             )
         if cut and type(optimizer) not in ELEMENTWISE and not self._cut_on_request:
             return (
-                f"{kind} is not known to treat each element of a parameter by itself, and {name!r} is cut between "
-                "ranks. If it does, wrap the model with FSDP(partition='even'), otherwise with FSDP(partition='whole')."
+                f"{type(optimizer).__module__}.{kind} is not known to treat each element of a parameter by itself, and "
+                f"{name!r} is cut between ranks. If it does, wrap the model with FSDP(partition='even'), otherwise "
+                "with FSDP(partition='whole')."
             )
         whole_shape, _ = group.whole_shape(index)
         for key, value in optimizer.state.get(param, {}).items():
@@ -228,15 +229,6 @@ class Guard:
                     "whole: wrap before the first step, and load state of the same parts."
                 )
         return None
-
-
-def units_of(params: Iterable[nn.Parameter]) -> list[Unit]:
-    """The units of any FSDP that lives which hold some of the parameters, in the same order on every rank."""
-    wanted = set(params)
-    found: dict[Unit, None] = {}
-    for guard in _alive():
-        found |= {place[0]: None for param, place in guard._places.items() if param in wanted}
-    return [*found]
 
 
 def guarded() -> set[nn.Parameter]:

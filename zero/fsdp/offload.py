@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,20 @@ class DiskOffload:
 
     def home(self) -> Disk:
         return Disk(Path(self.path))
+
+
+def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
+    """Takes PyTorch's CPUOffload too. Raises ValueError for what is none."""
+    if given is None or isinstance(given, CPUOffload | DiskOffload):
+        return given
+    from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
+
+    if isinstance(given, fsdp.CPUOffload):
+        return CPUOffload() if given.offload_params else None
+    raise ValueError(
+        f"offload={given!r}: pass zero.CPUOffload(), zero.DiskOffload(path), torch.distributed.fsdp.CPUOffload, or "
+        "None, which offloads nothing."
+    )
 
 
 @dataclass

@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero._torch import buffers_of
 from zero.sdp.tensors import map_tensors
@@ -26,17 +26,20 @@ class MixedPrecision:
 
     param_dtype: parameters are gathered and computed with in it; gradients are written in it.
     reduce_dtype: gradients travel in it, by default as they were written. Sums are float32 all the same.
-    buffer_dtype: floating-point buffers are cast to it once.
+    buffer_dtype: floating-point buffers are cast to it once. Saved and loaded weights have their own.
     cast_forward_inputs: cast floating-point inputs of every unit to param_dtype.
+    cast_root_forward_inputs: the same of the root unit, instead of what cast_forward_inputs says, unless None.
     keep_fp32: classes of modules, such as torch.nn.LayerNorm, that compute in float32: their parameters are gathered as
-        they are stored, their inputs are cast to float32 and their outputs back to param_dtype.
+        they are stored, their buffers stay, their inputs are cast to float32 and their outputs back to param_dtype. By
+        default those of batch normalisation, whose averages would stand still in 16 bits.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
-    keep_fp32: tuple[type[nn.Module], ...] = ()
+    keep_fp32: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+    cast_root_forward_inputs: bool | None = None
 
     def dtype_of(self, module: nn.Module) -> torch.dtype | None:
         """What the module's own parameters are computed with, if not as they are stored."""
@@ -52,18 +55,86 @@ class MixedPrecision:
             by_dtype.setdefault(self.dtype_of(holder), []).append((name, param))
         return by_dtype
 
-    def cast_inputs(self, module: nn.Module, inputs: Any) -> Any:
-        return cast(inputs, self.dtype_of(module)) if self.cast_forward_inputs else inputs
+    def cast_inputs(self, module: nn.Module, inputs: Any, *, root: bool) -> Any:
+        """Those of a unit's module. root: whether the unit is the root."""
+        due = self.cast_forward_inputs
+        if root and self.cast_root_forward_inputs is not None:
+            due = self.cast_root_forward_inputs
+        return cast(inputs, self.dtype_of(module)) if due else inputs
 
-    def prepare(self, root: nn.Module) -> None:
+    def buffers_to_cast(self, modules: Iterable[nn.Module]) -> Iterator[CastBuffer]:
+        """The buffers of these modules, each by itself, that are computed with in `buffer_dtype`."""
+        for module in modules:
+            if self.buffer_dtype is not None and not isinstance(module, self.keep_fp32):
+                for name, buffer in module.named_buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        yield CastBuffer(module, name, buffer.dtype)
+
+    def prepare(self, modules: Iterable[nn.Module]) -> list[CastBuffer]:
         """Casts buffers, and has the modules that are kept in float32 cast what they take and return."""
-        for module in root.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if self.buffer_dtype is not None and buffer.is_floating_point():
-                    buffers_of(module)[name] = buffer.to(self.buffer_dtype)
+        modules = [*modules]
+        found = [*self.buffers_to_cast(modules)]
+        for one in found:
+            buffers_of(one.module)[one.name] = one.tensor.to(self.buffer_dtype)
+            one.module.register_state_dict_post_hook(_Uncast(one.name, one.dtype))
+        for module in modules:
             if self.param_dtype is not None and isinstance(module, self.keep_fp32):
                 module.register_forward_pre_hook(_cast_arguments, with_kwargs=True)
                 module.register_forward_hook(_cast_output(self.param_dtype))
+        return found
+
+
+class CastBuffer(NamedTuple):
+    """A buffer that is cast, and the dtype that it had."""
+
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.module.get_buffer(self.name)
+
+
+@dataclass
+class _Uncast:
+    """Called after the state_dict() of a module: gives a buffer in its own dtype, but for keep_vars=True."""
+
+    name: str
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        saved = state_dict.get(prefix + self.name)
+        if isinstance(saved, Tensor) and saved is not buffers_of(module).get(self.name):
+            state_dict[prefix + self.name] = saved.to(self.dtype)
+
+
+def as_precision(given: Any) -> MixedPrecision:
+    """Takes PyTorch's MixedPrecision too. Raises ValueError for what is none, and for what zero does not do."""
+    if given is None:
+        return MixedPrecision()
+    if isinstance(given, MixedPrecision):
+        return given
+    from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
+
+    if not isinstance(given, fsdp.MixedPrecision):
+        raise ValueError(
+            f"mixed_precision={given!r}: pass a zero.MixedPrecision, such as zero.MixedPrecision(param_dtype="
+            "torch.bfloat16), torch.distributed.fsdp.MixedPrecision, or None."
+        )
+    if given.keep_low_precision_grads:
+        raise ValueError(
+            "MixedPrecision(keep_low_precision_grads=True) leaves gradients in 16 bits, but zero adds them up and "
+            "steps them in the parameters' own dtype. Leave it out."
+        )
+    return MixedPrecision(
+        given.param_dtype,
+        given.reduce_dtype,
+        given.buffer_dtype,
+        cast_forward_inputs=given.cast_forward_inputs,
+        cast_root_forward_inputs=given.cast_root_forward_inputs,
+        keep_fp32=tuple(given._module_classes_to_ignore),
+    )
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -40,7 +40,7 @@ class Prefetch:
     def __post_init__(self) -> None:
         when = self.backward_prefetch
         name = when if isinstance(when, str) else getattr(when, "name", when)
-        if name is not None and name not in BackwardPrefetch.__members__:
+        if name is not None and not (isinstance(name, str) and name in BackwardPrefetch.__members__):
             known = ", ".join(BackwardPrefetch.__members__)
             raise ValueError(f"backward_prefetch={when!r} is unknown. Choose one of {known}, or None.")
         if self.limit not in (1, 2, 3):
@@ -65,3 +65,18 @@ MEMORY_FIRST = Prefetch(backward_prefetch=None, limit=1)
 
 SPEED_FIRST = Prefetch(BackwardPrefetch.BACKWARD_PRE, forward_prefetch=True, limit=3)
 """Whatever can be on its way while something computes is."""
+
+
+def as_prefetch(given: Any) -> Prefetch:
+    """Takes a BackwardPrefetch, zero's or PyTorch's, or its name too. Raises ValueError for what is none."""
+    if given is None:
+        return Prefetch()
+    if isinstance(given, Prefetch):
+        return given
+    try:
+        return Prefetch(given)
+    except ValueError as error:
+        raise ValueError(
+            f"prefetch={given!r}: pass a zero.Prefetch, zero.MEMORY_FIRST, zero.SPEED_FIRST, a BackwardPrefetch "
+            "(zero's or PyTorch's), or None for the default."
+        ) from error

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import at_end_of_backward, in_a_backward, modules_being_called
+from zero.fsdp.casts import Casts
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.lookout import Lookout
@@ -52,6 +53,7 @@ class Schedule:
         self._root = units[0]
         self._prefetching = prefetch
         self._reductions = Reductions(comm)
+        self._casts = Casts(units)
         self._in_backward = self._interrupted = False
         self._held_by_autograd: weakref.ref[Any] | None = None
         """What autograd calls at the end of this backward."""
@@ -122,15 +124,17 @@ class Schedule:
             if unit.depth == 0:
                 self._enter(unit)
             self._begun += 1
-            call = Call(self._begun)
+            call = Call(self._begun, shares_casts=self._casts.shared)
             unit.running.append(call)
-            args, kwargs = unit.precision.cast_inputs(module, (args, kwargs))
+            args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
             self._expect_backward(unit, call, args, kwargs)
             return args, kwargs
 
         return pre_forward
 
     def _enter(self, unit: Unit) -> None:
+        if not self._running:
+            self._casts.before_forward()
         for other in (unit, *unit.reads):
             self._gather(other)
         for other in unit.reads:
@@ -304,14 +308,14 @@ class Schedule:
         """Backward has been through the call."""
         if unit.stage is not Stage.BACKWARD or not unit.leave(call):
             return
-        if unit.calls == 0 and not unit.is_read:
+        if unit.calls == 0 and not unit.ends_last:
             self._complete(unit)
             self._go_on(unit)
 
     def _complete_later_than(self, call: Call) -> None:
         """Completes the units that began to compute after this call had ended: backward has been through these."""
         for unit in self._under_way[::-1]:
-            if unit.earliest > call.ended and unit is not self._root and not unit.is_read:
+            if unit.earliest > call.ended and unit is not self._root and not unit.ends_last:
                 self._complete(unit)
                 self._go_on(unit)
 

@@ -67,7 +67,7 @@ def as_strategy(given: Any) -> ShardingStrategy:
     name = given if isinstance(given, str) else getattr(given, "name", given)
     if isinstance(name, str):
         name = name.removeprefix("_")  # PyTorch's _HYBRID_SHARD_ZERO2
-    if name not in ShardingStrategy.__members__:
+    if not isinstance(name, str) or name not in ShardingStrategy.__members__:
         known = ", ".join(ShardingStrategy.__members__)
         raise ValueError(f"sharding_strategy={given!r} is unknown. Choose one of {known}.")
     return ShardingStrategy[name]

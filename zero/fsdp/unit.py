@@ -34,14 +34,15 @@ class Call:
     begun, ended: its place among all forwards of units: how many had begun when it had, and when it ended.
     seen_off: whether a hook tells when its backward is complete; else it is at the end of that backward.
     waited_for: the unit's round in which its backward was last expected; -1 once that is complete.
+    shares_casts: whether it may compute with what autocast has cast in an earlier one.
     """
 
     ended: float = math.inf
     seen_off = True
     waited_for = -1
 
-    def __init__(self, begun: int) -> None:
-        self.begun = begun
+    def __init__(self, begun: int, *, shares_casts: bool) -> None:
+        self.begun, self.shares_casts = begun, shares_casts
 
 
 class Unit:
@@ -73,6 +74,7 @@ class Unit:
         """Forwards whose backward is expected or under way."""
         self.earliest: float = math.inf
         """When the first of them began."""
+        self._shares_casts = False
         self._round = 0
         """Goes up when all of these are forgotten, as a backward ends."""
         self.inputs: set[Node] = set()
@@ -122,6 +124,7 @@ class Unit:
             call.waited_for = self._round
             self.calls += 1
             self.earliest = min(self.earliest, call.begun)
+            self._shares_casts |= call.shares_casts
 
     def leave(self, call: Call) -> bool:
         """The backward of the call is complete. Returns whether it was expected."""
@@ -131,8 +134,14 @@ class Unit:
             self.calls -= 1
         return expected
 
+    @property
+    def ends_last(self) -> bool:
+        """Whether its gradients are complete only when all of backward is."""
+        return self.is_read or self._shares_casts
+
     def forget_calls(self) -> None:
         self.calls = 0
+        self._shares_casts = False
         self.earliest = math.inf
         self._round += 1
 

@@ -1,7 +1,9 @@
 """Whole parameters and gradients at the user's wish, outside of forward and backward; weights whole and in parts.
 
 whole    {name: tensor}: the module's own state_dict()
-part     {"zero_part": of which layout, name: this rank's part, or a buffer}
+part     {"zero_part": of which layout, name: this rank's part, or a buffer}; the layout in words, as bytes in UTF-8
+
+Buffers that are computed with in another dtype are in their own in both.
 """
 
 from __future__ import annotations
@@ -13,13 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.flat import FlatGroup
 
 
 @contextmanager
-def summoned(units: Sequence[Unit], *, writeback: bool, rank0_only: bool, with_grads: bool) -> Iterator[None]:
+def summoned(
+    units: Sequence[Unit], *, writeback: bool, rank0_only: bool, with_grads: bool, offload_to_cpu: bool = False
+) -> Iterator[None]:
     """Collective. See FSDP.summon_full_params."""
+    if offload_to_cpu and with_grads:
+        raise ValueError(
+            "offload_to_cpu=True with with_grads=True: torch keeps a gradient where its parameter is computed with. "
+            "Pass one of them."
+        )
     if rank0_only and writeback:
         raise ValueError(
             "rank0_only=True with writeback=True: what rank 0 writes would not reach the owners of the parts. Pass "
@@ -40,7 +50,7 @@ def summoned(units: Sequence[Unit], *, writeback: bool, rank0_only: bool, with_g
         if with_grads:
             gradients = [_Gradients(group, to=0 if rank0_only else None) for group in groups]
         for group in groups:
-            group.summon(to=0 if rank0_only else None)
+            group.summon(to=0 if rank0_only else None, on_cpu=offload_to_cpu)
         for shown in gradients:
             shown.show()
         yield
@@ -110,24 +120,33 @@ def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: A
     return found
 
 
+def _uncast(cast_buffers: Sequence[CastBuffer]) -> dict[Tensor, Tensor]:
+    """Copies of them in their own dtypes."""
+    return {one.tensor: one.tensor.detach().to(one.dtype, copy=True) for one in cast_buffers}
+
+
 _PART = "zero_part"
 
 
-def local_state_dict(module: nn.Module, units: Sequence[Unit]) -> dict[str, Any]:
+def local_state_dict(module: nn.Module, units: Sequence[Unit], cast_buffers: Sequence[CastBuffer]) -> dict[str, Any]:
     """See FSDP.local_state_dict."""
     for unit in units:
         unit.reshard()
-    named = module.state_dict(keep_vars=True)
-    parts = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in named.items()}
-    return {_PART: _layout(units), **parts}
+    own = _uncast(cast_buffers)
+    found: dict[str, Any] = {_PART: torch.tensor([*_layout(units).encode()], dtype=torch.uint8)}
+    for name, value in module.state_dict(keep_vars=True).items():
+        found[name] = own.get(value, value.detach().clone()) if isinstance(value, Tensor) else value
+    return found
 
 
 def local_problem(module: nn.Module, units: Sequence[Unit], state_dict: dict[str, Any]) -> str | None:
     """Why `state_dict` is not what `local_state_dict` would give here, in words for the user; None if it is."""
-    if state_dict.get(_PART) != _layout(units):
+    given, expected = state_dict.get(_PART), _layout(units)
+    told = bytes(given.tolist()).decode() if isinstance(given, Tensor) else "no part of one"
+    if told != expected:
         return (
-            f"the state is {state_dict.get(_PART, 'no part of one')!r}, but this is {_layout(units)!r}. Load whole "
-            "weights by load_state_dict(), or use zero.checkpoint, which loads at any number of ranks."
+            f"the state is {told!r}, but this is {expected!r}. Load whole weights by load_state_dict(), or use "
+            "zero.checkpoint, which loads at any number of ranks."
         )
     different = (state_dict.keys() - {_PART}) ^ module.state_dict(keep_vars=True).keys()
     if different:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zero.oss.comm import Comm
+from zero.oss.gradients import refuse_sparse
 
 
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
@@ -28,12 +29,19 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
 
     def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            refuse_sparse(buffer, _names(bucket, model))
         _average(buffer, comm, channel)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
 
     model.register_comm_hook(None, average)
+
+
+def _names(bucket: dist.GradBucket, model: DistributedDataParallel) -> str:
+    names = {param: name for name, param in model.module.named_parameters()}
+    return ", ".join(names[param] for param in bucket.parameters())
 
 
 def _average(gradients: Tensor, comm: Comm, channel: int) -> None:

@@ -41,7 +41,7 @@ from zero.oss import direct
 from zero.oss.agreement import NUMBER, Agreement, agreement_bytes
 from zero.oss.handle import Handle
 from zero.oss.neighbours import Neighbours
-from zero.oss.packing import batches, room_for, spread, together
+from zero.oss.packing import batches, joined, room_for, spread, together
 from zero.oss.sums import sum_in_rank_order, wide
 from zero.oss.traffic import Traffic, count, traffic
 from zero.oss.wire import BROADCAST, COLLECTION, GATHER, REDUCTION, SUM
@@ -259,7 +259,7 @@ class Comm(Agreement):
 
 def _alone(messages: Sequence[Tensor], times: float) -> Tensor:
     """What a reduce brings where there is one rank."""
-    sums = wide(torch.cat([*messages]))
+    sums = wide(joined(messages))
     return sums if times == 1 else sums * times
 
 

@@ -317,13 +317,15 @@ class FlatGroup:
     def _owners(self) -> range:
         return range(self.comm.world)
 
-    def summon(self, to: int | None = None) -> None:
+    def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Makes the parameters whole in their own dtype, in a buffer apart, for `dismiss` to end.
 
-        to: the only rank of the group that sees them whole; by default all do.
+        to: the only rank of the group that sees them whole; by default all do. on_cpu: in the memory of the CPU.
         """
         assert self._own_part and self.residence is Residence.PART
         whole = self.whole_of(self.part, to)
+        if on_cpu and whole is not None:
+            whole = whole.cpu()
         self._summoned = self.part[:0] if whole is None else whole
         if whole is not None:
             self._bind([with_own_storage(view) for view in self.views_of_whole(whole)])

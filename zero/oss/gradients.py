@@ -16,10 +16,7 @@ def take_gradients(flats: Sequence[FlatGroup], parts: Mapping[nn.Parameter, nn.P
     ranks raise alike.
     """
     for name, gradient in _gradients(flats):
-        if gradient.is_sparse:
-            raise RuntimeError(
-                f"{name} has a sparse gradient. zero shards dense ones: build the embedding with sparse=False."
-            )
+        refuse_sparse(gradient, name)
     for flat in flats:
         for index, span in flat.spans.items():
             param, part = flat.params[index], parts[flat.params[index]]
@@ -29,6 +26,14 @@ def take_gradients(flats: Sequence[FlatGroup], parts: Mapping[nn.Parameter, nn.P
             taken = flat.in_memory_order(index, param.grad)[span.start : span.stop]
             part.grad = flat.shaped(index, taken, span).to(part.dtype)
     return any(param.grad is not None for param in parts)
+
+
+def refuse_sparse(gradient: Tensor, name: str) -> None:
+    """Raises RuntimeError for a sparse gradient of the parameter of this name."""
+    if gradient.is_sparse:
+        raise RuntimeError(
+            f"{name} has a sparse gradient. zero shards dense ones: build the embedding with sparse=False."
+        )
 
 
 def refuse_unreduced(flats: Sequence[FlatGroup]) -> None:

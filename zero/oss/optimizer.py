@@ -28,6 +28,7 @@ from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
+from zero.oss.named import build
 from zero.oss.partition import ELEMENTWISE, Partition, cut_for, partition_problem
 from zero.oss.parts import Parts
 from zero.oss.scaling import Scaling
@@ -55,6 +56,8 @@ class OSS(ShardedOptimizer):
     unless it was told to find unused parameters.
 
     params: as of any torch optimizer: parameters, (name, parameter) pairs, or dicts of groups with their own options.
+        Names reach the optimizer as `param_names` of its groups, or as pairs if it takes no groups, as Adam-mini; the
+        groups that it then makes are `param_groups`.
     optim: class of the optimizer to shard; `defaults` are its arguments.
     group: process group, by default all ranks. Without torch.distributed, this process alone.
     partition: "even" cuts inside parameters, so that all ranks own equally much; right for optimizers that treat each
@@ -123,19 +126,26 @@ class OSS(ShardedOptimizer):
         super().add_param_group(groups[0])
         added = self.param_groups[-1]
         self._parts.add([added])
-        self.optim.add_param_group(self._parts.group(added))
+        given = self._parts.group(added)
+        if "param_names" not in self.optim.param_groups[0]:
+            given.pop("param_names", None)  # torch refuses groups of which only some have names
+        self.optim.add_param_group(given)
         # Not of the other groups: a scheduler may have written into them since the last step.
         self._share_options(self.optim.param_groups[-1:], [added])
         self.forget_full_state()
 
     def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
-        inner, problem = None, None
+        inner, by_name, problem = None, False, None
+        groups, named = [self._parts.group(group) for group in self.param_groups], self._parts.named(self.param_groups)
         try:
-            inner = optim([self._parts.group(group) for group in self.param_groups], **defaults)
+            inner, by_name = build(optim, groups, named, defaults)
         except Exception as error:  # whatever it is, every rank must hear of it before it waits for this one
             problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
-        self._comm.compare("the optimizers that OSS shards", [type(inner).__name__], problem)
+        made = len(inner.param_groups) if inner is not None else 0
+        self._comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
         assert inner is not None
+        if by_name:
+            self._parts.regroup(inner, self.param_groups)
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(inner, name, None)):
                 vars(inner)[name] = self._followed_by_gather(getattr(inner, name))

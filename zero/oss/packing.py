@@ -25,7 +25,15 @@ def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def together(batch: Sequence[Tensor]) -> Tensor:
     """One after another, flat, as a copy."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in batch])
+    return joined([tensor.detach().reshape(-1) for tensor in batch])
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Flat tensors of one dtype, one after another. As torch.cat, which refuses some dtypes under the user's autocast.
+
+    What torch.cat writes into `out` autocast leaves alone.
+    """
+    return torch.cat([*pieces], out=pieces[0].new_empty(sum(piece.numel() for piece in pieces)))
 
 
 def room_for(batch: Sequence[Tensor]) -> Tensor:

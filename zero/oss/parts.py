@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import names, options
 from zero.oss.masters import Masters
+from zero.oss.named import groups_made
 from zero.oss.partition import bucket_limit, lay_out
 
 
@@ -83,7 +85,27 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
 
     def group(self, group: dict[str, Any]) -> dict[str, Any]:
         """A parameter group as the optimizer of this rank's parts has it: without those that are empty."""
-        return {**options(group), "params": [self._parts[param] for param in group["params"] if param in self._owned]}
+        owned = [index for index, param in enumerate(group["params"]) if param in self._owned]
+        given = {**options(group), "params": [self._parts[group["params"][index]] for index in owned]}
+        if "param_names" in group:
+            given["param_names"] = [group["param_names"][index] for index in owned]
+        return given
+
+    def named(self, param_groups: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
+        """All parts with their names, also empty ones, where parameters were given so and not in groups."""
+        first = param_groups[0]
+        if len(param_groups) > 1 or options(first) or "param_names" not in first:
+            return []
+        return [(name, self._parts[param]) for name, param in zip(first["param_names"], first["params"], strict=True)]
+
+    def regroup(self, optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> None:
+        """Has `param_groups` be those that an optimizer made of named parts, and leaves it without empty parts."""
+        first = param_groups[0]
+        pairs = zip(first["param_names"], first["params"], strict=True)
+        param_groups[:] = groups_made(optimizer, {self._parts[param]: (name, param) for name, param in pairs})
+        self._given = [[*group["params"]] for group in param_groups]
+        for inner, outer in zip(optimizer.param_groups, param_groups, strict=True):
+            inner["params"] = self.group(outer)["params"]
 
     def edited(self, param_groups: list[dict[str, Any]]) -> str | None:
         """Where the groups no longer hold the parameters that were laid out, that, in words for the user."""

@@ -17,7 +17,6 @@ from torch.func import functional_call
 
 from zero._torch import NEEDS_VALUES, without_values
 from zero.fsdp import MixedPrecision
-from zero.fsdp.precision import cast
 from zero.plan.attributes import plain_tensors, put_back
 from zero.plan.calls import misfit
 from zero.plan.meter import Meter
@@ -72,14 +71,18 @@ def measure(
             name: nn.Parameter(faked(param.detach(), dtypes.get(name)), requires_grad=param.requires_grad)
             for name, param in module.named_parameters()
         }
-        buffers = {name: faked(buffer, precision.buffer_dtype) for name, buffer in module.named_buffers()}
+        cast = {one.tensor for one in precision.buffers_to_cast(module.modules())}
+        buffers = {
+            name: faked(buffer, precision.buffer_dtype if buffer in cast else None)
+            for name, buffer in module.named_buffers()
+        }
         inputs = map_tensors(faked, tuple(batch))
         with Meter(apart=[*params.values(), *buffers.values()]) as meter:
             recorder = _Recorder(meter)
             for name, param in params.items():
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(recorder.arrival(name))
-            arguments = cast(inputs, precision.param_dtype) if precision.cast_forward_inputs else inputs
+            arguments = precision.cast_inputs(module, inputs, root=True)
             step = _Step(module)
             tensors = {f"module.{name}": tensor for name, tensor in [*params.items(), *buffers.items()]}
             with recorder.watching(module, units), _explaining(module, batch, device):

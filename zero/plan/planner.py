@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.fsdp import MixedPrecision, Prefetch
+from zero.fsdp.precision import as_precision
+from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.wrap import Policy
 from zero.oss.partition import partition_problem
 from zero.plan.course import Course
@@ -57,13 +59,13 @@ def plan(
     forward that cannot be measured.
     """
     worlds = [world_size] if isinstance(world_size, int) else list(world_size)
-    options = options or Options(precision=precision or MixedPrecision())
-    if precision is not None and options.precision != precision:
+    options = options or Options(precision=as_precision(precision))
+    if precision is not None and options.precision != as_precision(precision):
         raise ValueError("precision was given twice, and differs: by itself and in options. Give it once.")
     problem = partition_problem(options.partition, optimizer, options.granularity) or _misfit(worlds, options)
     if problem:
         raise ValueError(problem)
-    prefetch = prefetch or Prefetch()
+    prefetch = as_prefetch(prefetch)
     if isinstance(model, nn.Module):
         sizes = Sizes.of_module(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
     elif isinstance(model, Sizes):

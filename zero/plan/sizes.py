@@ -98,8 +98,13 @@ class Sizes:
             for dtype, named in precision.apart(module, owned).items():
                 names, params = zip(*named, strict=True)
                 groups.append(Group(unit, dtype, names, params))
-        buffers = {buffer.untyped_storage(): buffer.untyped_storage().nbytes() for buffer in module.buffers()}
-        messages = tuple(sum(buffer.nbytes for buffer in batch) for batch in batches([*module.buffers()]))
+        cast = {one.tensor for one in precision.buffers_to_cast(module.modules())}
+        computed = [
+            torch.empty_like(buffer, dtype=precision.buffer_dtype, device="meta") if buffer in cast else buffer
+            for buffer in module.buffers()
+        ]
+        buffers = {buffer.untyped_storage(): buffer.untyped_storage().nbytes() for buffer in computed}
+        messages = tuple(sum(buffer.nbytes for buffer in batch) for batch in batches(computed))
         return cls(dict(module.named_parameters()), tuple(groups), sum(buffers.values()), messages)
 
     @classmethod

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from zero.oss.comm import Comm, Handle
 from zero.oss.flat import FlatGroup
+from zero.oss.gradients import refuse_sparse
 from zero.oss.layout import Span
+from zero.oss.packing import joined
 from zero.sdp.routes import Routes
 
 _LARGE = 1 << 18
@@ -96,11 +98,7 @@ class GradBucket:
         """Takes over the whole gradient of parameter `index`; nothing else should keep it."""
         if self.phase is Phase.REDUCING or index in self._taken:
             self.refuse_late(index)
-        if gradient.is_sparse:
-            raise RuntimeError(
-                f"{self.flat.names[index]} has a sparse gradient. zero shards dense ones: build the embedding with "
-                "sparse=False."
-            )
+        refuse_sparse(gradient, self.flat.names[index])
         if gradient.requires_grad:
             raise RuntimeError(
                 f"the gradient of {self.flat.names[index]} is itself part of a graph (create_graph=True), which "
@@ -166,7 +164,7 @@ class GradBucket:
                 gradient = gradient[start:stop]
             pieces.append(gradient)
         pieces.append(_as_counts(used, sample))
-        return torch.cat(pieces).to(self._sent_as), self._routes.together.counts
+        return joined(pieces).to(self._sent_as), self._routes.together.counts
 
     def finish(self, deliver: Callable[[int, Tensor | None], None]) -> None:
         """Waits, and delivers for each parameter that this rank owns something of the averaged gradient of its part.

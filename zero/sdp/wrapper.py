@@ -30,6 +30,24 @@ class Wrapper(nn.Module):
         """For torch.distributed.checkpoint.state_dict: the child `module` is not part of any name."""
         return {"": "module"}
 
+    # Of a module that is a container, such as nn.Sequential; of others these raise as they do.
+
+    def __len__(self) -> int:
+        return len(self._contained)
+
+    def __bool__(self) -> bool:
+        return True  # as of any module, also where it has no length
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._contained[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._contained)
+
+    @property
+    def _contained(self) -> Any:
+        return self.module
+
     # The module's state_dict() is this one's, so hooks on it belong to the module.
 
     def register_state_dict_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:

@@ -1,0 +1,151 @@
+"""Optimizers that need the names of what they step: they train as without `zero`, at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import ranks
+import zero
+from optimizers import ByParameter
+from sidebyside import data
+
+
+class ByName(ByParameter):
+    """As Adam-mini: takes pairs only, makes a group of each, decays by name, and has one number a parameter."""
+
+    def __init__(self, named_parameters: Any, lr: float = 0.1) -> None:
+        groups = [
+            {"params": param, "name": name, "decay": 0.0 if "bias" in name else 0.1}
+            for name, param in named_parameters
+            if param.requires_grad
+        ]
+        super().__init__(groups, {"lr": lr})
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("mean", torch.zeros_like(param))
+        state["mean"].lerp_(param.grad, 0.5)
+        state["square"] = state.get("square", 0.0) * 0.9 + param.grad.square().mean()
+        param.mul_(1 - group["lr"] * group["decay"])
+        param.sub_(group["lr"] * state["mean"] / (state["square"].sqrt() + 1e-3))
+
+
+class ByNames(ByParameter):
+    """Reads the names that torch puts into groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        name = next(name for name, one in zip(group["param_names"], group["params"], strict=True) if one is param)
+        param.sub_(param.grad, alpha=group["lr"] / len(name))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def steps(rank: int, model: nn.Module, optimizer: Optimizer, count: int) -> None:
+    schedule = StepLR(optimizer, 1, gamma=0.7)
+    for step in range(count):
+        optimizer.zero_grad()
+        model(data(4, 5, rank=rank, step=step)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+
+
+def trained(rank: int, optim: Any, stage: int, state: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    model, optimizer = zero.setup(net(), optim, stage=stage, lr=0.2)
+    if state is not None:
+        if isinstance(model, zero.FSDP):
+            model.load_optim_state_dict(optimizer, state)
+        else:
+            optimizer.load_state_dict(state)
+    steps(rank, model, optimizer, 3)
+    if isinstance(model, zero.FSDP):
+        return zero.full_state_dict(model), model.optim_state_dict(optimizer, to=None)
+    if isinstance(optimizer, zero.OSS):
+        optimizer.consolidate_state_dict(to=None)
+    return zero.full_state_dict(model), optimizer.state_dict()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def as_plain(rank: int, world: int, stage: int) -> None:
+    weights, state = trained(rank, ByName, 0)
+    found, found_state = trained(rank, ByName, stage)
+    assert same(found, weights)
+    names = ["name", "decay", "lr", "params"]
+    of_groups = [[{key: group[key] for key in names} for group in one["param_groups"]] for one in (found_state, state)]
+    assert of_groups[0] == of_groups[1]
+    assert all(same(found_state["state"][number], of_one) for number, of_one in state["state"].items())
+    assert same(trained(rank, ByName, stage, state)[0], trained(rank, ByName, 0, found_state)[0])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_pairs_reach_an_optimizer_that_makes_groups_of_them(stage):
+    ranks.run(as_plain, args=(stage,))
+
+
+def names_in_groups(rank: int, world: int, groups_of: Callable[[nn.Module], Any]) -> None:
+    plain, model = net(), net()
+    optimizer = zero.OSS(groups_of(model), ByNames, lr=0.2)
+    steps(0, model, optimizer, 2)
+    steps(0, plain, ByNames(groups_of(plain), lr=0.2), 2)
+    assert same(model.state_dict(), plain.state_dict())
+    optimizer.consolidate_state_dict(to=None)
+    ByNames(groups_of(plain)).load_state_dict(optimizer.state_dict())
+
+
+def in_one_group(model: nn.Module) -> Any:
+    return model.named_parameters()
+
+
+def in_two_groups(model: nn.Module) -> Any:
+    pairs = [*model.named_parameters()]
+    return [{"params": pairs[:3]}, {"params": pairs[3:], "lr": 0.05}]
+
+
+@pytest.mark.parametrize("groups_of", [in_one_group, in_two_groups])
+def test_names_are_in_the_groups_of_the_optimizer_inside(groups_of):
+    ranks.run(names_in_groups, args=(groups_of,))
+
+
+def added(rank: int, world: int) -> None:
+    models, optimizers = [net(), net()], []
+    for model, optim in zip(models, (ByName, lambda named: zero.OSS(named, ByName)), strict=True):
+        last = [*model.named_parameters()][-2:]
+        model[4].requires_grad_(False)
+        optimizers.append(optim([*model[:4].named_parameters()]))
+        model[4].requires_grad_(True)
+        optimizers[-1].add_param_group({"params": last if optimizers[1:] else [p for _, p in last], "decay": 0.0})
+        steps(0, model, optimizers[-1], 2)
+    assert same(models[0].state_dict(), models[1].state_dict())
+
+
+def test_groups_can_be_added_to_those_that_it_made():
+    ranks.run(added)
+
+
+class Refusing(ByName):
+    def __init__(self, params: Any, lr: float) -> None:
+        raise ValueError("these are no " + ("pairs" if isinstance(next(iter(params)), tuple) else "groups"))
+
+
+def refused(rank: int, world: int) -> None:
+    zero.OSS(net().named_parameters(), Refusing, lr=0.1)
+
+
+def test_what_an_optimizer_says_of_groups_is_told():
+    ranks.expect_error(refused, 2, ValueError, "Refusing could not be built.*these are no groups", timeout=8)

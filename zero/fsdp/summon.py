@@ -1,0 +1,74 @@
+"""Whole parameters of any module at the user's wish: of an FSDP, of what contains some, of what lies inside one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from weakref import ReferenceType, ref
+
+from torch import nn
+
+from zero.fsdp import whole
+from zero.fsdp.guard import Guard, strayed
+from zero.fsdp.strategy import Placement
+from zero.fsdp.unit import Unit
+
+_alive: list[ReferenceType[Summons]] = []
+"""Those of every FSDP that lives, in the order in which they were made, which is the same on all ranks."""
+
+
+class Summons:
+    """Makes units of one FSDP whole, as long as it lives or until it is dismissed."""
+
+    def __init__(self, units: Sequence[Unit], guard: Guard, placement: Placement) -> None:
+        self._units, self._guard, self._placement = units, guard, placement
+        _alive[:] = [known for known in _alive if known() is not None]
+        _alive.append(ref(self))
+
+    def dismiss(self) -> None:
+        """Another FSDP has the units."""
+        _alive[:] = [known for known in _alive if known() is not self]
+
+    def units_of(self, module: nn.Module, *, recurse: bool) -> list[Unit]:
+        """Those that hold parameters of the module; without `recurse` only the one that is the module's own."""
+        if not recurse:
+            return [unit for unit in self._units if unit.module is module]
+        params = {*module.parameters()}
+        return [unit for unit in self._units if not params.isdisjoint(unit.params)]
+
+    @contextmanager
+    def made_whole(
+        self, units: Sequence[Unit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    ) -> Iterator[None]:
+        """Collective. See FSDP.summon_full_params."""
+        self._guard.refuse_strays()
+        with whole.summoned(
+            units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
+        ):
+            yield
+            if writeback:
+                groups = [group for unit in units for group in unit.groups]
+                self._placement.compare("the whole parameters of FSDP", [], strayed(groups))
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """The units of any FSDP that hold parameters of the module, in the same order on every rank."""
+    return [unit for one in _living() for unit in one.units_of(module, recurse=True)]
+
+
+@contextmanager
+def summon(module: nn.Module, *, wrapped: nn.Module, recurse: bool, **options: bool) -> Iterator[None]:
+    """Collective. See FSDP.summon_full_params, whose options these are.
+
+    wrapped: what the module wraps if it is an FSDP, which lives as long as this does; otherwise the module.
+    """
+    with ExitStack() as stack:
+        for one in _living():
+            units = one.units_of(wrapped, recurse=recurse)
+            if units:
+                stack.enter_context(one.made_whole(units, **options))
+        yield
+
+
+def _living() -> list[Summons]:
+    return [there for known in _alive if (there := known()) is not None]
