@@ -29,6 +29,7 @@ from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy
 from zero.oss import norm, state
 from zero.oss.comm import Comm
+from zero.oss.ddp import ddp_within
 from zero.oss.flat import FlatGroup
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
@@ -117,6 +118,7 @@ class FSDP(nn.Module):
             or choice.divide(auto_wrap_policy, as_one_unit, small=self._prefetch.limit == 1)
             or partition_problem(partition)
             or self._misfit(inside)
+            or ddp_within(module, choice.ignored)
             or choice.unusable(synced=sync_module_states, sharded=guarded())
         )
         told = [f"{strategy}, {options.told()}, {self._prefetch}", *choice.told()]

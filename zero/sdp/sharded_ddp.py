@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zero.oss.comm import Comm
+from zero.oss.ddp import ddp_within, refuse_within_ddp
 from zero.oss.groups import sent_dtype
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
@@ -114,6 +115,9 @@ class ShardedDDP(nn.Module):
                     f"the optimizer has {len(strangers)} parameters that are not in the module, such as "
                     f"{strangers[0]}. Build OSS from the parameters of the same module object that is wrapped."
                 )
+        wrapped = ddp_within(self._inner)
+        if wrapped is not None:
+            return wrapped
         held = {param for optimizer in self._optimizers for flat in optimizer.flat_groups for param in flat.params}
         missing = [name for param, name in names.items() if param.requires_grad and param not in held]
         if missing:
@@ -220,3 +224,17 @@ def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[
         f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind}"
         for name, tensor, kind in told
     ]
+
+
+def _refuse_within_ddp(module: nn.Module, left_out: Collection[str]) -> str | None:
+    held = {param for one in module.modules() if isinstance(one, ShardedDDP) for param in one.parameters()}
+    for name, param in module.named_parameters() if held else ():
+        if param in held and param.requires_grad and name not in left_out:
+            return (
+                f"DistributedDataParallel was put around {name!r}, whose gradient ShardedDDP reduces to its owner. Use "
+                "the model without DistributedDataParallel: ShardedDDP averages gradients itself."
+            )
+    return None
+
+
+refuse_within_ddp(_refuse_within_ddp)
