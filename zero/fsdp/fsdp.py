@@ -55,7 +55,8 @@ class FSDP(nn.Module):
         the model repeats in an nn.ModuleList.
     as_one_unit: modules, or classes of modules, that are gathered as a whole, such as a mixture of experts of which
         each rank runs others.
-    ignored_modules, ignored_parameters: left as they are; nobody averages their gradients.
+    ignored_modules, ignored_parameters: left as they are; nobody averages their gradients. Quantised ones, and others
+        that wrap tensors, are not sent at the start either.
     partition: "even" cuts inside parameters, for optimizers that treat each element by itself; "whole" keeps each
         parameter with one rank; "auto" is even, and refuses steps of optimizers that torch does not know to be so.
     sharding_strategy: one of ShardingStrategy, PyTorch's enum, or its name.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from zero.oss.comm import Comm, Handle
 from zero.oss.lane import lane_of
 from zero.oss.layout import ALIGNMENT, Layout, Span
+from zero.oss.packing import wraps_others
 
 _CHUNK = 2**18
 """Elements that are compared at a time, so that no copy of a part is made."""
@@ -382,7 +383,7 @@ def unusable(param: object, name: str) -> str | None:
         return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
     if param.grad_fn is not None or not (param.is_leaf):
         return f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself."
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(param):
+    if wraps_others(param):
         return (
             f"{name} is a {type(param).__name__}, which wraps other tensors (DTensor, quantised). zero shards plain "
             "parameters: undo the other library's sharding or quantisation first."

@@ -38,7 +38,8 @@ class ShardedDDP(nn.Module):
     sharded_optimizer: the OSS, or several, that together hold every trained parameter of the module.
     process_group: as given to OSS, which is the default.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
-    sync_models_at_startup: parameters and buffers start as those of rank 0.
+    sync_models_at_startup: parameters and buffers start as those of rank 0, but for those that wrap other tensors
+        (quantised), which stay as they are.
     reduce_buffer_size: elements that are reduced at a time, one parameter at least; 0 reduces each by itself. By
         default an eighth of the model, between 1 and 32 MiB.
     reduce_fp16: gradients travel as float16 (True) or as the dtype given, such as torch.bfloat16, and are added up in
