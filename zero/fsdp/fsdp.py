@@ -31,6 +31,7 @@ from zero.oss import norm, state
 from zero.oss.comm import Comm
 from zero.oss.ddp import ddp_within
 from zero.oss.flat import FlatGroup
+from zero.oss.joining import NO_JOIN
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
 
@@ -190,6 +191,10 @@ class FSDP(nn.Module):
             yield
         finally:
             self._schedule.active = before
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """For torch's Join, which calls it on every rank before anything is sent. Raises RuntimeError."""
+        raise RuntimeError(NO_JOIN.format("FSDP"))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective. Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm.

@@ -26,9 +26,9 @@ def refuse_within_ddp(refusal: Callable[[nn.Module, Collection[str]], str | None
     _refusals.append(refusal)
 
 
-def ddp_around(params: Collection[nn.Parameter]) -> list[DistributedDataParallel]:
-    """Those that average gradients of any of these parameters."""
-    return [ddp for ddp in _alive if any(param in params for param in _averaged(ddp))]
+def joining(params: Collection[nn.Parameter]) -> list[DistributedDataParallel]:
+    """Those that average gradients of any of these parameters, and that torch marks as inside of a Join."""
+    return [ddp for ddp in _alive if ddp._join_config.enable and any(param in params for param in _averaged(ddp))]
 
 
 def ddp_within(module: nn.Module, without: Iterable[nn.Parameter] = ()) -> str | None:

@@ -18,6 +18,7 @@ from torch import nn
 from zero.oss.comm import Comm
 from zero.oss.ddp import ddp_within, refuse_within_ddp
 from zero.oss.groups import sent_dtype
+from zero.oss.joining import NO_JOIN
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
 from zero.sdp.gathers import PendingGathers
@@ -172,6 +173,10 @@ class ShardedDDP(nn.Module):
         self._inner.zero_grad(set_to_none)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """For torch's Join, which calls it on every rank before anything is sent. Raises RuntimeError."""
+        raise RuntimeError(NO_JOIN.format("ShardedDDP"))
 
     # ------------------------------------------------------------------------------------------ the module
 
