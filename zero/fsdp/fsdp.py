@@ -70,6 +70,10 @@ class FSDP(nn.Module):
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
 
+    A penalty on parameters that is added to the loss, such as the sum of their squares, is computed after the forward:
+    it then sees this rank's parts, and adds its gradient to theirs. It must be a sum over elements; of norms and
+    products of matrices a part would be another number than of the whole.
+
     torch.compile may be called with units, with the module, or with this. Graphs break where units begin and end, so
     only units can be compiled with fullgraph=True. A module that is compiled as a whole runs its first forward in
     training and its first in evaluation uncompiled, to find what modules read of other units. Where units are compiled

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zero.fsdp.at_rest import RestingReads
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.lookout import Lookout
@@ -52,6 +53,7 @@ class Schedule:
         self._root = units[0]
         self._prefetching = prefetch
         self._reductions = Reductions(comm)
+        self._resting_reads = RestingReads()
         self._in_backward = self._interrupted = False
         self._held_by_autograd: weakref.ref[Any] | None = None
         """What autograd calls at the end of this backward."""
@@ -125,6 +127,7 @@ class Schedule:
 
     def _enter(self, unit: Unit) -> None:
         for other in (unit, *unit.reads):
+            self._resting_reads.enter(other)
             self._gather(other)
         for other in unit.reads:
             other.readers += 1
@@ -200,6 +203,8 @@ class Schedule:
         if not kept:
             for other in (unit, *unit.reads):
                 self._rest(other)
+        if not self._running:
+            self._resting_reads.leave()
 
     def _look_out(self) -> None:
         """In the first forward in training and the first in evaluation: finds what modules read of other units, and
@@ -239,6 +244,7 @@ class Schedule:
     def _found(self, other: Unit) -> None:
         """The innermost unit that runs reads parameters of another, which is gathered with it from here on."""
         reader = self._running[-1] if self._running else self._root
+        self._resting_reads.enter(other)
         self._gather(other)
         if other not in reader.reads:
             reader.reads.append(other)
@@ -334,6 +340,7 @@ class Schedule:
             unit.forget_calls()
             unit.reshard()
             unit.settle()
+        self._resting_reads.leave()
         self._in_backward = False
         if self.active:
             self._after_backward()
@@ -341,6 +348,7 @@ class Schedule:
     def abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""
         self._reductions.abandon()
+        self._resting_reads.forget()
         self._in_backward = self._interrupted = False
         self._looking.close()
         self._running.clear()
