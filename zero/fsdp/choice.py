@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
+from zero._torch import wraps_others
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
 from zero.oss.flat import unusable
 from zero.sdp.sharded_ddp import describe
@@ -52,6 +53,11 @@ class Choice:
         ignored = {*self.ignored}
         for name, param in self.module.named_parameters():
             if param in ignored:
+                if synced and param.is_meta and wraps_others(param):
+                    return (
+                        f"{name!r} is a {type(param).__name__} on the meta device, which wraps other tensors and would "
+                        "not get the first rank's values. Build it with values on every rank."
+                    )
                 continue
             found = True
             if param in self._taken:

@@ -31,7 +31,9 @@ from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy
 from zero.oss import norm, state
 from zero.oss.comm import Comm
+from zero.oss.ddp import ddp_within
 from zero.oss.flat import FlatGroup
+from zero.oss.joining import NO_JOIN
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
 from zero.sdp.wrapper import Wrapper
@@ -59,7 +61,8 @@ class FSDP(Wrapper):
         the model repeats in an nn.ModuleList.
     as_one_unit: modules, or classes of modules, that are gathered as a whole, such as a mixture of experts of which
         each rank runs others.
-    ignored_modules, ignored_parameters: left as they are; nobody averages their gradients.
+    ignored_modules, ignored_parameters: left as they are; nobody averages their gradients. Quantised ones, and others
+        that wrap tensors, are not sent at the start either.
     partition: "even" cuts inside parameters, for optimizers that treat each element by itself; "whole" keeps each
         parameter with one rank; "auto" is even, and refuses steps of optimizers that torch does not know to be so.
     sharding_strategy: one of ShardingStrategy, PyTorch's enum, or its name.
@@ -74,6 +77,10 @@ class FSDP(Wrapper):
         get memory one at a time, values on rank 0 only, and are never whole anywhere else than there.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
+
+    A penalty on parameters that is added to the loss, such as the sum of their squares, is computed after the forward:
+    it then sees this rank's parts, and adds its gradient to theirs. It must be a sum over elements; of norms and
+    products of matrices a part would be another number than of the whole.
 
     torch.compile may be called with units, with the module, or with this. Graphs break where units begin and end, so
     only units can be compiled with fullgraph=True. A module that is compiled as a whole runs its first forward in
@@ -130,6 +137,7 @@ class FSDP(Wrapper):
             or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
             or partition_problem(partition)
             or self._misfit(inside)
+            or ddp_within(module, choice.ignored)
             or choice.unusable(synced=sync_module_states, sharded=guarded())
         )
         self._placement.compare(_GIVEN, [f"{strategy}, {options.told()}", *choice.told()], problem)
@@ -203,6 +211,10 @@ class FSDP(Wrapper):
             yield
         finally:
             self._schedule.active = before
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """For torch's Join, which calls it on every rank before anything is sent. Raises RuntimeError."""
+        raise RuntimeError(NO_JOIN.format("FSDP"))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective. Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm.

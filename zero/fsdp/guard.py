@@ -7,7 +7,7 @@ the one here looks whether the parameters of an FSDP are among those about to be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
+from zero.oss.ddp import refuse_within_ddp
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import PART
 from zero.oss.partition import ELEMENTWISE, NEED_ALL, NEED_WHOLE
@@ -270,3 +271,17 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _alive() -> list[Guard]:
     return [guard for known in _guards if (guard := known()) is not None]
+
+
+def _refuse_within_ddp(module: nn.Module, left_out: Collection[str]) -> str | None:
+    sharded = guarded()
+    for name, param in module.named_parameters() if sharded else ():
+        if param in sharded and name not in left_out:
+            return (
+                f"DistributedDataParallel was put around {name!r}, of which FSDP keeps another part on each rank. Use "
+                "the model without DistributedDataParallel: FSDP averages gradients itself."
+            )
+    return None
+
+
+refuse_within_ddp(_refuse_within_ddp)

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import at_end_of_backward, in_a_backward, modules_being_called
+from zero.fsdp.at_rest import RestingReads
 from zero.fsdp.casts import Casts
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
@@ -54,6 +55,7 @@ class Schedule:
         self._prefetching = prefetch
         self._reductions = Reductions(comm)
         self._casts = Casts(units)
+        self._resting_reads = RestingReads()
         self._in_backward = self._interrupted = False
         self._held_by_autograd: weakref.ref[Any] | None = None
         """What autograd calls at the end of this backward."""
@@ -136,6 +138,7 @@ class Schedule:
         if not self._running:
             self._casts.before_forward()
         for other in (unit, *unit.reads):
+            self._resting_reads.enter(other)
             self._gather(other)
         for other in unit.reads:
             other.readers += 1
@@ -204,6 +207,8 @@ class Schedule:
         if not kept:
             for other in (unit, *unit.reads):
                 self._rest(other)
+        if not self._running:
+            self._resting_reads.leave()
 
     def _look_out(self) -> None:
         """In the first forward in training and the first in evaluation: finds what modules read of other units, and
@@ -243,6 +248,7 @@ class Schedule:
     def _found(self, other: Unit) -> None:
         """The innermost unit that runs reads parameters of another, which is gathered with it from here on."""
         reader = self._running[-1] if self._running else self._root
+        self._resting_reads.enter(other)
         self._gather(other)
         if other not in reader.reads:
             reader.reads.append(other)
@@ -359,6 +365,7 @@ class Schedule:
             unit.forget_calls()
             unit.reshard()
             unit.settle()
+        self._resting_reads.leave()
         self._in_backward = False
         if self.active:
             self._after_backward()
@@ -366,6 +373,7 @@ class Schedule:
     def abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""
         self._reductions.abandon()
+        self._resting_reads.forget()
         self._in_backward = self._interrupted = False
         self._looking.close()
         self._running.clear()

@@ -2,7 +2,8 @@
 
 At rest a unit's parameters are parts, and `param.grad` is this rank's part of the averaged gradient, in the part's
 shape: any optimizer steps parts as it would step parameters. While the module computes, parameters are whole. In its
-backward `param.grad` is autograd's own whole gradient; what was in it before waits in `_resting`.
+backward `param.grad` is autograd's own whole gradient; what was in it before waits in `_resting`. What is computed from
+parameters at rest has gradients of parts, which autograd adds to what is in `param.grad` then.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import enum
 import math
 from collections.abc import Iterator
 from functools import partial
+from weakref import ref
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.autograd.graph import Node
 
 from zero.fsdp.precision import MixedPrecision
@@ -94,6 +96,12 @@ class Unit:
         self._announce()
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
+        self._shows_resting: set[nn.Parameter] = set()
+        """Parameters with an unreduced gradient whose `grad` is what rests, not their share of that."""
+        self._sends = False
+        """Whether gradients are on their way, or due."""
+        self._watched: set[nn.Parameter] = set()
+        self._watch_gradients()
 
     def _announce(self) -> None:
         self.title = f"unit {self.name!r}" if self.name else "the root unit"
@@ -204,7 +212,8 @@ class Unit:
         assert all(bucket.phase is Phase.FILLING for bucket in self.buckets)
         self.stage = Stage.BACKWARD
         for bucket in self.buckets:
-            bucket.notice_trained()
+            if bucket.notice_trained():
+                self._watch_gradients()
         for _, _, param in self._trained():
             param.grad = self._put_by(param)
 
@@ -217,14 +226,16 @@ class Unit:
         unreduced = self._unreduced.pop(param, None)
         if shown is None:
             self._resting.pop(param, None)
-        elif unreduced is None:
+        elif unreduced is None or param in self._shows_resting:
             self._resting[param] = shown
+        self._shows_resting.discard(param)
         return None if shown is None else unreduced
 
     def end_backward(self) -> None:
         """Hands the gradients to the buckets, for `launch_reduce` to send, and leaves of the parameters the parts."""
         for bucket, index, param in self._trained():
             bucket.take_from(param, index)
+        self._sends = True
         self.kept = False
         self._leave_backward()
 
@@ -234,6 +245,7 @@ class Unit:
             unreduced = self._put_by(param)
             if unreduced is not None:
                 bucket.take(index, unreduced)
+        self._sends = True
         self.kept = False
 
     def launch_reduce(self) -> None:
@@ -254,6 +266,7 @@ class Unit:
         for bucket in self.buckets:
             if bucket.phase is Phase.REDUCING:
                 bucket.finish(partial(self._deliver, bucket.flat))
+        self._sends = False
 
     def _deliver(self, flat: FlatGroup, index: int, gradient: Tensor | None) -> None:
         param = flat.params[index]
@@ -264,6 +277,40 @@ class Unit:
             flat.settle()
             gradient = resting.add_(gradient)
         param.grad = resting if gradient is None else gradient
+
+    def _watch_gradients(self) -> None:
+        """Has gradients looked at that come to parameters, whether they are of the whole or of parts at rest."""
+        unit = ref(self)
+        for bucket, index, param in self._trained():
+            flat = bucket.flat
+            if flat.comm.world > 1 and param not in self._watched:
+                self._watched.add(param)
+                shapes = flat.whole_shape(index)[0], flat.part_views[index].shape
+                param.register_hook(partial(_look_at, unit, param, index, flat, *shapes))
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether `param.grad` is the part's, with nothing on its way to it."""
+        return self.stage is Stage.IDLE and not (self._sends or self.whole or self.gathering)
+
+    def take_resting(self, param: nn.Parameter, name: str) -> None:
+        """Autograd is about to add a gradient of the part to `param.grad`.
+
+        Where that shows a share of what no_sync kept, it gets what rests instead. Raises RuntimeError within the
+        backward of the unit, where it is the whole's.
+        """
+        if not self.at_rest:
+            raise RuntimeError(
+                f"{name} got a gradient of this rank's part within the backward of {self.title} of FSDP: something, "
+                "such as a penalty, was computed from it before the forward of the model. Compute it after: "
+                "loss = criterion(model(inputs), targets) + penalty."
+            )
+        if param.grad is None:  # cleared
+            self._unreduced.pop(param, None)
+            self._resting.pop(param, None)
+        elif param in self._unreduced and param not in self._shows_resting:
+            param.grad = self._resting.pop(param, None)
+            self._shows_resting.add(param)
 
     def settle(self) -> None:
         """Waits until the parts and their gradients are the host's to read and write."""
@@ -316,9 +363,21 @@ class Unit:
 
     def abandon(self) -> None:
         """Forgets a forward or backward that an exception ended."""
+        self._sends = False
         for bucket in self.buckets:
             bucket.abandon()
         self.leave_forward()
         self.finish_unshard()
         self.interrupt()
         self._leave_backward()
+
+
+def _look_at(
+    unit: ref[Unit], param: nn.Parameter, index: int, flat: FlatGroup, whole: Size, part: Size, gradient: Tensor
+) -> None:
+    """Called with every gradient of a parameter, before it is added to others."""
+    lives = unit()
+    if lives is None or (gradient.shape == whole and not lives.at_rest):
+        return
+    if gradient.shape == part:
+        lives.take_resting(param, flat.names[index])

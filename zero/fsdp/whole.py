@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero._torch import wraps_others
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.flat import FlatGroup
@@ -114,7 +115,11 @@ def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: A
         lent = {param.untyped_storage() for unit in resting for param in unit.params}
         copies: dict[Any, Tensor] = {}
         for key, value in found.items():
-            if isinstance(value, Tensor) and before.get(key) is not value and value.untyped_storage() not in lent:
+            if not isinstance(value, Tensor) or before.get(key) is value:
+                continue
+            if wraps_others(value):
+                found[key] = value.detach().clone()
+            elif value.untyped_storage() not in lent:
                 place = (value.data_ptr(), value.shape, value.stride(), value.dtype)  # of tied parameters the same
                 found[key] = copies.setdefault(place, value.detach().clone())
     return found

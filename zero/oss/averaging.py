@@ -8,6 +8,7 @@ that is a fraction of what Gloo's all-reduce costs, which sends both ways throug
 
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,15 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
     if not comm.reads(next(model.parameters()).device):
         return
     channel = comm.channel("the averaging of DistributedDataParallel")
+    joining = ref(model)
 
     def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if not getattr(joining(), "_divide_by_initial_world_size", True):
+            raise RuntimeError(
+                "Join with divide_by_initial_world_size=False needs gradients averaged by DistributedDataParallel "
+                "without a communication hook, but zero.setup(stage=1) gave it one. Call DistributedDataParallel and "
+                "zero.OSS yourself."
+            )
         buffer = bucket.buffer()
         if buffer.is_sparse:
             refuse_sparse(buffer, _names(bucket, model))

@@ -20,6 +20,7 @@ from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +29,7 @@ from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
+from zero.oss.joining import NO_JOIN, Joining
 from zero.oss.named import build
 from zero.oss.partition import ELEMENTWISE, Partition, cut_for, partition_problem
 from zero.oss.parts import Parts
@@ -40,7 +42,7 @@ _COMPRESSED_AT_ONCE = 2
 """Flat groups whose copies of fewer bits exist at a time."""
 
 
-class OSS(ShardedOptimizer):
+class OSS(ShardedOptimizer, Joinable):
     """Shards the state of an optimizer over the ranks of a process group (ZeRO stage 1; Rajbhandari et al.,
     "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1).
 
@@ -69,6 +71,9 @@ class OSS(ShardedOptimizer):
         owner's own copy keeps its precision.
     master_dtype: torch.float32 keeps a master of this dtype of each part with its owner, for parameters of a lesser
         one, which are the rounded master (the 2Ψ + 2Ψ + 12Ψ/W bytes of the paper's section 3.1 under Adam).
+
+    Where data ends earlier on some ranks than on others, train inside torch's `with Join([ddp, optimizer]):`. Each
+    forward in it is followed by a backward and, but under no_sync, a step.
 
     Collective: the constructor, `add_param_group`, `step`, `clip_grad_norm`, `consolidate_state_dict`.
     Raises ValueError, on every rank, for parameters that cannot be sharded or that differ between ranks.
@@ -106,6 +111,8 @@ class OSS(ShardedOptimizer):
         self._step_channel = self._comm.channel("the step of OSS")
         self._edited_channel = self._comm.channel("a step of OSS that it refuses, as its param_groups were edited")
 
+        self._joining = Joining(self._comm)
+        Joinable.__init__(self)
         self._built = False
         super().__init__(groups)
         self._parts = self._laid_out()
@@ -253,8 +260,10 @@ class OSS(ShardedOptimizer):
         it is called before. Others are given it, and each time they call it parameters are gathered before.
 
         Raises RuntimeError where parameters were moved or replaced, where gradients were left unreduced by no_sync, and
-        on every rank where param_groups were edited on one, or where another rank does something else.
+        on every rank where param_groups were edited on one, where another rank does something else, or inside of
+        `ddp.join()`.
         """
+        self._joining.before_step(self, self._parts)
         loss: Any = None
         if closure is None or type(self.optim) in ELEMENTWISE:
             if closure is not None:
@@ -266,18 +275,28 @@ class OSS(ShardedOptimizer):
             self._refuse_changes()
             self._share_options(self.param_groups, self.optim.param_groups)
             loss = self.optim.step(closure=self._for_inner(closure), **options)
+        self._end_step()
+        return cast("float | None", loss)
+
+    def _begin_step(self, *, joined: bool = False) -> None:
+        """Collective. All that comes between the gradients and the inner optimizer's step.
+
+        joined: this rank has no data left, and steps with the gradients of others.
+        """
+        self._refuse_changes()
+        if not joined:
+            self._take_gradients()
+        if self._joining.within(self):
+            self._joining.share_gradients(self._parts, self.param_groups, joined=joined)
+        self._share_options(self.param_groups, self.optim.param_groups)
+        self._parts.masters.refresh()
+
+    def _end_step(self) -> None:
+        """Collective. All that comes after the inner optimizer's step."""
         self._leave_gradients()
         self._share_options(self.optim.param_groups, self.param_groups)
         self.forget_full_state()
         self._gather(self._parts.trained_groups())
-        return cast("float | None", loss)
-
-    def _begin_step(self) -> None:
-        """Collective. All that comes between the gradients and the inner optimizer's step."""
-        self._refuse_changes()
-        self._take_gradients()
-        self._share_options(self.param_groups, self.optim.param_groups)
-        self._parts.masters.refresh()
 
     def _refuse_changes(self) -> None:
         self.finish_gathers()
@@ -350,11 +369,34 @@ class OSS(ShardedOptimizer):
         owned = self._parts.gradients()
         device = self.flat_groups[0].full.device
         dtypes = {part.dtype for part in self._parts.values()}
-        total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
         whole = [param.grad for param in self._parts if param.grad is not None]
+        if self._joining.within(self):  # ranks that have joined are not here
+            total = norm.total_norm(whole, Comm.alone(), float(norm_type), device, dtypes)
+        else:
+            total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
         norm.clip(owned if self.gradients_arrive_in_parts else whole, total, float(max_norm))
         self._leave_gradients()
         return total
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's Join, which calls it on every rank. Raises RuntimeError at stage 2."""
+        if self.gradients_arrive_in_parts:
+            raise RuntimeError(NO_JOIN.format("an OSS of ShardedDDP"))
+        return self._joining.enter(self._step_joined, self._parts)
+
+    @torch.no_grad()
+    def _step_joined(self) -> None:
+        self._begin_step(joined=True)
+        step_in_slices(self.optim)
+        self._end_step()
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.flat_groups[0].full.device
+
+    @property
+    def join_process_group(self) -> torch.distributed.ProcessGroup | None:
+        return self._comm.group
 
     def _take_gradients(self) -> None:
         if self.gradients_arrive_in_parts and not asked_by_torch_checkpoint():  # which steps with zeros of its own

@@ -7,15 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero._torch import wraps_others
+
 _BATCH = 1 << 24
 """Bytes of a message that is put together from several tensors."""
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """What can travel together: of one dtype and device, and not much. Empty tensors are left out."""
+    """What can travel together: of one dtype and device, and not much.
+
+    Left out are empty tensors, and those that wrap others: frozen ones that each rank keeps as it has them.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     for tensor in tensors:
-        if tensor.numel():
+        if tensor.numel() and not wraps_others(tensor):
             of_kind = kinds.setdefault((tensor.dtype, tensor.device), [[]])
             if of_kind[-1] and sum(one.nbytes for one in of_kind[-1]) + tensor.nbytes > _BATCH:
                 of_kind.append([])

@@ -17,7 +17,9 @@ from torch import nn
 
 from zero._torch import children_of
 from zero.oss.comm import Comm
+from zero.oss.ddp import ddp_within, refuse_within_ddp
 from zero.oss.groups import sent_dtype
+from zero.oss.joining import NO_JOIN
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
 from zero.sdp.gathers import PendingGathers
@@ -39,7 +41,8 @@ class ShardedDDP(Wrapper):
     sharded_optimizer: the OSS, or several, that together hold every trained parameter of the module.
     process_group: as given to OSS, which is the default.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
-    sync_models_at_startup: parameters and buffers start as those of rank 0.
+    sync_models_at_startup: parameters and buffers start as those of rank 0, but for those that wrap other tensors
+        (quantised), which stay as they are.
     reduce_buffer_size: elements that are reduced at a time, one parameter at least; 0 reduces each by itself. By
         default an eighth of the model, between 1 and 32 MiB.
     reduce_fp16: gradients travel as float16 (True) or as the dtype given, such as torch.bfloat16, and are added up in
@@ -116,6 +119,9 @@ class ShardedDDP(Wrapper):
                     f"the optimizer has {len(strangers)} parameters that are not in the module, such as "
                     f"{strangers[0]}. Build OSS from the parameters of the same module object that is wrapped."
                 )
+        wrapped = ddp_within(self._inner)
+        if wrapped is not None:
+            return wrapped
         held = {param for optimizer in self._optimizers for flat in optimizer.flat_groups for param in flat.params}
         missing = [name for param, name in names.items() if param.requires_grad and param not in held]
         if missing:
@@ -170,6 +176,10 @@ class ShardedDDP(Wrapper):
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
 
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """For torch's Join, which calls it on every rank before anything is sent. Raises RuntimeError."""
+        raise RuntimeError(NO_JOIN.format("ShardedDDP"))
+
     # ------------------------------------------------------------------------------------------ the module
 
     @property
@@ -222,3 +232,17 @@ def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[
         f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind}"
         for name, tensor, kind in told
     ]
+
+
+def _refuse_within_ddp(module: nn.Module, left_out: Collection[str]) -> str | None:
+    held = {param for one in module.modules() if isinstance(one, ShardedDDP) for param in one.parameters()}
+    for name, param in module.named_parameters() if held else ():
+        if param in held and param.requires_grad and name not in left_out:
+            return (
+                f"DistributedDataParallel was put around {name!r}, whose gradient ShardedDDP reduces to its owner. Use "
+                "the model without DistributedDataParallel: ShardedDDP averages gradients itself."
+            )
+    return None
+
+
+refuse_within_ddp(_refuse_within_ddp)

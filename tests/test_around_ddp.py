@@ -1,0 +1,125 @@
+"""DistributedDataParallel around what averages its own gradients, and inside of it: refused before anything is sent."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import ranks
+import zero
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 7))
+
+
+def sharded_ddp(module):
+    return zero.ShardedDDP(module, zero.OSS(module.parameters(), SGD, lr=0.1))
+
+
+def of_fsdp():
+    return DistributedDataParallel(zero.FSDP(net()))
+
+
+def of_sharded_ddp():
+    return DistributedDataParallel(sharded_ddp(net()))
+
+
+def of_one_that_contains_fsdp():
+    return DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ModuleDict({"trunk": zero.FSDP(net())})))
+
+
+def of_one_that_contains_sharded_ddp():
+    return DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), sharded_ddp(net())))
+
+
+def of_the_module_in_fsdp():
+    wrapped = zero.FSDP(net())
+    return DistributedDataParallel(wrapped.module)
+
+
+def _refused(rank, world, build):
+    began = time.monotonic()
+    try:
+        build()
+    finally:
+        assert time.monotonic() - began < 5
+        alone = DistributedDataParallel(net())  # nothing was sent that another would take for its own
+        alone(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (of_fsdp, "'module.0.weight'"),
+        (of_the_module_in_fsdp, "'0.weight'"),
+        (of_one_that_contains_fsdp, "'1.trunk.module.0.weight'"),
+        (of_sharded_ddp, "'module.0.weight'"),
+        (of_one_that_contains_sharded_ddp, "'1.module.0.weight'"),
+    ],
+)
+def test_ddp_refuses_what_averages_its_own_gradients(build, name):
+    kind = "ShardedDDP" if "sharded" in build.__name__ else "FSDP"
+    ranks.expect_error(_refused, 2, RuntimeError, name, f"without DistributedDataParallel.*{kind}", args=(build,))
+
+
+def fsdp_of():
+    zero.FSDP(nn.Sequential(DistributedDataParallel(net())), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def sharded_ddp_of():
+    module = nn.Sequential(DistributedDataParallel(net()))
+    sharded_ddp(module)
+
+
+@pytest.mark.parametrize("build", [fsdp_of, sharded_ddp_of])
+def test_ddp_inside_is_refused(build):
+    ranks.expect_error(_refused, 2, ValueError, r"'0' is a DistributedDataParallel", r"its \.module", args=(build,))
+
+
+class Both(nn.Module):
+    def __init__(self, left, right):
+        super().__init__()
+        self.left, self.right = left, right
+
+    def forward(self, x):
+        return self.left(x) + self.right(x)
+
+
+def _beside(rank, world):
+    """Each trains parameters of its own in one model."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+
+    def weights(model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return zero.full_state_dict(model)
+
+    plain = DistributedDataParallel(Both(net(), net()))
+    expected = weights(plain, SGD(plain.parameters(), lr=0.1, momentum=0.9))
+
+    model = Both(net(), zero.FSDP(net()))
+    model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_parameters() if name.startswith("right")]
+    around = DistributedDataParallel(model)
+    found = weights(around, SGD(around.parameters(), lr=0.1, momentum=0.9))
+    assert all(torch.equal(found[name], expected[name]) for name in expected if name.startswith("left"))
+    whole = model.right.state_dict()
+    assert all(torch.equal(value, expected[f"right.{name}"]) for name, value in whole.items())
+
+    inside = DistributedDataParallel(net())
+    sharded = zero.FSDP(Both(inside, net()), ignored_modules=[inside])
+    found = weights(sharded, SGD(sharded.parameters(), lr=0.1, momentum=0.9))
+    assert all(torch.equal(value, expected[name.replace("left.module", "left")]) for name, value in found.items())
+
+
+def test_ddp_may_train_what_fsdp_does_not():
+    ranks.run(_beside, 2)

@@ -1,0 +1,64 @@
+"""The DistributedDataParallels of this process, and modules that none may be put around.
+
+torch calls a hook when a module is put into another. DistributedDataParallel does so when it is built, before it
+communicates: the last moment at which all ranks can refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from weakref import WeakSet
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+_alive: WeakSet[DistributedDataParallel] = WeakSet()
+_refusals: list[Callable[[nn.Module, Collection[str]], str | None]] = []
+
+
+def refuse_within_ddp(refusal: Callable[[nn.Module, Collection[str]], str | None]) -> None:
+    """Has each DistributedDataParallel that is built from now on ask `refusal` first.
+
+    refusal: called with the module and the names of its parameters that DistributedDataParallel is to leave alone.
+        Returns why it must not be wrapped, in words for the user, or None. The constructor then raises RuntimeError.
+    """
+    _refusals.append(refusal)
+
+
+def joining(params: Collection[nn.Parameter]) -> list[DistributedDataParallel]:
+    """Those that average gradients of any of these parameters, and that torch marks as inside of a Join."""
+    return [ddp for ddp in _alive if ddp._join_config.enable and any(param in params for param in _averaged(ddp))]
+
+
+def ddp_within(module: nn.Module, without: Iterable[nn.Parameter] = ()) -> str | None:
+    """Why a module cannot be sharded that has a DistributedDataParallel in it, in words for the user.
+
+    without: parameters that are left out of sharding, which may be anybody's.
+    """
+    left_out = {*without}
+    for name, one in module.named_modules():
+        if isinstance(one, DistributedDataParallel) and any(param not in left_out for param in _averaged(one)):
+            which = f"{name!r} is" if name else "the module is"
+            return (
+                f"{which} a DistributedDataParallel, which averages gradients of whole parameters by itself. Wrap "
+                "its .module instead."
+            )
+    return None
+
+
+def _averaged(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    return [param for name, param in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
+
+
+def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if not isinstance(module, DistributedDataParallel) or name != "module" or submodule is None:
+        return
+    for refusal in _refusals:
+        problem = refusal(submodule, module.parameters_to_ignore)
+        if problem is not None:
+            raise RuntimeError(problem)
+    _alive.add(module)
+
+
+register_module_module_registration_hook(_registered)

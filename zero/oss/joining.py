@@ -1,0 +1,169 @@
+"""Training where data ends earlier on some ranks than on others (torch.distributed.algorithms.join).
+
+Inside Join([ddp, optimizer]) a rank that has run out of data goes on stepping its parts as long as another has data.
+DistributedDataParallel does not tell it the averaged gradients, so in each step inside of it
+
+    every rank tells    that it has joined; or its options, which schedulers may have changed, and what has gradients
+    gradients           go from the first rank that has data to the owners that have none, each its share
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from zero.oss.comm import Comm
+from zero.oss.ddp import joining
+from zero.oss.flat import FlatGroup
+from zero.oss.groups import options
+from zero.oss.parts import Parts
+
+NO_JOIN = (
+    "{} cannot be used with torch's Join, by which ranks whose data has ended wait for the others. Give all ranks "
+    "equally many batches (DistributedSampler does, drop_last=True drops the rest), or train at stage 1: "
+    "with Join([ddp, optimizer]), where the optimizer is a zero.OSS."
+)
+"""To be formatted with what cannot."""
+
+
+class Joining:
+    """What an OSS does differently inside a Join."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._entered = False
+        self._ended: WeakKeyDictionary[DistributedDataParallel, object] = WeakKeyDictionary()
+        """Those that torch still marks as inside of a Join, by the mark of one that has ended."""
+
+    def enter(self, step: Callable[[], None], params: Collection[nn.Parameter]) -> JoinHook:
+        """What a Join is to call on a rank that has joined. step: the step of such a rank."""
+        self._entered = True
+        return _Shadow(step, self._leave, params)
+
+    def _leave(self) -> None:
+        self._entered = False
+
+    def within(self, optimizer: Joinable) -> bool:
+        """Whether the optimizer is inside a Join that lets ranks end early."""
+        return self._entered and bool(optimizer._join_config.enable)
+
+    def before_step(self, optimizer: Joinable, params: Collection[nn.Parameter]) -> None:
+        """Tells a Join, if there is one, that this rank still has data.
+
+        Raises RuntimeError inside one that holds only the DistributedDataParallel of the parameters, or holds it after
+        the optimizer.
+        """
+        within, config = self.within(optimizer), optimizer._join_config
+        if (not within or config.is_first_joinable) and any(self._is_inside(ddp) for ddp in joining(params)):
+            raise RuntimeError(
+                "DistributedDataParallel is inside of a Join that OSS is not in, or comes after OSS in it: ranks whose "
+                "data has ended would not step what they own. Write `with Join([ddp, optimizer]):`, in this order, in "
+                "place of `with ddp.join():`."
+            )
+        if within:
+            work = Join.notify_join_context(optimizer)
+            if work is not None:
+                work.wait()
+
+    def _is_inside(self, ddp: DistributedDataParallel) -> bool:
+        """Whether the Join that has marked it lives. torch leaves the mark; so this is looked up once for each mark."""
+        mark = ddp._join_config
+        if self._ended.get(ddp) is mark:
+            return False
+        joins = [one for one in gc.get_objects() if type(one) is Join]
+        if any(ddp is one for join in joins for one in join._joinables):
+            return True
+        self._ended[ddp] = mark
+        return False
+
+    # --------------------------------------------------------------------------------------- gradients
+
+    def share_gradients(self, parts: Parts, param_groups: Sequence[dict[str, Any]], *, joined: bool) -> None:
+        """Collective. Gives the parts of ranks that have joined their gradients, and their groups the options."""
+        told = self._comm.all_gather_text("" if joined else _as_text(parts, param_groups))
+        source = next(rank for rank, text in enumerate(told) if text)
+        options_there, used = json.loads(told[source])
+        if joined:
+            for group, options_of_group in zip(param_groups, options_there, strict=True):
+                _take_options(group, options_of_group)
+        for rank, text in enumerate(told):
+            if not text:
+                self._send_share(parts, source, rank, used)
+
+    def _send_share(self, parts: Parts, source: int, to: int, used: Sequence[bool]) -> None:
+        if self._comm.rank == source:
+            shares = [_share(flat, to) for flat in parts.flat_groups]
+            self._comm.collect([(source, share) for share in shares], to)
+        elif self._comm.rank == to:
+            shares = [torch.empty_like(flat.full[flat.layout.segment(to)]) for flat in parts.flat_groups]
+            self._comm.collect([(source, share) for share in shares], to)
+            _give(parts, shares, {param for param, has in zip(parts, used, strict=True) if has})
+        else:
+            self._comm.collect([(source, None) for _ in parts.flat_groups], to)
+
+
+class _Shadow(JoinHook):
+    """Steps a rank that has joined whenever the others step."""
+
+    def __init__(self, step: Callable[[], None], leave: Callable[[], None], params: Collection[nn.Parameter]) -> None:
+        self._step, self._leave, self._params = step, leave, params
+
+    def main_hook(self) -> None:
+        """Collective. Nothing is stepped where gradients were not averaged: under no_sync."""
+        if all(ddp.require_forward_param_sync for ddp in joining(self._params)):
+            self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._leave()
+
+
+def _as_text(parts: Parts, param_groups: Sequence[dict[str, Any]]) -> str:
+    told = []
+    for group in param_groups:
+        values = {key: value.item() if _is_number(value) else value for key, value in options(group).items()}
+        told.append({key: value for key, value in values.items() if _is_plain(value)})
+    return json.dumps([told, [param.grad is not None for param in parts]])
+
+
+def _take_options(group: dict[str, Any], told: dict[str, Any]) -> None:
+    for key, value in told.items():
+        if _is_number(group.get(key)):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _is_plain(value: object) -> bool:
+    several = isinstance(value, tuple) and all(map(_is_plain, value))
+    return several or value is None or isinstance(value, (bool, int, float, str))
+
+
+def _share(flat: FlatGroup, rank: int) -> Tensor:
+    """What a rank owns of the gradients here, flat; zeros where there are none."""
+    share = torch.zeros_like(flat.full[flat.layout.segment(rank)])
+    for span in flat.layout.spans(rank):
+        gradient = flat.params[span.index].grad
+        if gradient is not None:
+            ordered = flat.in_memory_order(span.index, gradient)
+            share[span.offset : span.offset + span.numel] = ordered[span.start : span.stop]
+    return share
+
+
+def _give(parts: Parts, shares: Sequence[Tensor], used: Collection[nn.Parameter]) -> None:
+    for flat, share in zip(parts.flat_groups, shares, strict=True):
+        for index, span in flat.spans.items():
+            param = flat.params[index]
+            own = flat.shaped(index, share[span.offset : span.offset + span.numel], span)
+            parts[param].grad = own.to(parts[param].dtype) if param in used else None
