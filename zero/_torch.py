@@ -7,6 +7,7 @@ one does. Whoever tries `zero` with a newer torch has this file to look at.
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch, _pytree
 
@@ -118,6 +120,15 @@ def chosen_by_policy(policy: object, root: nn.Module) -> set[nn.Module] | None:
     return None if ask is None else set(ask(root, set(), {}))
 
 
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+"""The class of all batch normalisation, lazy and synchronised too. Only its subclasses have public names."""
+
+
+def classes_to_ignore(precision: Any) -> tuple[type[nn.Module], ...]:
+    """Those that torch.distributed.fsdp.MixedPrecision leaves in float32. Its field is private, but settable."""
+    return tuple(precision._module_classes_to_ignore)
+
+
 # -------------------------------------------------------------------------------------------- torch.compile
 
 _WRAPPED = "_orig_mod"
@@ -169,6 +180,27 @@ def all_gather_of_one_tensor() -> Callable[..., dist.Work]:
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     gather: Callable[..., dist.Work] = getattr(dist, name)
     return gather
+
+
+# -------------------------------------------------------------------------------------------------- joining
+#
+# torch.distributed.algorithms.join tells what it joins only through private attributes.
+
+
+def join_mark(joinable: Joinable) -> Any:
+    """What a Join last said of it: `enable`, whether it may end early; `is_first_joinable`. It stays after the Join."""
+    return joinable._join_config
+
+
+def living_joins_of(joinable: Joinable) -> list[Join]:
+    """The Joins that it is in. Looks at every object of the process."""
+    joins = [one for one in gc.get_objects() if type(one) is Join]
+    return [one for one in joins if any(joinable is other for other in one._joinables)]
+
+
+def divides_by_ranks_with_data(model: nn.Module | None) -> bool:
+    """Whether DistributedDataParallel was told to, by Join(divide_by_initial_world_size=False)."""
+    return not getattr(model, "_divide_by_initial_world_size", True)
 
 
 # -------------------------------------------------------------------------------------------------- tensors

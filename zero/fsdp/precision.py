@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero._torch import buffers_of
+from zero._torch import BATCH_NORM, buffers_of, classes_to_ignore
 from zero.sdp.tensors import map_tensors
 
 
@@ -38,7 +38,7 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
-    keep_fp32: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+    keep_fp32: tuple[type[nn.Module], ...] = (BATCH_NORM,)
     cast_root_forward_inputs: bool | None = None
 
     def dtype_of(self, module: nn.Module) -> torch.dtype | None:
@@ -133,7 +133,7 @@ def as_precision(given: Any) -> MixedPrecision:
         given.buffer_dtype,
         cast_forward_inputs=given.cast_forward_inputs,
         cast_root_forward_inputs=given.cast_root_forward_inputs,
-        keep_fp32=tuple(given._module_classes_to_ignore),
+        keep_fp32=classes_to_ignore(given),
     )
 
 

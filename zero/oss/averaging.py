@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from zero._torch import divides_by_ranks_with_data
 from zero.oss.comm import Comm
 from zero.oss.gradients import refuse_sparse
 
@@ -30,7 +31,7 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
     joining = ref(model)
 
     def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if not getattr(joining(), "_divide_by_initial_world_size", True):
+        if divides_by_ranks_with_data(joining()):
             raise RuntimeError(
                 "Join with divide_by_initial_world_size=False needs gradients averaged by DistributedDataParallel "
                 "without a communication hook, but zero.setup(stage=1) gave it one. Call DistributedDataParallel and "

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from zero._torch import join_mark
+
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 _refusals: list[Callable[[nn.Module, Collection[str]], str | None]] = []
 
@@ -28,7 +30,7 @@ def refuse_within_ddp(refusal: Callable[[nn.Module, Collection[str]], str | None
 
 def joining(params: Collection[nn.Parameter]) -> list[DistributedDataParallel]:
     """Those that average gradients of any of these parameters, and that torch marks as inside of a Join."""
-    return [ddp for ddp in _alive if ddp._join_config.enable and any(param in params for param in _averaged(ddp))]
+    return [ddp for ddp in _alive if join_mark(ddp).enable and any(param in params for param in _averaged(ddp))]
 
 
 def ddp_within(module: nn.Module, without: Iterable[nn.Parameter] = ()) -> str | None:

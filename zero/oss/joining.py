@@ -9,7 +9,6 @@ DistributedDataParallel does not tell it the averaged gradients, so in each step
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
+from zero._torch import join_mark, living_joins_of
 from zero.oss.comm import Comm
 from zero.oss.ddp import joining
 from zero.oss.flat import FlatGroup
@@ -53,7 +53,7 @@ class Joining:
 
     def within(self, optimizer: Joinable) -> bool:
         """Whether the optimizer is inside a Join that lets ranks end early."""
-        return self._entered and bool(optimizer._join_config.enable)
+        return self._entered and bool(join_mark(optimizer).enable)
 
     def before_step(self, optimizer: Joinable, params: Collection[nn.Parameter]) -> None:
         """Tells a Join, if there is one, that this rank still has data.
@@ -61,8 +61,8 @@ class Joining:
         Raises RuntimeError inside one that holds only the DistributedDataParallel of the parameters, or holds it after
         the optimizer.
         """
-        within, config = self.within(optimizer), optimizer._join_config
-        if (not within or config.is_first_joinable) and any(self._is_inside(ddp) for ddp in joining(params)):
+        within, mark = self.within(optimizer), join_mark(optimizer)
+        if (not within or mark.is_first_joinable) and any(self._is_inside(ddp) for ddp in joining(params)):
             raise RuntimeError(
                 "DistributedDataParallel is inside of a Join that OSS is not in, or comes after OSS in it: ranks whose "
                 "data has ended would not step what they own. Write `with Join([ddp, optimizer]):`, in this order, in "
@@ -75,11 +75,10 @@ class Joining:
 
     def _is_inside(self, ddp: DistributedDataParallel) -> bool:
         """Whether the Join that has marked it lives. torch leaves the mark; so this is looked up once for each mark."""
-        mark = ddp._join_config
+        mark = join_mark(ddp)
         if self._ended.get(ddp) is mark:
             return False
-        joins = [one for one in gc.get_objects() if type(one) is Join]
-        if any(ddp is one for join in joins for one in join._joinables):
+        if living_joins_of(ddp):
             return True
         self._ended[ddp] = mark
         return False
