@@ -1,67 +1,100 @@
-"""What is computed from parameters at rest, such as a penalty on weights that is added to the loss.
+"""What is computed from parameters at rest between forward and backward, such as a penalty that is added to the loss.
 
 At rest a parameter is this rank's part, and so is the gradient of what is computed from it: it is added to `param.grad`
 as it is, not averaged. Of a sum over elements the ranks' parts together get the gradient of the whole.
 
 The node by which autograd accumulates the gradient of a leaf keeps the shape that the leaf had when the node was made,
-and is used for all reads while it lives. So that reads of a part and of the whole have nodes of their own, parameters
-let go of theirs where they become the one or the other; graphs hold on to them. torch does this where data of another
-dtype is set.
+and stays the leaf's while a graph holds it: after forward, that of the whole. torch lets go of it where data of another
+dtype is set. This is done when somebody asks the model for its parameters, so that what is computed from them has nodes
+of their own, and again before they are whole.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Iterator
+from functools import partial
 
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from zero._torch import writes_into
 from zero.fsdp.unit import Unit
 from zero.oss.flat import FlatGroup, Residence
 
 
 class RestingReads:
-    """Keeps reads of units' parts apart from those by their modules."""
+    """Of the units of one model, between forward and backward."""
 
     def __init__(self) -> None:
-        self._entered: dict[Unit, None] = {}
-        """Units whose modules have read them since the outermost forward began."""
-        self._other: dict[FlatGroup, Tensor] = {}
-        """Of each group a tensor of another dtype, without elements."""
+        self._open: dict[Unit, list[Node]] = {}
+        """The nodes of reads at rest, of units whose parameters have them now."""
+        self._of_whole: dict[Unit, list[Node]] = {}
+        """Those of reads in the forward before, until backward has ended."""
+        self._missed: set[Unit] = set()
+        """Units whose parameters the backward that goes on passes by; of these those that it `_came` to."""
+        self._came: set[Unit] = set()
 
-    def enter(self, unit: Unit) -> None:
-        """Before the unit is made whole in forward. Graphs from before may still hold nodes of reads at rest."""
-        if torch.is_grad_enabled() and unit not in self._entered:
-            self._entered[unit] = None
-            self._renew(unit)
+    def begin(self, units: Iterable[Unit]) -> None:
+        """Parameters may be read as they are now. Those that stay whole are read by the nodes of the whole."""
+        for unit in units:
+            groups = [group for group in unit.groups if group.residence is Residence.PART and group.comm.world > 1]
+            if groups and unit not in self._open:
+                self._of_whole[unit] = [_node(param) for group in groups for param in _trained(group)]
+                self._open[unit] = [node for group in groups for node in _new_nodes(unit, group)]
 
-    def leave(self) -> None:
-        """After the outermost forward, or at the end of backward: what is at rest again may be read so."""
-        self._entered = {unit: None for unit in self._entered if not self._renew(unit)}
+    def end(self, unit: Unit) -> None:
+        """Before the unit is made whole. What was computed so far keeps its nodes."""
+        if unit in self._missed:
+            self._came.add(unit)
+        if self._open.pop(unit, None) is not None:
+            for group in unit.groups:
+                _renew(group)
+
+    def backward_begins(self) -> None:
+        """Called when autograd comes to the first unit. Parameters are not known to a backward that is asked for them
+        by name (`inputs`) after this: it passes all nodes by, as one that is asked for other gradients only."""
+        comes = any(writes_into(node) for nodes in self._of_whole.values() for node in nodes)
+        self._missed = set() if comes else {*self._of_whole}
+
+    def backward_ends(self) -> None:
+        for unit in self._came:
+            unit.passed_by = True
+        self.forget()
 
     def forget(self) -> None:
-        self._entered.clear()
-
-    def _renew(self, unit: Unit) -> bool:
-        """Returns whether the unit is at rest."""
-        at_rest = True
-        for group in unit.groups:
-            if group.residence is Residence.WHOLE:
-                at_rest = False
-            elif _one_kind(group):
-                other = self._other_dtype(group)
-                for param, view in zip(group.params, group.part_views, strict=True):
-                    if param.requires_grad:
-                        param.data = other
-                        param.data = view
-        return at_rest
-
-    def _other_dtype(self, group: FlatGroup) -> Tensor:
-        if group not in self._other:
-            dtype = torch.float16 if group.part.dtype != torch.float16 else torch.float32
-            self._other[group] = group.part.new_empty(0, dtype=dtype)
-        return self._other[group]
+        self._of_whole.clear()
+        self._missed.clear()
+        self._came.clear()
 
 
-def _one_kind(group: FlatGroup) -> bool:
-    """Whether parts are of the same dtype and device as the whole, so that torch would keep the node."""
-    part, full = group.part, group.full
-    return group.comm.world > 1 and (part.dtype, part.device) == (full.dtype, full.device)
+def _trained(group: FlatGroup) -> Iterator[nn.Parameter]:
+    return (param for param in group.params if param.requires_grad)
+
+
+def _node(param: nn.Parameter) -> Node:
+    return get_gradient_edge(param).node
+
+
+def _new_nodes(unit: Unit, group: FlatGroup) -> Iterator[Node]:
+    """To be held until they are read."""
+    _renew(group)
+    for param, name in zip(group.params, group.names, strict=True):
+        if param.requires_grad:
+            node = _node(param)
+            node.register_prehook(partial(_before, unit, param, name))
+            yield node
+
+
+def _before(unit: Unit, param: nn.Parameter, name: str, _: tuple[Tensor, ...]) -> None:
+    """Called by autograd before it adds a gradient to `param.grad`."""
+    unit.take_resting(param, name)
+
+
+def _renew(group: FlatGroup) -> None:
+    """Has parameters let go of their nodes."""
+    dtype = torch.float16 if group.part.dtype != torch.float16 else torch.float32
+    for param in _trained(group):
+        data = param.data
+        param.data = data.new_empty(0, dtype=dtype)
+        param.data = data

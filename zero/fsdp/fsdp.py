@@ -78,9 +78,9 @@ class FSDP(Wrapper):
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
 
-    A penalty on parameters that is added to the loss, such as the sum of their squares, is computed after the forward:
-    it then sees this rank's parts, and adds its gradient to theirs. It must be a sum over elements; of norms and
-    products of matrices a part would be another number than of the whole.
+    A penalty that is added to the loss, such as the sum of squares, is computed after forward from what `parameters()`
+    or `named_parameters()` of this gives then: it sees this rank's parts, and adds its gradient to theirs. It must be a
+    sum over elements: of norms and products of matrices a part would be another number than of the whole.
 
     torch.compile may be called with units, with the module, or with this. Graphs break where units begin and end, so
     only units can be compiled with fullgraph=True. A module that is compiled as a whole runs its first forward in
@@ -389,6 +389,11 @@ class FSDP(Wrapper):
         whole.load_local_state_dict(self.module, self._units, state_dict)
 
     # ------------------------------------------------------------------------------------------ the module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; `parameters()` comes from here, too. At rest they are this rank's parts."""
+        self._schedule.expect_reads()
+        yield from super().named_parameters(*args, **kwargs)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(NO_COPIES)

@@ -171,6 +171,13 @@ class Guard:
             if unit.stage is Stage.IDLE and not unit.summoned:
                 unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
                 unit.settle()
+            if unit.passed_by and all(param.grad is None for param in unit.params):
+                return (
+                    f"{unit.title} has no gradients: the last backward was asked for some in particular (inputs=..., "
+                    "autograd.grad), and parameters that the model gave between forward and backward are parts, not "
+                    "what it computed with. Call backward() without inputs, and freeze by requires_grad_(False) what "
+                    "is not to be trained; or list the parameters before the forward."
+                )
         for param in params:
             problem = self._problem_of(optimizer, param) if param.grad is not None else None
             if problem is not None:

@@ -56,7 +56,7 @@ class Schedule:
         self._reductions = Reductions(comm)
         self._casts = Casts(units)
         self._resting_reads = RestingReads()
-        self._in_backward = self._interrupted = False
+        self._in_backward = self._interrupted = self._awaits_backward = False
         self._held_by_autograd: weakref.ref[Any] | None = None
         """What autograd calls at the end of this backward."""
         self._running: list[Unit] = []
@@ -138,7 +138,7 @@ class Schedule:
         if not self._running:
             self._casts.before_forward()
         for other in (unit, *unit.reads):
-            self._resting_reads.enter(other)
+            self._resting_reads.end(other)
             self._gather(other)
         for other in unit.reads:
             other.readers += 1
@@ -186,6 +186,7 @@ class Schedule:
             call.ended = self._begun
             output = apart_from_parameters(unit, output)
             needs_backward = trains and watch_outputs(unit, output, self._pre_backward(unit, call))
+            self._awaits_backward |= needs_backward
             if unit.depth == 0:
                 self._leave(unit, kept=needs_backward and (unit is self._root or unit.stays))
             return output
@@ -207,8 +208,6 @@ class Schedule:
         if not kept:
             for other in (unit, *unit.reads):
                 self._rest(other)
-        if not self._running:
-            self._resting_reads.leave()
 
     def _look_out(self) -> None:
         """In the first forward in training and the first in evaluation: finds what modules read of other units, and
@@ -248,12 +247,17 @@ class Schedule:
     def _found(self, other: Unit) -> None:
         """The innermost unit that runs reads parameters of another, which is gathered with it from here on."""
         reader = self._running[-1] if self._running else self._root
-        self._resting_reads.enter(other)
+        self._resting_reads.end(other)
         self._gather(other)
         if other not in reader.reads:
             reader.reads.append(other)
             other.readers += 1
             other.is_read = True
+
+    def expect_reads(self) -> None:
+        """Parameters are given to the user, who may compute with what is at rest, if a backward is to come."""
+        if self._awaits_backward and torch.is_grad_enabled() and not (self._running or self._in_backward):
+            self._resting_reads.begin(self._units)
 
     # -------------------------------------------------------------------------------------------- backward
 
@@ -288,6 +292,7 @@ class Schedule:
             self.abandon()
         if not self._in_backward:
             self._in_backward = True
+            self._resting_reads.backward_begins()
             finish = self._finish
             self._held_by_autograd = weakref.ref(finish, self._dropped)
             at_end_of_backward(finish)
@@ -305,6 +310,7 @@ class Schedule:
                 unit.interrupt()
 
     def _enter_backward(self, unit: Unit) -> None:
+        self._resting_reads.end(unit)
         self._gather(unit)
         self._reductions.finish_of(unit)
         unit.enter_backward()
@@ -365,16 +371,16 @@ class Schedule:
             unit.forget_calls()
             unit.reshard()
             unit.settle()
-        self._resting_reads.leave()
-        self._in_backward = False
+        self._in_backward = self._awaits_backward = False
         if self.active:
             self._after_backward()
+        self._resting_reads.backward_ends()
 
     def abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""
         self._reductions.abandon()
         self._resting_reads.forget()
-        self._in_backward = self._interrupted = False
+        self._in_backward = self._interrupted = self._awaits_backward = False
         self._looking.close()
         self._running.clear()
         self._under_way.clear()

@@ -12,9 +12,8 @@ import enum
 import math
 from collections.abc import Iterator
 from functools import partial
-from weakref import ref
 
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from zero.fsdp.precision import MixedPrecision
@@ -100,8 +99,8 @@ class Unit:
         """Parameters with an unreduced gradient whose `grad` is what rests, not their share of that."""
         self._sends = False
         """Whether gradients are on their way, or due."""
-        self._watched: set[nn.Parameter] = set()
-        self._watch_gradients()
+        self.passed_by = False
+        """Whether the last backward that came here was asked for gradients in particular, of which these were none."""
 
     def _announce(self) -> None:
         self.title = f"unit {self.name!r}" if self.name else "the root unit"
@@ -211,9 +210,9 @@ class Unit:
         """From here on autograd may write whole gradients; the parameters are whole, and nothing is on its way."""
         assert all(bucket.phase is Phase.FILLING for bucket in self.buckets)
         self.stage = Stage.BACKWARD
+        self.passed_by = False
         for bucket in self.buckets:
-            if bucket.notice_trained():
-                self._watch_gradients()
+            bucket.notice_trained()
         for _, _, param in self._trained():
             param.grad = self._put_by(param)
 
@@ -277,16 +276,6 @@ class Unit:
             flat.settle()
             gradient = resting.add_(gradient)
         param.grad = resting if gradient is None else gradient
-
-    def _watch_gradients(self) -> None:
-        """Has gradients looked at that come to parameters, whether they are of the whole or of parts at rest."""
-        unit = ref(self)
-        for bucket, index, param in self._trained():
-            flat = bucket.flat
-            if flat.comm.world > 1 and param not in self._watched:
-                self._watched.add(param)
-                shapes = flat.whole_shape(index)[0], flat.part_views[index].shape
-                param.register_hook(partial(_look_at, unit, param, index, flat, *shapes))
 
     @property
     def at_rest(self) -> bool:
@@ -370,14 +359,3 @@ class Unit:
         self.finish_unshard()
         self.interrupt()
         self._leave_backward()
-
-
-def _look_at(
-    unit: ref[Unit], param: nn.Parameter, index: int, flat: FlatGroup, whole: Size, part: Size, gradient: Tensor
-) -> None:
-    """Called with every gradient of a parameter, before it is added to others."""
-    lives = unit()
-    if lives is None or (gradient.shape == whole and not lives.at_rest):
-        return
-    if gradient.shape == part:
-        lives.take_resting(param, flat.names[index])
