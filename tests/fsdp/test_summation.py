@@ -141,7 +141,7 @@ def test_gradients_of_what_several_branches_read_add_up_in_the_same_order(name, 
 
 
 class Siblings(Stack):
-    """`entered`: how blocks are called, by re-entrant checkpointing or not. Their units read one tensor."""
+    """The units of a block read one tensor: a leaf where the block runs under re-entrant checkpointing."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__(Side)
