@@ -130,8 +130,9 @@ def as_uncompiled(
 
 @each_way
 def test_it_trains_as_uncompiled_in_one_graph_for_all_blocks(build):
+    around_loops = int(torch.__version__ >= "2.13")  # torch 2.11 does not compile what surrounds a loop of units
     for graphs in ranks.run(as_uncompiled, args=(build,)):
-        before, blocks, after = 1, 1, 1
+        before, blocks, after = around_loops, 1, around_loops
         assert graphs == [before + blocks + after] * 3
 
 
@@ -158,8 +159,9 @@ def test_what_lies_between_units_is_compiled_together(build):
 
 
 def of_one_unit() -> nn.Module:
+    """Of a class of its own: torch 2.11 compiles those of torch.nn only together with what calls them."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 20), nn.Tanh(), nn.Linear(20, WIDTH))
+    return Block()
 
 
 @around_and_inside
