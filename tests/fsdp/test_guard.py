@@ -80,6 +80,7 @@ NEED_WHOLE = [
     Muon,
     partial(Adafactor, lr=0.1),
     OwnMuon,
+    Lamb,
 ]
 
 
@@ -88,22 +89,6 @@ NEED_WHOLE = [
 def test_optimizers_that_need_whole_parameters_are_refused_where_they_are_cut(optim, options):
     words = [r"needs each parameter whole, but '.*weight' is cut between ranks", r"FSDP\(partition='whole'\)"]
     ranks.expect_error(stepped, 2, RuntimeError, *words, args=(optim, options), timeout=15)
-
-
-def test_optimizers_that_torch_does_not_know_are_refused_unless_the_user_asked_for_cuts():
-    words = ["Lamb is not known to treat each element", r"FSDP\(partition='even'\)", r"FSDP\(partition='whole'\)"]
-    ranks.expect_error(stepped, 2, RuntimeError, *words, args=(Lamb, {}), timeout=15)
-    ranks.run(unknown_but_asked_for)
-
-
-class OwnSGD(SGD):
-    """Treats each element by itself, which nobody but its author knows."""
-
-
-def unknown_but_asked_for(rank: int, world: int) -> None:
-    model = zero.FSDP(nn.Linear(32, 32), partition="even")
-    model(torch.ones(1, 32)).sum().backward()
-    OwnSGD(model.parameters(), lr=0.1).step()
 
 
 def closed_over(params: Any) -> Optimizer:

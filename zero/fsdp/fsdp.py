@@ -131,7 +131,7 @@ class FSDP(nn.Module):
             self._units,
             self._comm,
             ignored=ignored_modules,
-            cut_on_request=partition == "even",
+            partition=partition,
             disk=builder.disk,
         )
         self._sentry = Sentry(self._units)

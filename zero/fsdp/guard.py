@@ -19,10 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zero.fsdp.offload import Disk
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.scaling import Scaling
+from zero.fsdp.stepping import Stepping
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
-from zero.oss.partition import ELEMENTWISE, NEED_ALL, NEED_WHOLE
+from zero.oss.kinds import Finding, Kind
+from zero.oss.numbers import differs
+from zero.oss.partition import Partition, optimizer_problem
 
 _guards: list[ReferenceType[Guard]] = []
 """Of every FSDP that lives, in the order in which they were made, which is the same on all ranks."""
@@ -33,12 +36,13 @@ class Guard:
     """Checks every step of any optimizer that holds parameters of these units, as long as it lives.
 
     The step raises RuntimeError for whole parameters, for gradients left by no_sync or scaled by each rank for itself,
-    for state of other shapes than the parts', for optimizers that need whole parameters where they are cut, and where
-    parameters were given other data, or the module others with gradients. It is collective, so that all ranks raise.
+    for state of other shapes than the parts', for optimizers that couple parameters or need whole ones where they are
+    cut, for numbers that an optimizer wrote into its groups and that differ between ranks, and where parameters were
+    given other data, or the module others with gradients. It is collective, so that all ranks raise.
 
     module, ignored: what may hold parameters only that it holds now, but for those of the modules in it that are
         ignored.
-    cut_on_request: whether the user said that parameters may be cut, whatever the optimizer.
+    partition: as the user said it, whatever the optimizer.
     disk: takes over steps on parts that lie in files.
     """
 
@@ -49,13 +53,13 @@ class Guard:
         comm: Comm,
         *,
         ignored: Sequence[nn.Module],
-        cut_on_request: bool,
+        partition: Partition,
         disk: Disk | None = None,
     ) -> None:
         self._module, self._ignored, self._known = module, ignored, {*module.parameters()}
         self._groups = [group for unit in units for group in unit.groups]
         self._comm, self._refusal = comm, comm.channel("the refusal of parameters that were given other data")
-        self._cut_on_request = cut_on_request
+        self._partition, self._stepping = partition, Stepping()
         self._overflow, self._scaling = Overflow(units, comm), Scaling(units, comm)
         self._disk = disk
         self._places: dict[nn.Parameter, tuple[Unit, FlatGroup, int]] = {
@@ -124,19 +128,28 @@ class Guard:
         params = self._held(optimizer)
         if not params:
             return
-        self._scaling.compare(self._problem(optimizer, params))
+        problem = self._problem(optimizer, params)
+        told = self._scaling.compare(problem, self._stepping.told(optimizer))
+        wrong = None if told is None else differs(told, optimizer)
+        if wrong is not None:
+            raise RuntimeError(wrong)
+        self._stepping.before_step(optimizer)
         if self._disk is not None:
             self._disk.before_step(optimizer, params, closure=closure)
 
     def after_step(self, optimizer: Optimizer) -> None:
+        self._stepping.after_step(optimizer)
         if self._disk is not None:
             self._disk.after_step(optimizer, self._held(optimizer))
 
     def _problem(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
         """Why the step cannot be taken, in words for the user; None if it can."""
-        kind = type(optimizer).__name__
-        if isinstance(optimizer, tuple(NEED_ALL)):
-            return f"{kind} computes with all parameters at once and cannot step parts of them. Use it without zero."
+        found = self._stepping.found(optimizer) if self._comm.world > 1 else {}
+        for name, finding in found.items():
+            problem = optimizer_problem(name, finding, self._partition, of="FSDP")
+            if problem is not None and finding.kind is not Kind.TENSORWISE:
+                return problem
+        whole = next((pair for pair in found.items() if pair[1].kind is Kind.TENSORWISE), None)
         changed = self.stray() or self._newcomer()
         if changed is not None:
             return changed
@@ -145,7 +158,7 @@ class Guard:
                 unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
                 unit.settle()
         for param in params:
-            problem = self._problem_of(optimizer, param) if param.grad is not None else None
+            problem = self._problem_of(optimizer, param, whole) if param.grad is not None else None
             if problem is not None:
                 return problem
         return None
@@ -162,7 +175,8 @@ class Guard:
                 )
         return None
 
-    def _problem_of(self, optimizer: Optimizer, param: nn.Parameter) -> str | None:
+    def _problem_of(self, optimizer: Optimizer, param: nn.Parameter, whole: tuple[str, Finding] | None) -> str | None:
+        """whole: the name of the optimizer that needs whole parameters, if one does, and why."""
         unit, group, index = self._places[param]
         name, kind = group.names[index], type(optimizer).__name__
         if group.summoned or unit.stage is not Stage.IDLE:
@@ -176,15 +190,10 @@ class Guard:
                 "backward before step() outside it."
             )
         cut = group.layout.numels[index] != param.numel() != 0
-        if cut and isinstance(optimizer, tuple(NEED_WHOLE)):
+        if cut and whole is not None:
             return (
-                f"{kind} needs each parameter whole, but {name!r} is cut between ranks. Wrap the model with "
-                "FSDP(partition='whole')."
-            )
-        if cut and type(optimizer) not in ELEMENTWISE and not self._cut_on_request:
-            return (
-                f"{kind} is not known to treat each element of a parameter by itself, and {name!r} is cut between "
-                "ranks. If it does, wrap the model with FSDP(partition='even'), otherwise with FSDP(partition='whole')."
+                f"{whole[0]} needs each parameter whole, but {name!r} is cut between ranks: "
+                f"{whole[1].reason}. Wrap the model with FSDP(partition='whole')."
             )
         whole_shape, _ = group.whole_shape(index)
         for key, value in optimizer.state.get(param, {}).items():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.oss.flat import Home
-from zero.oss.partition import ELEMENTWISE
+from zero.oss.kinds import ELEMENTWISE
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class Scaling:
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self._params, self._comm = [param for unit in units for group in unit.groups for param in group.params], comm
+        self._with_more = comm.channel("the step of an optimizer that is not torch's own")
         self._samples: list[_Sample] = []
 
     def remember(self) -> None:
@@ -78,14 +79,21 @@ class Scaling:
             for sample in self._samples
         ]
 
-    def compare(self, problem: str | None) -> None:
+    def compare(self, problem: str | None, more: Tensor | None = None) -> Tensor | None:
         """Collective. Raises RuntimeError, on every rank, where ranks scaled their gradients differently, or where any
-        has a `problem` of its own that keeps it from a step."""
+        has a `problem` of its own that keeps it from a step.
+
+        more: float64, on all ranks or none; the maximum over the ranks is returned.
+        """
         factor = self._factor()
         told = torch.tensor([float(problem is not None), -math.inf, -math.inf], dtype=torch.float64)
         if factor is not None:
             told[1], told[2] = factor, -factor
-        self._comm.all_reduce(told, maximum=True)
+        if more is None:
+            self._comm.all_reduce(told, maximum=True)
+        else:
+            told = torch.cat([told, more])
+            self._comm.all_reduce(told, maximum=True, channel=self._with_more)
         if told[0]:
             problems = [text for text in self._comm.all_gather_text(problem or "") if text]
             raise RuntimeError(problem or f"another rank cannot take this step: {problems[0]}")
@@ -96,6 +104,7 @@ class Scaling:
                 "torch.nn.utils.clip_grad_norm_ does so, because it sees only this rank's part of the gradients. Call "
                 "clip_grad_norm_(max_norm) of the FSDP model instead."
             )
+        return None if more is None else told[3:]
 
     def _factor(self) -> float | None:
         """The one number that all samples were multiplied by, if it is one and can be told."""

@@ -25,7 +25,9 @@ from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
-from zero.oss.partition import Partition, cut_for, partition_problem
+from zero.oss.kinds import Finding, Kind, finding_of, known, unwrapped
+from zero.oss.numbers import Agreed
+from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.oss.parts import Parts
 from zero.oss.slices import step_in_slices
 
@@ -54,7 +56,7 @@ class OSS(Optimizer):
     group: process group, by default all ranks. Without torch.distributed, this process alone.
     partition: "even" cuts inside parameters, so that all ranks own equally much; right for optimizers that treat each
         element by itself. "whole" keeps each parameter with one rank, for those that need whole matrices or norms.
-        "auto" is "even" for torch's own element-wise optimizers and "whole" for all others.
+        "auto" is what the optimizer was found to need: torch's own are known, others take a few steps of small tensors.
     granularity: elements; parameters are cut only at multiples of it from their start, for optimizers that treat
         elements in blocks, such as those that keep their state in 8 bits. With it "auto" is "even".
     broadcast_fp16: after a step send parameters as float16 (True) or as the dtype given, such as torch.bfloat16. The
@@ -63,7 +65,8 @@ class OSS(Optimizer):
         one, which are the rounded master (the 2Ψ + 2Ψ + 12Ψ/W bytes of the paper's section 3.1 under Adam).
 
     Collective: the constructor, `add_param_group`, `step`, `clip_grad_norm`, `consolidate_state_dict`.
-    Raises ValueError, on every rank, for parameters that cannot be sharded or that differ between ranks.
+    Raises ValueError, on every rank, for parameters that cannot be sharded or that differ between ranks, and for
+    optimizers that compute a step of one parameter from others, too.
     """
 
     def __init__(
@@ -81,16 +84,20 @@ class OSS(Optimizer):
         self._comm = Comm(group)
         groups, problem = as_groups(params)
         self._sent_as, wrong_dtype = sent_dtype(broadcast_fp16, "broadcast_fp16")
-        problem = problem or partition_problem(partition, optim, granularity)
-        problem = problem or wrong_dtype or master_problem(master_dtype)
+        problem = problem or partition_problem(partition, granularity) or wrong_dtype or master_problem(master_dtype)
+        self._built, self._built_by = False, (optim, defaults)
+        self._partition, self._granularity = partition, granularity
+        found, unfit = (None, None) if problem else self._look_at(groups)
+        self._cut = cut_for(partition, found, granularity)
         told = [
             f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
             f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}",
             f"defaults {told_options(defaults)}",
+            f"cut {self._cut}, as the optimizer was found to need it",
+            f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
         ]
-        self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem)
-        self._cut = cut_for(partition, optim, granularity)
-        self._granularity = granularity
+        self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem or unfit)
+        self._agreed = Agreed(self._comm) if found is not None and found.writes_numbers else None
         self._master_dtype = master_dtype
         self.gradients_arrive_in_parts = False
         self._leaves_gathers = False
@@ -98,7 +105,6 @@ class OSS(Optimizer):
         self._edited_channel = self._comm.channel("a step of OSS that it refuses, as its param_groups were edited")
         self._whole_state: dict[str, Any] | None = None
 
-        self._built = False
         super().__init__(groups, {})
         self._parts = self._laid_out()
         self.optim = self._build_inner(optim, defaults)
@@ -114,6 +120,7 @@ class OSS(Optimizer):
             super().add_param_group(param_group)
             return
         groups, problem = as_groups([param_group], seen=set(self._parts))
+        problem = problem or self._look_at(groups)[1]
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
         super().add_param_group(groups[0])
         added = self.param_groups[-1]
@@ -122,6 +129,19 @@ class OSS(Optimizer):
         # Not of the other groups: a scheduler may have written into them since the last step.
         self._share_options(self.optim.param_groups[-1:], [added])
         self._whole_state = None
+
+    def _look_at(self, groups: list[dict[str, Any]]) -> tuple[Finding | None, str | None]:
+        """What the optimizer is with groups of such options, and what keeps it from being sharded as it is to be."""
+        optim, defaults = self._built_by
+        found = known(optim)
+        if found is None and self._comm.world > 1:
+            found = finding_of(optim, defaults, [options(group) for group in groups], self._granularity)
+        if found is None:
+            return None, None
+        name = called(unwrapped(optim))
+        if self._built and found.kind is Kind.TENSORWISE and self._cut == "even":
+            return found, optimizer_problem(name, found, "even", self._granularity)
+        return found, optimizer_problem(name, found, self._partition, self._granularity)
 
     def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         inner, problem = None, None
@@ -254,7 +274,8 @@ class OSS(Optimizer):
         """Collective. Steps this rank's parts and gathers everyone's. Returns the closure's loss.
 
         Raises RuntimeError where parameters were moved or replaced, where gradients were left unreduced by no_sync, and
-        on every rank where param_groups were edited on one, or where another rank does something else.
+        on every rank where param_groups were edited on one, where the optimizer wrote other numbers into its own on
+        another, or where another rank does something else.
         """
         loss = None
         if closure is not None:
@@ -266,7 +287,11 @@ class OSS(Optimizer):
         self._take_gradients()
         self._share_options(self.param_groups, self.optim.param_groups)
         self._parts.masters.refresh()
+        if self._agreed is not None:
+            self._agreed.before_step(self.optim)
         step_in_slices(self.optim)
+        if self._agreed is not None:
+            self._agreed.after_step(self.optim)
         self._leave_gradients()
         self._share_options(self.optim.param_groups, self.param_groups)
         self._whole_state = None
