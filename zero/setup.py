@@ -14,8 +14,7 @@ from zero.fsdp import FSDP
 from zero.oss import OSS
 from zero.oss.averaging import average_by_reading
 from zero.oss.comm import Comm
-from zero.oss.groups import called
-from zero.oss.kinds import finding_of, known, unwrapped
+from zero.oss.kinds import finding_of, known, title
 from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.sdp import ShardedDDP
 
@@ -48,7 +47,7 @@ def setup(
     problem, found = problem or partition_problem(partition), None
     if stage and problem is None:
         found = known(optim) if comm.world == 1 else finding_of(optim, defaults)
-        problem = optimizer_problem(called(unwrapped(optim)), found, partition) if found else None
+        problem = optimizer_problem(title(optim), found, partition) if found else None
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
     if stage == 3:
         cut: Partition = cut_for(partition, found)

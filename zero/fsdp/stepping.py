@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.oss.groups import options, told_options
-from zero.oss.kinds import Finding, known, measured
+from zero.oss.kinds import Finding, known, measured, title
 from zero.oss.numbers import NOTHING, Written
 
 
@@ -28,13 +28,13 @@ class Stepping:
         self._written: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
     def found(self, optimizer: Optimizer) -> dict[str, Finding]:
-        """By class: what the optimizer is, and others around it, that work on the parameters and step by it (SAM).
+        """By name: what the optimizer is, and others around it, that work on the parameters and step by it (SAM).
 
         Measured where it steps for the first time, or has more groups than then.
         """
         groups = len(optimizer.param_groups)
         if self._found.get(optimizer, (0, None))[0] != groups:
-            looked_at = {type(each).__name__: finding_of(each) for each in (*_around(optimizer), optimizer)}
+            looked_at = {title(type(each)): finding_of(each) for each in (*_around(optimizer), optimizer)}
             self._found[optimizer] = groups, looked_at
         return self._found[optimizer][1]
 

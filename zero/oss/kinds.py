@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero.oss.groups import told_options
+from zero.oss.groups import called, told_options
 from zero.oss.probe import Build, Finding, Kind, probe
 
-__all__ = ["ELEMENTWISE", "Finding", "Kind", "finding_of", "known", "measured", "unwrapped"]
+__all__ = ["ELEMENTWISE", "Finding", "Kind", "finding_of", "known", "measured", "title", "unwrapped"]
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
@@ -49,6 +49,13 @@ def unwrapped(optim: Any) -> Any:
     while isinstance(optim, partial):
         optim = optim.func
     return optim
+
+
+def title(optim: Callable[..., object]) -> str:
+    """What errors call it: names such as AdamW are those of several, so others than torch's come with their module."""
+    kind = unwrapped(optim)
+    module = getattr(kind, "__module__", "")
+    return called(kind) if module.split(".")[0] == "torch" else f"{called(kind)} ({module})"
 
 
 def finding_of(
@@ -102,5 +109,6 @@ def _remembered(source: Any, key: tuple[str, int | None], build: Build, group: M
 
 def _sort(value: Any) -> Any:
     """Groups that differ in rates alone are one sort: of a fraction its sign matters."""
-    number = isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point() and not value.dim())
-    return f"a number, {(value > 0) - (value < 0)}" if number else value
+    if isinstance(value, Tensor) and value.is_floating_point() and not value.dim():
+        value = value.item()
+    return f"a number, {(value > 0) - (value < 0)}" if isinstance(value, float) else value

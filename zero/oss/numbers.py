@@ -44,6 +44,10 @@ class Written:
         """To be made before the step."""
         self._before = [numbers(group) for group in optimizer.param_groups[:SLOTS]]
 
+    def anything(self, optimizer: Optimizer) -> bool:
+        """After the step: whether it has written any number."""
+        return self._before != [numbers(group) for group in optimizer.param_groups[:SLOTS]]
+
     def told(self, optimizer: Optimizer) -> Tensor:
         """After the step: what ranks are to compare by `differs`, as the maximum over them; [2 x SLOTS], float64."""
         told = torch.full((2, SLOTS), -math.inf, dtype=torch.float64)
@@ -75,10 +79,13 @@ def differs(told: Tensor, optimizer: Optimizer) -> str | None:
 
 
 class Agreed:
-    """Sees after each step that all ranks that stepped something of a group wrote the same numbers into it."""
+    """Sees after each step that all ranks that stepped something of a group wrote the same numbers into it.
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    expected: whether steps write any. Otherwise nothing is sent until one does, which must then be so on all ranks.
+    """
+
+    def __init__(self, comm: Comm, *, expected: bool) -> None:
+        self._comm, self._expected = comm, expected
         self._channel = comm.channel("the numbers that the optimizer of OSS wrote into its param_groups")
         self._written: Written | None = None
 
@@ -88,6 +95,9 @@ class Agreed:
     def after_step(self, optimizer: Optimizer) -> None:
         """Collective. Raises RuntimeError, on every rank, where they did not."""
         assert self._written is not None
+        self._expected = self._expected or self._written.anything(optimizer)
+        if not self._expected:
+            return
         told = self._written.told(optimizer)
         self._comm.all_reduce(told, maximum=True, channel=self._channel)
         problem = differs(told, optimizer)

@@ -25,7 +25,7 @@ from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
-from zero.oss.kinds import Finding, Kind, finding_of, known, unwrapped
+from zero.oss.kinds import Finding, Kind, finding_of, known, title
 from zero.oss.numbers import Agreed
 from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.oss.parts import Parts
@@ -97,7 +97,7 @@ class OSS(Optimizer):
             f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
         ]
         self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem or unfit)
-        self._agreed = Agreed(self._comm) if found is not None and found.writes_numbers else None
+        self._agreed = Agreed(self._comm, expected=found.writes_numbers) if found and known(optim) is None else None
         self._master_dtype = master_dtype
         self.gradients_arrive_in_parts = False
         self._leaves_gathers = False
@@ -138,7 +138,7 @@ class OSS(Optimizer):
             found = finding_of(optim, defaults, [options(group) for group in groups], self._granularity)
         if found is None:
             return None, None
-        name = called(unwrapped(optim))
+        name = title(optim)
         if self._built and found.kind is Kind.TENSORWISE and self._cut == "even":
             return found, optimizer_problem(name, found, "even", self._granularity)
         return found, optimizer_problem(name, found, self._partition, self._granularity)

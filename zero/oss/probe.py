@@ -100,10 +100,9 @@ def probe(build: Build, options: Mapping[str, Any], granularity: int | None = No
 
     granularity: elements of whose multiples, counted from a parameter's start, cuts are.
     """
-    measure = _Measure(build, options)
     with _undisturbed():
         try:
-            return measure.find(granularity)
+            return _Measure(build, options).find(granularity)
         except _LateError:
             return Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", writes_numbers=True)
 

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.wrap import Policy
-from zero.oss.groups import called
-from zero.oss.kinds import finding_of, unwrapped
+from zero.oss.kinds import finding_of, title
 from zero.oss.partition import optimizer_problem, partition_problem
 from zero.plan.course import Course
 from zero.plan.job import Job, Needs
@@ -65,7 +64,7 @@ def plan(
     problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options)
     if problem is None:
         found = finding_of(optimizer, granularity=options.granularity)
-        name = called(unwrapped(optimizer))
+        name = title(optimizer)
         problem = optimizer_problem(name, found, options.partition, options.granularity)
     if problem:
         raise ValueError(problem)
