@@ -57,6 +57,21 @@ def entry_of(key: str) -> str:
     return key.partition(_WITHIN)[0]
 
 
+def wraps(leaf: Any) -> bool:
+    """Whether it is a tensor made of others (quantised, DTensor): only its class knows how parts make a whole."""
+    return isinstance(leaf, Tensor) and torch.utils._python_dispatch.is_traceable_wrapper_subclass(leaf)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Not every class of tensors that wrap others has a clone, but all can be taken apart."""
+    if not wraps(tensor):
+        return tensor.clone()
+    wrapper: Any = tensor
+    names, context = wrapper.__tensor_flatten__()
+    inner = {name: copied(getattr(tensor, name)) for name in names}
+    return type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
+
+
 def described(leaf: Any) -> dict[str, Any]:
     """A leaf for JSON: of a tensor with dimensions its "shape", "dtype" and "device", of all else the value itself."""
     if isinstance(leaf, Opened):
