@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
@@ -27,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as hooks
 
 from zero.oss.flat import part_shape
 from zero.oss.numbers import Numbers, numbers
+from zero.oss.undisturbed import seed, undisturbed
 
 Build = Callable[[list[dict[str, Any]]], Optimizer]
 """Makes a new optimizer of the groups that it is given."""
@@ -100,7 +99,7 @@ def probe(build: Build, options: Mapping[str, Any], granularity: int | None = No
 
     granularity: elements of whose multiples, counted from a parameter's start, cuts are.
     """
-    with _undisturbed():
+    with undisturbed():
         try:
             return _Measure(build, options).find(granularity)
         except _LateError:
@@ -225,7 +224,7 @@ class _Measure:
         params = [nn.Parameter(value.clone()) for value, _ in given]
         if not params:
             return _Course([], [], [{}] * (_STEPS + 1))
-        _seed(0)
+        seed(0)
         optimizer = self._build([{**deepcopy(dict(self._options)), "params": params}])
         _set_rate(optimizer)
         if callable(train := getattr(optimizer, "train", None)):
@@ -241,7 +240,7 @@ class _Measure:
 
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
-            _seed(step + 1)
+            seed(step + 1)
             drawn = torch.get_rng_state(), random.getstate()
             step_once: Callable[..., Any] = optimizer.step
             step_once(evaluate) if self._closure else step_once()
@@ -251,41 +250,6 @@ class _Measure:
                 raise _LateError
         states = [dict(_leaves("", optimizer.state.get(param, {}))) for param in params]
         return _Course([param.detach() for param in params], states, told, drew)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """What runs in here is seen by nobody: no hook of any optimizer is called, and generators are put back."""
-    with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.enter_context(_without_hooks())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(redirect_stdout(None))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.device("cpu"))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiling takes minutes
-        yield
-
-
-@contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Others are put in their place: this may run in a hook, which is called in a loop over these."""
-    before, after = hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
-    try:
-        hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks = type(before)(), type(after)()
-        yield
-    finally:
-        hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks = before, after
-
-
-def _seed(number: int) -> None:
-    """On the CPU alone: torch.manual_seed would reach the GPUs' generators."""
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
 
 
 def _values(shapes: Shapes) -> list[tuple[Tensor, Tensor]]:
