@@ -102,7 +102,7 @@ def _told(optimizer: Optimizer) -> str:
 def _around(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Other optimizers with this one's groups. What they do beside its step, no hook of torch's tells.
 
-    Costs 30 ms where a million objects live.
+    Costs 70 ms where 300,000 objects live.
     """
     for each in gc.get_objects():
         if issubclass(type(each), Optimizer) and each is not optimizer:
