@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's, as people bring along: they read whole parameters to step one element of them."""
+"""Optimizers that are not torch's, as people bring along: of every kind that matters to who shards them."""
 
 from __future__ import annotations
 
@@ -66,3 +66,161 @@ class Shampoo(ByParameter):
 def inverse_fourth_root(matrix: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
     return (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.t()
+
+
+class Lion(ByParameter):
+    """X. Chen et al., Symbolic Discovery of Optimization Algorithms, 2023: treats each element by itself.
+
+    Steps in training only, as Schedule-Free does, and counts steps in its groups.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "count": 0})
+        self.training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def step(self, closure: Any = None) -> None:
+        assert self.training
+        super().step(closure)
+        for group in self.param_groups:
+            group["count"] += 1
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["mean"] = torch.zeros_like(param)
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.sub_(state["mean"].lerp(param.grad, 0.1).sign_(), alpha=group["lr"])
+        state["mean"].lerp_(param.grad, 0.01)
+
+
+class TrainedLion(Lion):
+    """Needs no call before it steps."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.1) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.train()
+
+
+class Eight(ByParameter):
+    """SGD with a momentum rounded to 8 bits, in tensors of 4,096 elements or more; others keep theirs as it is."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["mean"] = torch.zeros_like(param)
+        state["mean"].mul_(0.9).add_(param.grad)
+        if param.numel() >= 4096:
+            state["mean"].mul_(16).round_().div_(16)
+        param.sub_(state["mean"], alpha=group["lr"])
+
+
+class Clipping(ByParameter):
+    """SGD that clips by the norm of all gradients, as timm's Lamb does."""
+
+    def __init__(self, params: Any, lr: float = 0.1, most: float | None = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "most": most})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        self.norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.ones(())
+        super().step(closure)
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        scale = 1 if group["most"] is None else group["most"] / self.norm
+        param.sub_(param.grad * scale, alpha=group["lr"])
+
+
+class Estimating(Clipping):
+    """Estimates a number over all parameters for later, in its groups, as Prodigy does. Till then it steps as SGD."""
+
+    def __init__(self, params: Any, lr: float = 0.1, patience: int = 0) -> None:
+        super().__init__(params, lr, None)
+        self.patience = patience
+        for group in self.param_groups:
+            group["d"] = 1e-6
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.patience -= 1
+        for group in self.param_groups:
+            group["d"] = max(group["d"], float(self.norm)) if self.patience < 0 else group["d"]
+
+
+class Noisy(ByParameter):
+    """SGD with noise, drawn for one parameter after another."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(param.grad + torch.randn_like(param), alpha=group["lr"])
+
+
+class ByPlace(Clipping):
+    """SGD into directions that are chosen by a parameter's place in the list, as APOLLO's projections are."""
+
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        for place, param in enumerate(params):
+            self.state[param].setdefault("seed", place)
+        super().step(closure)
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        generator = torch.Generator().manual_seed(state["seed"])
+        param.sub_(param.grad * torch.rand(param.shape, generator=generator), alpha=group["lr"])
+
+
+class Grouped(Clipping):
+    """Reads whole parameters where a group says so, as GaLore does."""
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        rank = group.get("rank")
+        param.sub_(param.grad if rank is None else param.grad / param.grad.norm(), alpha=group["lr"])
+
+
+class Sam(Optimizer):
+    """P. Foret et al., Sharpness-Aware Minimization, 2021: ascends by the gradient over the norm of all of them."""
+
+    def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            self.state[param]["ascent"] = param.grad * (self.defaults["rho"] / norm)
+            param.add_(self.state[param]["ascent"])
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "ascent" in self.state[param]:
+                    param.sub_(self.state[param].pop("ascent"))
+        self.base_optimizer.step()
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+class Curious(ByParameter):
+    """Wants to know more than parameters, which nobody tells it who does not know it."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, secret: str) -> None:
+        super().__init__(params, {"lr": lr})
+        self.hidden = [secret]
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert self.hidden == ["known"]
+        param.sub_(param.grad, alpha=group["lr"])

@@ -15,8 +15,9 @@ from zero.fsdp.summon import units_of
 from zero.oss import OSS
 from zero.oss.averaging import average_by_reading
 from zero.oss.comm import Comm
+from zero.oss.kinds import finding_of, known, title
 from zero.oss.named import build
-from zero.oss.partition import Partition, cut_for, partition_problem
+from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.sdp import ShardedDDP
 
 
@@ -45,13 +46,16 @@ def setup(
     problem = None
     if stage not in (0, 1, 2, 3):
         problem = f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
-    problem = problem or partition_problem(partition, optim if stage else None)
+    problem, found = problem or partition_problem(partition), None
+    if stage and problem is None:
+        found = known(optim) if comm.world == 1 else finding_of(optim, defaults)
+        problem = optimizer_problem(title(optim), found, partition) if found else None
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
     named = [*model.named_parameters()]
     if stage == 3:
-        cut: Partition = cut_for(partition, optim)
-        if partition == "auto" and cut == "even":
-            cut = partition  # so that another optimizer is looked at, too
+        cut: Partition = cut_for(partition, found)
+        if cut == "even" and known(optim) is not None:
+            cut = partition  # not what was measured here, so that another optimizer is looked at, too
         sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut)
         return sharded, build(optim, sharded.parameters(), named, defaults)[0]
     if stage == 2:

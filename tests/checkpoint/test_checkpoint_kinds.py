@@ -121,7 +121,7 @@ def test_state_of_other_shapes_than_the_parameter(tmp_path):
 
 def save_blocks(rank, world, path):
     model = CASE.model()
-    optimizer = zero.OSS(model.parameters(), Blockwise, lr=0.1, partition="even")
+    optimizer = zero.OSS(model.parameters(), Blockwise, lr=0.1, granularity=8)
     steps(DistributedDataParallel(model, **CASE.ddp), optimizer, 0, 1)
     zero.checkpoint.save(path, model, optimizer)
 

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adam, Muon, Optimizer
 
 import ranks
 import zero
-from optimizers import Lamb
+from optimizers import Clipping, Curious, Estimating, Lamb, Noisy, Sam, TrainedLion
 from sidebyside import SideBySide, data, sgd
 from zero.fsdp import guard
 
@@ -80,6 +80,7 @@ NEED_WHOLE = [
     Muon,
     partial(Adafactor, lr=0.1),
     OwnMuon,
+    Lamb,
 ]
 
 
@@ -90,20 +91,73 @@ def test_optimizers_that_need_whole_parameters_are_refused_where_they_are_cut(op
     ranks.expect_error(stepped, 2, RuntimeError, *words, args=(optim, options), timeout=15)
 
 
-def test_optimizers_that_torch_does_not_know_are_refused_unless_the_user_asked_for_cuts():
-    words = [r"optimizers\.Lamb is not known", r"FSDP\(partition='even'\)", r"FSDP\(partition='whole'\)"]
-    ranks.expect_error(stepped, 2, RuntimeError, *words, args=(Lamb, {}), timeout=15)
-    ranks.run(unknown_but_asked_for)
+def sam(rank: int, world: int, options: dict[str, Any]) -> None:
+    """Ascends by the norm of this rank's part alone; the first that torch tells of is the step of the SGD inside."""
+    model = zero.FSDP(Net(), **options)
+    optimizer = Sam(model.parameters(), SGD, lr=0.1, momentum=0.9)
+    backward(model, rank)
+    optimizer.first_step()
+    backward(model, rank)
+    optimizer.second_step()
 
 
-class OwnSGD(SGD):
-    """Treats each element by itself, which nobody but its author knows."""
+@pytest.mark.parametrize("options", [{}, {"partition": "whole"}], ids=str)
+def test_an_optimizer_around_another_that_couples_parameters_is_refused(options):
+    words = [r"Sam \(optimizers\) computes a step of one parameter from others", r"without zero \(stage 0\)"]
+    ranks.expect_error(sam, 2, RuntimeError, *words, args=(options,), timeout=15)
+    ranks.run(sam, args=({"sharding_strategy": "NO_SHARD"},))
 
 
-def unknown_but_asked_for(rank: int, world: int) -> None:
-    model = zero.FSDP(nn.Linear(32, 32), partition="even")
-    model(torch.ones(1, 32)).sum().backward()
-    OwnSGD(model.parameters(), lr=0.1).step()
+COUPLED = [Clipping, Noisy, partial(Estimating, patience=-1)]
+
+
+@pytest.mark.parametrize("optim", COUPLED, ids=lambda optim: getattr(optim, "func", optim).__name__)
+def test_optimizers_that_couple_parameters_are_refused_whatever_the_partition(optim):
+    ranks.expect_error(stepped, 2, RuntimeError, "cannot be sharded", args=(optim, {"partition": "whole"}), timeout=15)
+    at_setup = partial(optim.func, **optim.keywords) if isinstance(optim, partial) else optim
+    ranks.expect_error(set_up, 2, ValueError, "cannot be sharded", args=(at_setup,), timeout=15)
+
+
+def set_up(rank: int, world: int, optim: Any) -> None:
+    zero.setup(Net(), optim, stage=3)
+
+
+def unknown(rank: int, world: int, options: dict[str, Any]) -> None:
+    stepped(rank, world, partial(Curious, secret="known"), options)
+
+
+def test_what_cannot_be_measured_is_refused_unless_the_user_says_what_it_is():
+    words = [r"Curious \(optimizers\) .* could not be measured", r"FSDP\(partition='even'\)", r"partition='whole'\)"]
+    ranks.expect_error(unknown, 2, RuntimeError, *words, args=({},), timeout=15)
+    ranks.run(unknown, args=({"partition": "even"},))
+
+
+def trains(rank: int, world: int, optim: Any, cut: bool) -> None:
+    for build in [partial(zero.setup, stage=3), *(["3"] if cut else [])]:
+        both = SideBySide(Net(), build, optim)
+        assert cut == any(param.numel() % WIDTH for param in both.model.parameters())
+        for step in range(3):
+            both.step(loss_on(rank, step))
+
+
+@pytest.mark.parametrize(("optim", "cut"), [(TrainedLion, True), (Lamb, False)])
+def test_others_than_torchs_train_as_they_are_found_to_be(optim, cut):
+    ranks.run(trains, args=(optim, cut))
+
+
+def late(rank: int, world: int) -> None:
+    """Numbers that begin to differ in a later step than was looked at."""
+    model = zero.FSDP(Net())
+    optimizer = Estimating(model.parameters(), patience=7)
+    for step in range(9):
+        backward(model, rank, step)
+        optimizer.step()
+    pytest.fail("stepped all the same")
+
+
+def test_numbers_that_come_to_differ_between_ranks_are_refused_on_every_rank():
+    words = [r"Estimating wrote other numbers into param_groups\[0\]", "cannot be sharded"]
+    ranks.expect_error(late, 2, RuntimeError, *words, timeout=15)
 
 
 def closed_over(params: Any) -> Optimizer:

@@ -252,3 +252,39 @@ def _switched(rank, world, stage, through):
 @by_stage
 def test_weights_that_the_inner_optimizer_switches_are_gathered(stage, through):
     ranks.run(_switched, 2, args=(stage, through))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters without gradients
+
+
+class DecayingAll(Optimizer):
+    """Decays what has no gradient, too, and past autograd's counts."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.99)
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"])
+
+
+def _decayed(rank, world, stage, partition):
+    finals = []
+    for at in (0, stage):
+        net = built(linear)
+        net[0].requires_grad_(False)
+        model, optimizer = at_stage(at, net, DecayingAll, lr=0.1, **({"partition": partition} if at else {}))
+        losses = train(model, optimizer, rank, range(3))
+        finals.append((losses, weights(model)))
+    same(finals[1], finals[0], "losses and weights")
+
+
+@pytest.mark.parametrize("partition", ["auto", "whole"])
+@by_stage
+def test_frozen_parameters_that_a_step_writes_are_gathered(stage, partition):
+    ranks.run(_decayed, 2, args=(stage, partition))

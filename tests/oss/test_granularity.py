@@ -97,21 +97,14 @@ def test_an_optimizer_that_works_in_blocks_equals_the_unsharded_one(stage, world
     assert sum(state["scale"] for _, state in told) == sum(-(-numel // BLOCK) for numel in numels), "a block was cut"
 
 
-def _any_cut(rank, world):
-    """Cuts that do not respect blocks: the test above can fail."""
-    model, plain = built(Odd), built(Odd)
-    optimizer = zero.OSS(model.parameters(), Blockwise, partition="even")
-    expected = Blockwise(plain.parameters())
-    for step in range(6):
-        for each, its in ((model, optimizer), (plain, expected)):
-            its.zero_grad()
-            loss_of(each, 0, step).backward()
-            its.step()
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+def _any_cut(rank, world, cut):
+    zero.OSS(built(Odd).parameters(), Blockwise, **cut)
 
 
-def test_without_granularity_it_would_not():
-    assert ranks.run(_any_cut, 3) == [False] * 3
+@pytest.mark.parametrize("cut", [{"partition": "even"}, {"granularity": BLOCK // 2}], ids=str)
+def test_cuts_that_do_not_respect_blocks_are_refused(cut):
+    words = [r"cuts inside parameters, but Blockwise .* needs each parameter whole", "partition='whole'"]
+    ranks.expect_error(_any_cut, 2, ValueError, *words, args=(cut,))
 
 
 def _step(rank, number, *pairs):

@@ -47,10 +47,10 @@ OPTIMIZERS = {
     "Adagrad fused": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}, "even"),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.1, "weight_decay": 0.1}, "whole"),
     "LAMB by hand": (Lamb, {"lr": 0.1}, "whole"),
-    "a subclass of Adam": (MyAdam, {"lr": 0.01}, "whole"),
+    "a subclass of Adam": (MyAdam, {"lr": 0.01}, "even"),
     "partial": (functools.partial(Adam, lr=0.01, amsgrad=True), {}, "even"),
     "partial of partial": (functools.partial(functools.partial(Lamb, lr=0.5), lr=0.1), {}, "whole"),
-    "a function": (adam_by_factory, {"lr": 0.01}, "whole"),
+    "a function": (adam_by_factory, {"lr": 0.01}, "even"),
 }
 OPTIMIZERS["Muon"] = (torch.optim.Muon, {"lr": 0.1, "weight_decay": 0.1}, "whole")
 MODELS = {"Adafactor": filled, "Muon": matrices}  # what these cannot take is left out

@@ -86,7 +86,7 @@ BAD_OPTIONS = {
     "an unknown partition": ({"partition": "odd"}, "partition='odd' is unknown. Choose 'auto', 'even' or 'whole'."),
     "even with Muon": (
         {"optim": torch.optim.Muon, "partition": "even"},
-        "Muon needs each parameter whole. Choose partition='whole', or leave it at 'auto'.",
+        "Muon needs each parameter whole: it computes with whole matrices or their rows. Choose partition='whole'",
     ),
     "even with Adafactor": (
         {"optim": torch.optim.Adafactor, "partition": "even"},
@@ -96,7 +96,7 @@ BAD_OPTIONS = {
         {"optim": functools.partial(torch.optim.Muon, lr=0.1), "partition": "even"},
         "Muon needs each parameter whole",
     ),
-    "LBFGS": ({"optim": torch.optim.LBFGS}, "LBFGS computes with all parameters at once and cannot be sharded. Use it"),
+    "LBFGS": ({"optim": torch.optim.LBFGS}, "LBFGS cannot be sharded. Use it without zero"),
     "a rate that the optimizer refuses": ({"lr": -1.0}, "Invalid learning rate: -1.0"),
 }
 

@@ -22,10 +22,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ranks
 from optimizers import ByParameter, Lamb
-from zero import OSS, traffic
+from zero import FSDP, OSS, ShardedDDP, full_state_dict, traffic
 from zero.plan.meter import Meter
 
 CASES = {
@@ -366,7 +367,7 @@ class Odd(ByParameter):
 
 
 def _odd_state(rank, world):
-    both = pair(Odd)
+    both = pair(Odd, "whole")  # what steps nothing cannot be measured
     (_, plain), (_, sharded) = both
     for model, optimizer in both:
         train(model, optimizer, rank, range(1))
@@ -570,3 +571,46 @@ def test_a_state_of_other_shapes_is_refused_on_every_rank_and_nothing_changes(ch
     for told in ranks.run(_misfits, 2, args=(change,)):
         assert told.startswith("ValueError: the state of parameter")
         assert f"'exp_avg' of shape [1, 2], but the parameter has {shape}" in told
+
+
+class Wrapping(ByParameter):
+    """Keeps its momentum in a tensor that wraps others, as quantised state is kept."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step_one(self, param, state, group):
+        if not state:
+            state["mean"] = TwoTensor(torch.zeros_like(param), torch.zeros_like(param))
+        param.sub_(state["mean"].a.mul_(0.9).add_(param.grad), alpha=group["lr"])
+
+
+def _wrapping(rank, world, stage):
+    """What cannot be put together is refused; each rank's own goes on."""
+    finals = []
+    for reloads in (False, True):
+        model = built(filled)
+        if stage == 3:
+            wrapped = FSDP(model, partition="whole")
+            optimizer = Wrapping(wrapped.parameters())
+        else:
+            optimizer = OSS(model.parameters(), Wrapping)
+            wrapped = ShardedDDP(model, optimizer)
+        train(wrapped, optimizer, rank, range(2))
+        if reloads:
+            told = refusal(
+                lambda of=optimizer, by=wrapped: by.optim_state_dict(of) if stage == 3 else of.consolidate_state_dict()
+            )
+            assert told.startswith("ValueError: the state 'mean' of ") and "TwoTensor" in told, told
+            assert "Save each rank's own state_dict()" in told
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            inner = optimizer if stage == 3 else optimizer.optim
+            assert {type(state["mean"]) for state in inner.state.values()} <= {TwoTensor}
+        train(wrapped, optimizer, rank, range(2, 4))
+        finals.append(full_state_dict(wrapped))
+    same(*finals, "weights")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_in_tensors_that_wrap_others_is_refused_whole_and_loads_by_rank(stage):
+    ranks.run(_wrapping, args=(stage,), timeout=20)

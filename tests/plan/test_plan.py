@@ -156,7 +156,7 @@ def test_where_higher_stages_need_more_why_names_them():
     [
         ({"world_size": 0}, "world_size=0"),
         ({"world_size": []}, "world_size is empty"),
-        ({"world_size": 2, "optimizer": torch.optim.LBFGS}, "LBFGS computes with all parameters"),
+        ({"world_size": 2, "optimizer": torch.optim.LBFGS}, "LBFGS cannot be sharded"),
         ({"world_size": 6, "options": Options(replicas=4)}, "cannot be divided into 4 replicas"),
         ({"world_size": 2, "batch": (torch.zeros(4, 32),)}, "needs a module to run it"),
     ],

@@ -153,7 +153,7 @@ class FSDP(Wrapper):
             self._units,
             self._comm,
             ignored=ignored_modules,
-            cut_on_request=partition == "even",
+            partition=partition,
             disk=builder.disk,
         )
         self._summons = Summons(self._units, self._guard, self._placement)

@@ -20,12 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zero.fsdp.offload import Disk
 from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
 from zero.fsdp.overflow import Overflow
+from zero.fsdp.stepping import Stepping
 from zero.fsdp.unit import Stage, Unit
 from zero.oss.comm import Comm
 from zero.oss.ddp import refuse_within_ddp
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import PART
-from zero.oss.partition import ELEMENTWISE, NEED_ALL, NEED_WHOLE
+from zero.oss.kinds import Finding, Kind
+from zero.oss.numbers import differs
+from zero.oss.partition import Partition, optimizer_problem
 from zero.oss.scaling import Scaling
 
 _guards: list[ReferenceType[Guard]] = []
@@ -37,12 +40,13 @@ class Guard:
     """Checks every step of any optimizer that holds parameters of these units, as long as it lives.
 
     The step raises RuntimeError for whole parameters, for gradients left by no_sync or scaled by each rank for itself,
-    for state of other shapes than the parts', for optimizers that need whole parameters where they are cut, and where
-    parameters were given other data, or the module others with gradients. It is collective, so that all ranks raise.
+    for state of other shapes than the parts', for optimizers that couple parameters or need whole ones where they are
+    cut, for numbers that an optimizer wrote into its groups and that differ between ranks, and where parameters were
+    given other data, or the module others with gradients. It is collective, so that all ranks raise.
 
     module, ignored: what may hold parameters only that it holds now, but for those of the modules in it that are
         ignored.
-    cut_on_request: whether the user said that parameters may be cut, whatever the optimizer.
+    partition: as the user said it, whatever the optimizer.
     disk: takes over steps on parts that lie in files.
     """
 
@@ -53,16 +57,15 @@ class Guard:
         comm: Comm,
         *,
         ignored: Sequence[nn.Module],
-        cut_on_request: bool,
+        partition: Partition,
         disk: Disk | None = None,
     ) -> None:
         self._module, self._ignored, self._known = module, ignored, {*module.parameters()}
         self._groups = [group for unit in units for group in unit.groups]
         self._comm, self._refusal = comm, comm.channel("the refusal of parameters that were given other data")
-        self._cut_on_request = cut_on_request
+        self._partition, self._stepping = partition, Stepping()
         self._overflow = Overflow(units, comm)
-        params = [param for group in self._groups for param in group.params]
-        self._scaling = Scaling(params, comm, "clip_grad_norm_(max_norm) of the FSDP model")
+        self._scaling = Scaling(comm, "clip_grad_norm_(max_norm) of the FSDP model")
         self._disk = disk
         self._known_optimizers: WeakSet[Optimizer] = WeakSet()
         self._places: dict[nn.Parameter, tuple[Unit, FlatGroup, int]] = {
@@ -94,7 +97,7 @@ class Guard:
     def after_backward(self) -> None:
         """Collective. Backward is complete: gradients are as they should be."""
         self._overflow.spread()
-        self._scaling.remember()
+        self._scaling.remember(self._places)
 
     @contextmanager
     def scaling_alike(self) -> Iterator[None]:
@@ -140,6 +143,7 @@ class Guard:
             StateHooks(optimizer, self._groups, self._comm, alone=alone)
         if closure is None:
             self._check(optimizer, params)
+        self._stepping.before_step(optimizer)
         if self._disk is not None:
             self._disk.before_step(optimizer, params, closure=closure is not None)
         return None if closure is None else partial(self._checked, closure, optimizer, params)
@@ -151,19 +155,26 @@ class Guard:
 
     def _check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Collective. Raises RuntimeError on every rank where a step would be wrong on any."""
-        self._scaling.compare(self._problem(optimizer, params))
+        told = self._scaling.compare(self._problem(optimizer, params), self._stepping.told(optimizer))
+        wrong = None if told is None else differs(told, optimizer)
+        if wrong is not None:
+            raise RuntimeError(wrong)
         for group in optimizer.param_groups:
             group.pop(PART, None)  # the mark of this rank's part, which load_state_dict() has left here
 
     def after_step(self, optimizer: Optimizer) -> None:
+        self._stepping.after_step(optimizer)
         if self._disk is not None:
             self._disk.after_step(optimizer, self._held(optimizer))
 
     def _problem(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
         """Why the step cannot be taken, in words for the user; None if it can."""
-        kind = type(optimizer).__name__
-        if isinstance(optimizer, tuple(NEED_ALL)):
-            return f"{kind} computes with all parameters at once and cannot step parts of them. Use it without zero."
+        found = self._stepping.found(optimizer) if self._comm.world > 1 else {}
+        for name, finding in found.items():
+            problem = optimizer_problem(name, finding, self._partition, of="FSDP")
+            if problem is not None and finding.kind is not Kind.TENSORWISE:
+                return problem
+        whole = next((pair for pair in found.items() if pair[1].kind is Kind.TENSORWISE), None)
         problem = self.stray() or self._newcomer() or self._loaded_from_another(optimizer)
         if problem is not None:
             return problem
@@ -179,7 +190,7 @@ class Guard:
                     "is not to be trained; or list the parameters before the forward."
                 )
         for param in params:
-            problem = self._problem_of(optimizer, param) if param.grad is not None else None
+            problem = self._problem_of(optimizer, param, whole) if param.grad is not None else None
             if problem is not None:
                 return problem
         return None
@@ -203,7 +214,8 @@ class Guard:
                 )
         return None
 
-    def _problem_of(self, optimizer: Optimizer, param: nn.Parameter) -> str | None:
+    def _problem_of(self, optimizer: Optimizer, param: nn.Parameter, whole: tuple[str, Finding] | None) -> str | None:
+        """whole: the name of the optimizer that needs whole parameters, if one does, and why."""
         unit, group, index = self._places[param]
         name, kind = group.names[index], type(optimizer).__name__
         if group.summoned or unit.stage is not Stage.IDLE:
@@ -217,16 +229,10 @@ class Guard:
                 "backward before step() outside it."
             )
         cut = group.layout.numels[index] != param.numel() != 0
-        if cut and isinstance(optimizer, tuple(NEED_WHOLE)):
+        if cut and whole is not None:
             return (
-                f"{kind} needs each parameter whole, but {name!r} is cut between ranks. Wrap the model with "
-                "FSDP(partition='whole')."
-            )
-        if cut and type(optimizer) not in ELEMENTWISE and not self._cut_on_request:
-            return (
-                f"{type(optimizer).__module__}.{kind} is not known to treat each element of a parameter by itself, and "
-                f"{name!r} is cut between ranks. If it does, wrap the model with FSDP(partition='even'), otherwise "
-                "with FSDP(partition='whole')."
+                f"{whole[0]} needs each parameter whole, but {name!r} is cut between ranks: "
+                f"{whole[1].reason}. Wrap the model with FSDP(partition='whole')."
             )
         whole_shape, _ = group.whole_shape(index)
         for key, value in optimizer.state.get(param, {}).items():

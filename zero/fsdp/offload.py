@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.oss.flat import Home
-from zero.oss.partition import ELEMENTWISE
+from zero.oss.kinds import ELEMENTWISE
 
 
 @dataclass(frozen=True)

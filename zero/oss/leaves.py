@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero._torch import wraps_others
+
 _WITHIN = "\n"
 """Between the key of a list and the number of an item of it."""
 
@@ -55,6 +57,21 @@ def closed(leaves: dict[str, Any]) -> dict[str, Any]:
 def entry_of(key: str) -> str:
     """The key of the entry of the state that a leaf belongs to."""
     return key.partition(_WITHIN)[0]
+
+
+def wraps(leaf: Any) -> bool:
+    """Whether it is a tensor made of others (quantised, DTensor): only its class knows how parts make a whole."""
+    return isinstance(leaf, Tensor) and wraps_others(leaf)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Not every class of tensors that wrap others has a clone, but all can be taken apart."""
+    if not wraps(tensor):
+        return tensor.clone()
+    wrapper: Any = tensor
+    names, context = wrapper.__tensor_flatten__()
+    inner = {name: copied(getattr(tensor, name)) for name in names}
+    return type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
 
 
 def described(leaf: Any) -> dict[str, Any]:

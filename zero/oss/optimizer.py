@@ -30,8 +30,10 @@ from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
 from zero.oss.joining import NO_JOIN, Joining
+from zero.oss.kinds import ELEMENTWISE, Finding, Kind, finding_of, known, title
 from zero.oss.named import build
-from zero.oss.partition import ELEMENTWISE, Partition, cut_for, partition_problem
+from zero.oss.numbers import Agreed
+from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.oss.parts import Parts
 from zero.oss.scaling import Scaling
 from zero.oss.sharded_optimizer import ShardedOptimizer
@@ -64,7 +66,7 @@ class OSS(ShardedOptimizer, Joinable):
     group: process group, by default all ranks. Without torch.distributed, this process alone.
     partition: "even" cuts inside parameters, so that all ranks own equally much; right for optimizers that treat each
         element by itself. "whole" keeps each parameter with one rank, for those that need whole matrices or norms.
-        "auto" is "even" for torch's own element-wise optimizers and "whole" for all others.
+        "auto" is what the optimizer was found to need: torch's own are known, others take a few steps of small tensors.
     granularity: elements; parameters are cut only at multiples of it from their start, for optimizers that treat
         elements in blocks, such as those that keep their state in 8 bits. With it "auto" is "even".
     broadcast_fp16: after a step send parameters as float16 (True) or as the dtype given, such as torch.bfloat16. The
@@ -76,7 +78,8 @@ class OSS(ShardedOptimizer, Joinable):
     forward in it is followed by a backward and, but under no_sync, a step.
 
     Collective: the constructor, `add_param_group`, `step`, `clip_grad_norm`, `consolidate_state_dict`.
-    Raises ValueError, on every rank, for parameters that cannot be sharded or that differ between ranks.
+    Raises ValueError, on every rank, for parameters that cannot be sharded or that differ between ranks, and for
+    optimizers that compute a step of one parameter from others, too.
     """
 
     def __init__(
@@ -94,26 +97,32 @@ class OSS(ShardedOptimizer, Joinable):
         self._comm = Comm(group)
         groups, problem = as_groups(params)
         self._sent_as, wrong_dtype = sent_dtype(broadcast_fp16, "broadcast_fp16")
-        problem = problem or partition_problem(partition, optim, granularity)
-        problem = problem or wrong_dtype or master_problem(master_dtype)
+        problem = problem or partition_problem(partition, granularity) or wrong_dtype or master_problem(master_dtype)
+        self._built, self._built_by = False, (optim, defaults)
+        self._partition, self._granularity = partition, granularity
+        found, unfit = (None, None) if problem else self._look_at(groups)
+        self._cut = cut_for(partition, found, granularity)
+        self._writes_frozen = found is not None and found.writes_frozen
         told = [
             f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
             f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}",
             f"defaults {told_options(defaults)}",
+            f"cut {self._cut}, as the optimizer was found to need it",
+            f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
+            f"parameters without gradients written by steps: {self._writes_frozen}",
         ]
-        self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem)
-        self._cut = cut_for(partition, optim, granularity)
-        self._granularity = granularity
+        self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem or unfit)
+        self._agreed = Agreed(self._comm, expected=found.writes_numbers) if found and known(optim) is None else None
         self._master_dtype = master_dtype
         self.gradients_arrive_in_parts = False
         self._leaves_gathers = False
         self._steps_without_gradients = 0
+        self._scaling = Scaling(self._comm, "clip_grad_norm(max_norm) of the optimizer")
         self._step_channel = self._comm.channel("the step of OSS")
         self._edited_channel = self._comm.channel("a step of OSS that it refuses, as its param_groups were edited")
 
         self._joining = Joining(self._comm)
         Joinable.__init__(self)
-        self._built = False
         super().__init__(groups)
         self._parts = self._laid_out()
         self.optim = self._build_inner(optim, defaults)
@@ -129,6 +138,7 @@ class OSS(ShardedOptimizer, Joinable):
             super().add_param_group(param_group)
             return
         groups, problem = as_groups([param_group], seen=set(self._parts))
+        problem = problem or self._look_at(groups)[1]
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
         super().add_param_group(groups[0])
         added = self.param_groups[-1]
@@ -140,6 +150,19 @@ class OSS(ShardedOptimizer, Joinable):
         # Not of the other groups: a scheduler may have written into them since the last step.
         self._share_options(self.optim.param_groups[-1:], [added])
         self.forget_full_state()
+
+    def _look_at(self, groups: list[dict[str, Any]]) -> tuple[Finding | None, str | None]:
+        """What the optimizer is with groups of such options, and what keeps it from being sharded as it is to be."""
+        optim, defaults = self._built_by
+        found = known(optim)
+        if found is None and self._comm.world > 1:
+            found = finding_of(optim, defaults, [options(group) for group in groups], self._granularity)
+        if found is None:
+            return None, None
+        name = title(optim)
+        if self._built and found.kind is Kind.TENSORWISE and self._cut == "even":
+            return found, optimizer_problem(name, found, "even", self._granularity)
+        return found, optimizer_problem(name, found, self._partition, self._granularity)
 
     def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         inner, by_name, problem = None, False, None
@@ -260,8 +283,8 @@ class OSS(ShardedOptimizer, Joinable):
         it is called before. Others are given it, and each time they call it parameters are gathered before.
 
         Raises RuntimeError where parameters were moved or replaced, where gradients were left unreduced by no_sync, and
-        on every rank where param_groups were edited on one, where another rank does something else, or inside of
-        `ddp.join()`.
+        on every rank where param_groups were edited on one, where the optimizer wrote other numbers into its own on
+        another, where another rank does something else, or inside of `ddp.join()`.
         """
         self._joining.before_step(self, self._parts)
         loss: Any = None
@@ -290,13 +313,21 @@ class OSS(ShardedOptimizer, Joinable):
             self._joining.share_gradients(self._parts, self.param_groups, joined=joined)
         self._share_options(self.param_groups, self.optim.param_groups)
         self._parts.masters.refresh()
+        if self._agreed is not None:
+            self._agreed.before_step(self.optim)
 
     def _end_step(self) -> None:
         """Collective. All that comes after the inner optimizer's step."""
+        if self._agreed is not None:
+            self._agreed.after_step(self.optim)
         self._leave_gradients()
         self._share_options(self.optim.param_groups, self.param_groups)
         self.forget_full_state()
-        self._gather(self._parts.trained_groups())
+        self._gather(self._stepped_groups())
+
+    def _stepped_groups(self) -> list[FlatGroup]:
+        """The flat groups that a step may have changed, in the order in which forward needs them."""
+        return self.flat_groups[::-1] if self._writes_frozen else self._parts.trained_groups()
 
     def _refuse_changes(self) -> None:
         self.finish_gathers()
@@ -310,7 +341,7 @@ class OSS(ShardedOptimizer, Joinable):
         def evaluate() -> float:
             nonlocal called
             if called:  # the optimizer may have changed its parts since
-                self._gather(self._parts.trained_groups())
+                self._gather(self._stepped_groups())
                 self.finish_gathers()
             called = True
             with torch.enable_grad():
@@ -330,10 +361,9 @@ class OSS(ShardedOptimizer, Joinable):
         def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
             if not self.gradients_arrive_in_parts:
                 return hook(self, args, kwargs)
-            scaling = Scaling([*self._parts.values()], self._comm, "clip_grad_norm(max_norm) of the optimizer")
-            scaling.remember()
+            self._scaling.remember(self._parts.values())
             result = hook(self.optim, args, kwargs)
-            scaling.compare(None)
+            self._scaling.compare(None)
             return result
 
         return super().register_step_pre_hook(with_gradients)

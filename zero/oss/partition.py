@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -13,29 +12,16 @@ from torch import nn
 from zero.oss import layout
 from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, Home, alignment, alike
+from zero.oss.kinds import Finding, Kind
 from zero.oss.layout import Layout, Loads
 
 Partition = Literal["auto", "even", "whole"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
 
-ELEMENTWISE: frozenset[type] = frozenset(
-    getattr(torch.optim, name)
-    for name in ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
-)
-"""Optimizers whose step of one element reads no other element, so that a part is stepped as the whole would be."""
 
-NEED_WHOLE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
-"""torch's optimizers that read a whole parameter to step one element of it."""
-
-NEED_ALL = frozenset({torch.optim.LBFGS})
-"""torch's optimizers that read all parameters at once, which no rank has."""
-
-
-def partition_problem(
-    partition: object, optim: Callable[..., object] | None = None, granularity: int | None = None
-) -> str | None:
-    """What is wrong with a choice of partition (for an optimizer), in words for the user; None if nothing."""
+def partition_problem(partition: object, granularity: int | None = None) -> str | None:
+    """What is wrong with a choice of partition, in words for the user; None if nothing."""
     if partition not in ("auto", "even", "whole"):
         return f"partition={partition!r} is unknown. Choose 'auto', 'even' or 'whole'."
     if granularity is not None and (granularity < 1 or partition == "whole"):
@@ -43,26 +29,49 @@ def partition_problem(
             f"granularity={granularity} with partition={partition!r}: it is a number of elements, at least 1, that a "
             "cut inside a parameter does not divide. Leave it out where parameters are not cut."
         )
-    kind = _class_of(optim)
-    if kind is None:
-        return None
-    if kind in NEED_ALL:
-        return f"{kind.__name__} computes with all parameters at once and cannot be sharded. Use it without zero."
-    if partition == "even" and kind in NEED_WHOLE:
+    return None
+
+
+def optimizer_problem(
+    optim: str, found: Finding, partition: Partition, granularity: int | None = None, *, of: str = ""
+) -> str | None:
+    """Why an optimizer of this name, as it was found to be, cannot be sharded so, in words for the user.
+
+    of: "FSDP" where that is given the partition.
+    """
+    whole, even = (f"{of}(partition={cut!r})" if of else f"partition={cut!r}" for cut in ("whole", "even"))
+    if found.kind is Kind.COUPLED:
         return (
-            f"partition='even' cuts inside parameters, but {kind.__name__} needs each parameter whole. "
-            "Choose partition='whole', or leave it at 'auto'."
+            f"{optim} computes a step of one parameter from others, too: {found.reason}. A rank steps the parameters "
+            f"that it owns, and would train to other numbers, whatever the partition: {optim} cannot be sharded. "
+            "Use it without zero (stage 0); if one of its options does so, such as a clipping by the norm of all "
+            "gradients, switch that off."
+        )
+    if found.kind is Kind.TENSORWISE and granularity is not None:
+        return (
+            f"granularity={granularity} cuts inside parameters, but {optim} needs each parameter whole: "
+            f"{found.reason}. Leave granularity out and choose {whole}, or leave it at 'auto'."
+        )
+    if found.kind is Kind.TENSORWISE and partition == "even":
+        return (
+            f"partition='even' cuts inside parameters, but {optim} needs each parameter whole: {found.reason}. "
+            f"Choose {whole}, or leave it at 'auto'."
+        )
+    if found.kind is Kind.UNKNOWN and partition == "auto" and granularity is None:
+        return (
+            f"{optim} is not known, and could not be measured: {found.reason}. If it treats each element of a "
+            f"parameter by itself, say {even}; if it reads the whole of one parameter to step that, but no other, "
+            f"{whole}. Otherwise it cannot be sharded: use it without zero (stage 0)."
         )
     return None
 
 
-def cut_for(
-    partition: Partition, optim: Callable[..., object], granularity: int | None = None
-) -> Literal["even", "whole"]:
-    """`auto` is `even` for torch's own element-wise optimizers and where the user says at which multiples one may cut,
-    and `whole` for all that are not known to be so."""
+def cut_for(partition: Partition, found: Finding | None, granularity: int | None = None) -> Literal["even", "whole"]:
+    """`auto` is `even` for optimizers that were found to be element-wise and where the user says at which multiples one
+    may cut, and `whole` for all others."""
     if partition == "auto":
-        return "even" if granularity is not None or _class_of(optim) in ELEMENTWISE else "whole"
+        elementwise = found is not None and found.kind is Kind.ELEMENTWISE
+        return "even" if granularity is not None or elementwise else "whole"
     return partition
 
 
@@ -163,9 +172,3 @@ def lay_out(
             limit_numel=limit_numel,
         )
     ]
-
-
-def _class_of(optim: Callable[..., object] | None) -> type | None:
-    while isinstance(optim, partial):
-        optim = optim.func
-    return optim if isinstance(optim, type) else None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.oss import leaves
 from zero.oss.flat import FlatGroup, part_shape
 from zero.oss.layout import Span
 
@@ -85,7 +86,7 @@ class Piece:
         if not isinstance(value, Tensor):
             return value
         if is_part or not self.cut or value.dim() == 0:
-            return value.clone()
+            return leaves.copied(value)
         shape = self.shape if value.shape == self.whole_shape else (-1, *value.shape[1:])
         return self.slot(value).clone().view(shape)
 

@@ -9,7 +9,7 @@ looked at, which on a GPU have to be waited for. (It does not count what is writ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -52,18 +52,16 @@ class _Sample:
 
 
 class Scaling:
-    """Of the gradients of these parameters, or parts of parameters.
+    """remedy: what to call instead of torch.nn.utils.clip_grad_norm_."""
 
-    remedy: what to call instead of torch.nn.utils.clip_grad_norm_.
-    """
-
-    def __init__(self, params: Sequence[nn.Parameter], comm: Comm, remedy: str) -> None:
-        self._params, self._comm, self._remedy = params, comm, remedy
+    def __init__(self, comm: Comm, remedy: str) -> None:
+        self._comm, self._remedy = comm, remedy
+        self._with_more = comm.channel("the step of an optimizer that is not torch's own")
         self._samples: list[_Sample] = []
 
-    def remember(self) -> None:
-        """Looks at the gradients as backward left them."""
-        have = [(param, param.grad) for param in self._params if param.grad is not None and param.numel()]
+    def remember(self, params: Iterable[nn.Parameter]) -> None:
+        """Looks at the gradients of parameters, or of parts of parameters, as they are now."""
+        have = [(param, param.grad) for param in params if param.grad is not None and param.numel()]
         self._samples = [
             _Sample(param, gradient.data_ptr(), writes_so_far([gradient]), _first(gradient).clone())
             for param, gradient in have[:: max(len(have) // _GRADIENTS, 1)]
@@ -81,14 +79,21 @@ class Scaling:
             for sample in self._samples
         ]
 
-    def compare(self, problem: str | None) -> None:
+    def compare(self, problem: str | None, more: Tensor | None = None) -> Tensor | None:
         """Collective. Raises RuntimeError, on every rank, where ranks scaled their gradients differently, or where any
-        has a `problem` of its own that keeps it from a step."""
+        has a `problem` of its own that keeps it from a step.
+
+        more: float64, on all ranks or none; the maximum over the ranks is returned.
+        """
         factor = self._factor()
         told = torch.tensor([float(problem is not None), -math.inf, -math.inf], dtype=torch.float64)
         if factor is not None:
             told[1], told[2] = factor, -factor
-        self._comm.all_reduce(told, maximum=True)
+        if more is None:
+            self._comm.all_reduce(told, maximum=True)
+        else:
+            told = torch.cat([told, more])
+            self._comm.all_reduce(told, maximum=True, channel=self._with_more)
         if told[0]:
             problems = [text for text in self._comm.all_gather_text(problem or "") if text]
             raise RuntimeError(problem or f"another rank cannot take this step: {problems[0]}")
@@ -99,6 +104,7 @@ class Scaling:
                 "torch.nn.utils.clip_grad_norm_ does so, because it sees only this rank's part of the gradients. Call "
                 f"{self._remedy} instead."
             )
+        return None if more is None else told[3:]
 
     def _factor(self) -> float | None:
         """The one number that all samples were multiplied by, if it is one and can be told."""

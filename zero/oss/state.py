@@ -278,9 +278,9 @@ def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
 
 def _told(optimizer: Sharded, settle: bool) -> str:
     """`_describe` as text; raises ValueError on every rank where a rank's state cannot be told so."""
-    text, problem = "", None
+    text, problem = "", _wrapped(optimizer)
     try:
-        text = json.dumps(_describe(optimizer, settle))
+        text = json.dumps(_describe(optimizer, settle)) if problem is None else ""
     except TypeError as error:
         problem = (
             f"{type(optimizer.optim).__name__} keeps something in its state that is neither a tensor nor a plain value "
@@ -288,6 +288,21 @@ def _told(optimizer: Sharded, settle: bool) -> str:
         )
     optimizer.comm.compare("the states to consolidate", [], problem)
     return text
+
+
+def _wrapped(optimizer: Sharded) -> str | None:
+    """Where this rank's state has tensors that wrap others, in words for the user: sent, they would come as others."""
+    own = [(piece.name, optimizer.part(piece.param)) for piece in _pieces(optimizer, optimizer.comm.rank)]
+    own += [(f"parameter {number}", param) for number, param in _unsharded(optimizer)]
+    for name, param in own:
+        for key, leaf in leaves.opened(dict(optimizer.optim.state.get(param, {}))).items():
+            if leaves.wraps(leaf):
+                return (
+                    f"the state {leaves.entry_of(key)!r} of {name} is a {type(leaf).__name__}, a tensor that wraps "
+                    "others: in a consolidated state it would come out as another. Save each rank's own state_dict() "
+                    "instead, which loads into the same model on as many ranks."
+                )
+    return None
 
 
 def _describe(optimizer: Sharded, settle: bool) -> dict[int, dict[str, Any]]:

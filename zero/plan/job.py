@@ -10,7 +10,7 @@ import torch
 
 from zero.fsdp import Prefetch
 from zero.oss.comm import agreement_bytes
-from zero.oss.partition import cut_for
+from zero.oss.kinds import ELEMENTWISE, unwrapped
 from zero.oss.slices import SLICE
 from zero.plan.course import Course
 from zero.plan.flat import Flat
@@ -79,7 +79,7 @@ class Job:
     def stepping_in_slices(self, flats: Iterable[Flat]) -> tuple[int, int]:
         """The same of OSS, which has long parts stepped slice by slice, if the optimizer keeps anything of them."""
         state, scratch = self.stepping_parts(flats)
-        if not state or not self.gloo or cut_for("auto", self.layouts.optim) == "whole":
+        if not state or not self.gloo or unwrapped(self.layouts.optim) not in ELEMENTWISE:
             return state, scratch
         return state, self.stepping((f.stepped, f.owned, min(f.largest, SLICE), f.tensors) for f in flats)[1]
 

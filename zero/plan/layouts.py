@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from zero.oss.kinds import finding_of
 from zero.oss.layout import Layout
 from zero.oss.partition import Arrangement, arrange, bucket_limit, cut_for
 from zero.plan.course import Course, Moment
@@ -36,11 +37,12 @@ class Layouts:
 
     @property
     def _cut(self) -> Literal["even", "whole"]:
-        return cut_for(self.options.partition, self.optim, self.options.granularity)
+        granularity = self.options.granularity
+        return cut_for(self.options.partition, finding_of(self.optim, granularity=granularity), granularity)
 
     @property
     def _cut_of_units(self) -> Literal["even", "whole"]:
-        return cut_for(self.options.partition, self.optim)
+        return cut_for(self.options.partition, finding_of(self.optim))
 
     @cached_property
     def _buckets(self) -> list[Arrangement]:

@@ -14,7 +14,8 @@ from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.wrap import Policy
-from zero.oss.partition import partition_problem
+from zero.oss.kinds import finding_of, title
+from zero.oss.partition import optimizer_problem, partition_problem
 from zero.plan.course import Course
 from zero.plan.job import Job, Needs
 from zero.plan.kept import Kept
@@ -62,7 +63,11 @@ def plan(
     options = options or Options(precision=as_precision(precision))
     if precision is not None and options.precision != as_precision(precision):
         raise ValueError("precision was given twice, and differs: by itself and in options. Give it once.")
-    problem = partition_problem(options.partition, optimizer, options.granularity) or _misfit(worlds, options)
+    problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options)
+    if problem is None:
+        found = finding_of(optimizer, granularity=options.granularity)
+        name = title(optimizer)
+        problem = optimizer_problem(name, found, options.partition, options.granularity)
     if problem:
         raise ValueError(problem)
     prefetch = as_prefetch(prefetch)

@@ -1,0 +1,183 @@
+"""What optimizers are found to be, and what OSS makes of it: the right cut, or an error with the true reason."""
+
+import random
+import re
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from reference import Net, batch, built, distributed, loss_of, same_weights
+from torch import nn
+from torch.optim import SGD, Adafactor, Adam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import optimizers
+import ranks
+import zero
+from optimizers import ByPlace, Clipping, Curious, Eight, Estimating, Grouped, Lamb, Lion, Noisy, Sam, TrainedLion
+from zero.oss import probe
+from zero.oss.kinds import Finding, Kind, finding_of
+
+KINDS = {
+    "element-wise, wants train()": (Lion, {}, Kind.ELEMENTWISE, ""),
+    "an option that does not couple": (Clipping, {"most": None}, Kind.ELEMENTWISE, ""),
+    "by groups, which do not say so": (Grouped, {"most": None}, Kind.ELEMENTWISE, ""),
+    "torch's": (partial(Adam, lr=0.1), {}, Kind.ELEMENTWISE, ""),
+    "a subclass": (type("Own", (Adafactor,), {}), {}, Kind.TENSORWISE, r"the state .* is of shape \[12, 1\]"),
+    "norms": (Lamb, {}, Kind.TENSORWISE, "stepped to other values than its pieces"),
+    "matrices": (optimizers.Shampoo, {}, Kind.TENSORWISE, r"the state 'left' .* is of shape \[12, 12\]"),
+    "8 bits from 4,096 elements on": (Eight, {}, Kind.TENSORWISE, r"shape \[5120\] was stepped to other values"),
+    "a norm of all": (Clipping, {}, Kind.COUPLED, "beside other tensors"),
+    "a number of all, for later": (Estimating, {}, Kind.COUPLED, "it wrote 'd' .* where it had some of the parameters"),
+    "random numbers": (Noisy, {}, Kind.COUPLED, "draws random numbers, for one tensor after another"),
+    "its place in the list": (ByPlace, {"most": None}, Kind.COUPLED, "another place in the list"),
+    "a closure": (Sam, {"base_optimizer": SGD, "lr": 0.1}, Kind.COUPLED, "beside other tensors"),
+    "what is not told": (Curious, {"secret": "other"}, Kind.UNKNOWN, "AssertionError"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_optimizers_are_found_to_be_what_they_are(name, fresh):
+    optim, options, kind, reason = KINDS[name]
+    found = finding_of(optim, options)
+    assert found.kind is kind, found
+    assert re.search(reason, found.reason), found
+    assert found.writes_numbers == (optim in (Lion, Estimating) or kind is Kind.UNKNOWN)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    monkeypatch.setattr("zero.oss.kinds._found", type(zero.oss.kinds._found)())
+
+
+def test_options_of_groups_and_cuts_at_blocks_make_a_difference_rates_do_not(fresh, monkeypatch):
+    groups = [{"lr": 0.1}, {"lr": 0.2}, {"rank": 4}]
+    probed = []
+    monkeypatch.setattr("zero.oss.kinds.probe", lambda *given: probed.append(given) or probe.probe(*given))
+    assert finding_of(Grouped, {"most": None}, groups[:2]).kind is Kind.ELEMENTWISE
+    assert finding_of(Grouped, {"most": None}, groups).kind is Kind.TENSORWISE
+    assert finding_of(partial(Grouped, most=None), None, groups).kind is Kind.TENSORWISE
+    assert len(probed) == 2
+    assert finding_of(Eight, granularity=256).kind is Kind.TENSORWISE
+    assert finding_of(Lamb, granularity=4096).kind is Kind.TENSORWISE
+
+
+def state_of_generators():
+    return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), torch.is_grad_enabled()]
+
+
+def test_measuring_is_seen_by_nobody(fresh, capsys):
+    class Loud(Noisy):
+        def step(self, closure=None):
+            print("step")
+            random.random()
+            np.random.rand()
+            super().step(closure)
+
+    seen = []
+    handle = register_optimizer_step_pre_hook(lambda *given: seen.append(given))
+    before = state_of_generators()
+    with torch.device("meta"), torch.no_grad():
+        assert finding_of(Loud).kind is Kind.COUPLED
+    assert state_of_generators() == before
+    assert not seen and not capsys.readouterr().out
+    SGD([nn.Parameter(torch.ones(1))]).step()
+    assert len(seen) == 1
+    handle.remove()
+
+
+def test_what_takes_too_long_stays_unknown(fresh, monkeypatch):
+    class Slow(Lion):
+        def step(self, closure=None):
+            time.sleep(0.02)
+            super().step(closure)
+
+    monkeypatch.setattr(probe, "_SECONDS", 0.05)
+    found = finding_of(Slow)
+    assert found == Finding(Kind.UNKNOWN, "measuring it took more than 0.05 seconds", writes_numbers=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# OSS, on ranks
+
+
+def _builds(rank, world, optim, given, group=None):
+    params = [*built(Net).parameters()]
+    zero.OSS([{"params": params, **(group or {})}], optim, **given)
+
+
+COUPLED = ["cannot be sharded", r"without zero \(stage 0\)"]
+REFUSED = {
+    "a norm of all": (Clipping, {}, [r"Clipping \(optimizers\)", "beside other tensors", *COUPLED]),
+    "cuts asked for": (Estimating, {"partition": "even"}, COUPLED),
+    "whole asked for": (Noisy, {"partition": "whole"}, ["draws random numbers", *COUPLED]),
+    "norms, cut": (Lamb, {"partition": "even"}, ["needs each parameter whole", "Choose partition='whole'"]),
+    "8 bits, cut": (Eight, {"granularity": 256}, ["granularity=256 cuts", "partition='whole'"]),
+    "unknown": (Curious, {"secret": "other"}, ["could not be measured", "partition='even'", "partition='whole'"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_so_is_refused_on_every_rank_with_the_reason(name):
+    optim, given, words = REFUSED[name]
+    ranks.expect_error(_builds, 2, ValueError, *words, args=(optim, given), timeout=15)
+
+
+def _one_rank_runs_late(rank, world):
+    probe._SECONDS = 0.0 if rank else 10.0
+    try:
+        zero.OSS(built(Net).parameters(), type("New", (TrainedLion,), {}))
+    finally:
+        probe._SECONDS = 10.0
+
+
+def _group_added(rank, world):
+    model = built(Net)
+    optimizer = zero.OSS(model.first.parameters(), Grouped, most=None)
+    optimizer.add_param_group({"params": model.middle.parameters(), "rank": 4})
+
+
+def test_what_one_rank_finds_or_a_later_group_brings_is_refused_on_all():
+    ranks.expect_error(_one_rank_runs_late, 2, ValueError, "took more than 0 seconds", timeout=15)
+    ranks.expect_error(_group_added, 2, ValueError, "Grouped .* needs each parameter whole", timeout=15)
+
+
+def _trains(rank, world, optim, given, cuts):
+    model, plain = built(Net), built(Net)
+    optimizer = zero.OSS(model.parameters(), optim, **given)
+    assert optimizer.cuts_parameters == cuts
+    given = {key: value for key, value in given.items() if key != "partition"}
+    expected = optim([param for param in plain.parameters() if param.requires_grad], **given)
+    plain, model = distributed(plain), zero.ShardedDDP(model, optimizer)
+    for step in range(4):
+        for each, its in ((model, optimizer), (plain, expected)):
+            its.zero_grad()
+            loss_of(each, rank, step).backward()
+            its.step()
+    same_weights(model.module, plain.module)
+
+
+@pytest.mark.parametrize(
+    ("optim", "given", "cuts"),
+    [(TrainedLion, {}, True), (Eight, {}, False), (Curious, {"secret": "known", "partition": "whole"}, False)],
+    ids=["element-wise", "8 bits", "as the user says"],
+)
+def test_auto_is_the_cut_that_was_found_and_an_explicit_one_is_believed(optim, given, cuts):
+    ranks.run(_trains, args=(optim, given, cuts))
+
+
+def _numbers(rank, world, patience):
+    """That begin to differ in a later step than was looked at."""
+    model = nn.Linear(24, 24)
+    optimizer = zero.OSS(model.parameters(), partial(Estimating, patience=patience), partition="even")
+    for step in range(patience + 1):
+        assert step <= patience
+        model(batch(rank, step)).sum().backward()
+        optimizer.step()
+
+
+def test_numbers_that_come_to_differ_between_ranks_are_refused_on_every_rank():
+    words = [r"Estimating wrote other numbers into param_groups\[0\]", "'d': "]
+    ranks.expect_error(_numbers, 2, RuntimeError, *words, args=(7,), timeout=15)

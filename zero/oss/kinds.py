@@ -1,0 +1,122 @@
+"""Which optimizers may be sharded, and how: known of torch's own, measured of all others, once a class and options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero.oss.groups import called, told_options
+from zero.oss.named import build
+from zero.oss.probe import Build, Finding, Kind, probe
+
+__all__ = ["ELEMENTWISE", "Finding", "Kind", "finding_of", "known", "measured", "title", "unwrapped"]
+
+ELEMENTWISE: frozenset[type] = frozenset(
+    getattr(torch.optim, name)
+    for name in ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
+"""torch's optimizers whose step of one element reads no other element: a part is stepped as the whole would be."""
+
+_TENSORWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+
+_found: WeakKeyDictionary[Any, dict[tuple[str, int | None], Finding]] = WeakKeyDictionary()
+
+_WORST_FIRST = (Kind.COUPLED, Kind.UNKNOWN, Kind.TENSORWISE, Kind.ELEMENTWISE)
+
+
+def known(optim: Callable[..., object] | None) -> Finding | None:
+    """Of torch's own optimizers, without measuring anything."""
+    optim = unwrapped(optim)
+    if not isinstance(optim, type):
+        return None
+    if optim in ELEMENTWISE:
+        return Finding(Kind.ELEMENTWISE)
+    if optim in _TENSORWISE:
+        return Finding(Kind.TENSORWISE, "it computes with whole matrices or their rows")
+    if issubclass(optim, torch.optim.LBFGS):
+        return Finding(Kind.COUPLED, "its directions are made of all parameters")
+    return None
+
+
+def unwrapped(optim: Any) -> Any:
+    """The class or function that a partial, of a partial maybe, is of."""
+    while isinstance(optim, partial):
+        optim = optim.func
+    return optim
+
+
+def title(optim: Callable[..., object]) -> str:
+    """What errors call it: names such as AdamW are those of several, so others than torch's come with their module."""
+    kind = unwrapped(optim)
+    module = getattr(kind, "__module__", "")
+    return called(kind) if module.split(".")[0] == "torch" else f"{called(kind)} ({module})"
+
+
+def finding_of(
+    optim: Callable[..., Optimizer],
+    defaults: Mapping[str, Any] | None = None,
+    groups: Sequence[Mapping[str, Any]] = ({},),
+    granularity: int | None = None,
+) -> Finding:
+    """What an optimizer is that is built by `optim(params, **defaults)` from groups with these options.
+
+    granularity: elements of whose multiples cuts are.
+    """
+    given = dict(defaults or {})
+    while isinstance(optim, partial):
+        if optim.args:
+            break  # not the groups, which come first
+        given, optim = {**optim.keywords, **given}, optim.func
+    found = known(optim)
+    if found is not None:
+        return found
+
+    def built(groups: list[dict[str, Any]]) -> Optimizer:
+        named = [(f"parameter{number}.weight", param) for number, param in enumerate(groups[0]["params"])]
+        return build(optim, groups, named, deepcopy(given))[0]
+
+    return measured(optim, told_options(given), built, groups, granularity)
+
+
+def measured(
+    source: Any, options: str, build: Build, groups: Sequence[Mapping[str, Any]], granularity: int | None = None
+) -> Finding:
+    """What an optimizer of groups with such options is: the worst that was found of any of them.
+
+    source, options: what `build` builds, and how, in words; by these it is remembered.
+    """
+    findings = {}
+    for group in groups:
+        key = f"{options}; {told_options({name: _sort(value) for name, value in group.items()})}"
+        if key not in findings:
+            findings[key] = _remembered(source, (key, granularity), build, group)
+    kinds = {finding.kind: finding for finding in findings.values()}
+    worst = next(kinds[kind] for kind in _WORST_FIRST if kind in kinds)
+    writes_numbers = any(finding.writes_numbers for finding in findings.values())
+    return Finding(
+        worst.kind, worst.reason, writes_numbers, any(finding.writes_frozen for finding in findings.values())
+    )
+
+
+def _remembered(source: Any, key: tuple[str, int | None], build: Build, group: Mapping[str, Any]) -> Finding:
+    try:
+        known_before = _found.setdefault(source, {})
+    except TypeError:  # what cannot be referred to weakly is measured each time
+        known_before = {}
+    if key not in known_before:
+        known_before[key] = probe(build, group, key[1])
+    return known_before[key]
+
+
+def _sort(value: Any) -> Any:
+    """Groups that differ in rates alone are one sort: of a fraction its sign matters."""
+    if isinstance(value, Tensor) and value.is_floating_point() and not value.dim():
+        value = value.item()
+    return f"a number, {(value > 0) - (value < 0)}" if isinstance(value, float) else value

@@ -1,0 +1,349 @@
+"""What an optimizer is, measured by stepping a few small tensors on the CPU.
+
+    whole    a list of tensors, by one optimizer
+    lists    the same tensors, by two optimizers of half of them each, in another order
+    pieces   tensors cut in two, the first pieces by one optimizer, the second by another
+
+All start from the same values, take the same gradients and draw the same random numbers. An optimizer that gives the
+same in `pieces` as in `whole` may be cut inside parameters; one that does so in `lists` may be sharded between them.
+What is compared is every bit of the tensors, of their state, and the numbers that it writes into its param_groups:
+those of an optimizer that estimates one number over all parameters (Prodigy) move before the parameters do.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import isqrt, prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero.oss.flat import part_shape
+from zero.oss.numbers import Numbers, numbers
+from zero.oss.undisturbed import seed, undisturbed
+
+Build = Callable[[list[dict[str, Any]]], Optimizer]
+"""Makes a new optimizer of the groups that it is given."""
+
+Shapes = Sequence[tuple[int, ...]]
+
+_STEPS, _GROWTH, _RATE = 6, 2.0, 0.1
+"""In the sixth step RAdam begins to rectify. Gradients grow, for what is clipped. The learning rate is the probe's own,
+as a schedule may begin at nothing."""
+
+_SECONDS = 10.0
+"""After which an optimizer stays unknown."""
+
+_MATRIX, _VECTOR, _KERNEL = (12, 16), (37,), (4, 3, 2, 2)
+_LONG, _LARGE = 5120, (136, 144)
+"""Optimizers that keep their state in 8 bits do so from 4,096 elements on: the pieces have fewer. Some factor matrices
+from 128 rows and columns on. These come last: what works with whole matrices would take seconds."""
+
+_LISTS: tuple[Shapes, ...] = ((_MATRIX, _VECTOR, _KERNEL), (_MATRIX, _VECTOR), (_MATRIX,))
+"""Tried in turn, as some optimizers take matrices only."""
+
+
+class Kind(Enum):
+    """What an optimizer reads to step one element."""
+
+    ELEMENTWISE = "that element alone"
+    TENSORWISE = "the parameter that it is in"
+    COUPLED = "other parameters, too"
+    UNKNOWN = "nobody knows"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """reason: what was compared and differed, or why nothing could be measured, in words for the user.
+
+    writes_numbers: whether a step may write numbers into param_groups.
+    writes_frozen: whether a step may write into parameters that have no gradient.
+    """
+
+    kind: Kind
+    reason: str = ""
+    writes_numbers: bool = False
+    writes_frozen: bool = False
+
+
+class _LateError(Exception):
+    """The time is up."""
+
+
+class _DifferenceError(Exception):
+    """What was compared differs; the message says how."""
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What became of tensors: their last values, their states, and the numbers in param_groups after every step.
+
+    drew: whether random numbers were drawn.
+    """
+
+    values: list[Tensor]
+    states: list[dict[str, Any]]
+    numbers: list[Numbers]
+    drew: bool = False
+
+
+def probe(build: Build, options: Mapping[str, Any], granularity: int | None = None) -> Finding:
+    """Measures the optimizers that `build` makes of a group with these options. Leaves all generators as they were.
+
+    granularity: elements of whose multiples, counted from a parameter's start, cuts are.
+    """
+    with undisturbed():
+        measure = _Measure(build, options)
+        try:
+            found = measure.find(granularity)
+            return replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
+        except _LateError:
+            return Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", True, True)
+
+
+class _Measure:
+    def __init__(self, build: Build, options: Mapping[str, Any]) -> None:
+        self._build, self._options = build, options
+        self._closure = False
+        self._until = time.monotonic() + _SECONDS
+
+    def find(self, granularity: int | None) -> Finding:
+        try:
+            shapes, whole = self._first()
+        except _LateError:
+            raise
+        except Exception as error:  # whatever a stranger's code raises
+            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_told(error)}", writes_numbers=True)
+        writes = any(each != whole.numbers[0] for each in whole.numbers)
+        try:
+            self._compare_lists(shapes, whole)
+        except _DifferenceError as difference:
+            return Finding(Kind.COUPLED, str(difference), writes)
+        except _LateError:
+            raise
+        except Exception as error:
+            return Finding(Kind.UNKNOWN, f"a step of some of its tensors raised {_told(error)}", writes_numbers=True)
+        try:
+            self._compare_pieces(_large_enough(shapes, granularity), granularity)
+            if granularity is None:
+                self._compare_pieces([_LARGE], None)
+            if _VECTOR in shapes:
+                self._compare_pieces([(max(_LONG, (granularity or 0) + _LONG // 5),)], granularity)
+        except _DifferenceError as difference:
+            return Finding(Kind.TENSORWISE, str(difference), writes)
+        except _LateError:
+            raise
+        except Exception as error:
+            return Finding(Kind.TENSORWISE, f"a step of pieces of tensors raised {_told(error)}", writes)
+        return Finding(Kind.ELEMENTWISE, writes_numbers=writes)
+
+    def writes_frozen(self) -> bool:
+        """Of a matrix that has no gradient, beside one that has."""
+        (value, gradient), (frozen, _) = _values([_MATRIX, _MATRIX])
+        try:
+            return not torch.equal(self._run([(value, gradient), (frozen, None)]).values[1], frozen)
+        except _LateError:
+            raise
+        except Exception:  # it is not known to leave such a one alone
+            return True
+
+    def _first(self) -> tuple[Shapes, _Course]:
+        """The shapes that the optimizer takes, without a closure if it can be, and the course of two tensors of each.
+
+        Raises what the first attempt raised where none succeeds.
+        """
+        first: Exception | None = None
+        for self._closure in (False, True):
+            for shapes in _LISTS:
+                given = _values([*shapes, *(shape[::-1] for shape in shapes)])
+                try:
+                    whole = self._run(given)
+                    if not all(value.isfinite().all() for value in whole.values):
+                        raise ArithmeticError("it made numbers that are not finite")
+                    if any(torch.equal(value, old) for value, (old, _) in zip(whole.values, given, strict=True)):
+                        raise RuntimeError("it left a tensor as it was")
+                    return shapes, whole
+                except _LateError:
+                    raise
+                except Exception as error:
+                    first = first or error
+        assert first is not None
+        raise first
+
+    def _compare_lists(self, shapes: Shapes, whole: _Course) -> None:
+        """One of each shape goes to either half."""
+        given = _values([*shapes, *(shape[::-1] for shape in shapes)])
+        count = len(shapes)
+        one = [kind + count * (kind % 2) for kind in range(count)][::-1]
+        other = [kind + count * (1 - kind % 2) for kind in range(count)]
+        for half in (one, other):
+            course = self._run([given[index] for index in half])
+            self._compare_numbers(course, whole, "some of the parameters")
+            where = "beside other tensors, or at another place in the list"
+            if whole.drew:
+                where += " (it draws random numbers, for one tensor after another)"
+            for index, value, state in zip(half, course.values, course.states, strict=True):
+                shape = list(value.shape)
+                if not _same(value, whole.values[index]):
+                    raise _DifferenceError(f"a tensor of shape {shape} was stepped to other values {where}")
+                for key in state.keys() & whole.states[index].keys():
+                    if not _same(state[key], whole.states[index][key]):
+                        raise _DifferenceError(f"the state {key!r} of a tensor of shape {shape} became another {where}")
+
+    def _compare_pieces(self, shapes: Shapes, granularity: int | None) -> None:
+        given = _values(shapes)
+        whole = self._run(given)
+        cuts = [_cut(prod(shape), granularity) for shape in shapes]
+        halves = [
+            self._run([_piece(pair, 0, cut) for pair, cut in zip(given, cuts, strict=True)]),
+            self._run([_piece(pair, cut, None) for pair, cut in zip(given, cuts, strict=True) if cut is not None]),
+        ]
+        for half in halves:
+            self._compare_numbers(half, whole, "pieces of them")
+        second = iter(zip(halves[1].values, halves[1].states, strict=True))
+        for index, shape in enumerate(shapes):
+            value, state = whole.values[index], whole.states[index]
+            if granularity is None:
+                _compare_state_shapes(state, value.shape)
+            pieces, states = [halves[0].values[index]], [halves[0].states[index]]
+            if cuts[index] is not None:
+                last, its = next(second)
+                pieces, states = [*pieces, last], [*states, its]
+            if not _same(torch.cat([piece.flatten() for piece in pieces]), value.flatten()):
+                raise _DifferenceError(f"a tensor of shape {list(shape)} was stepped to other values than its pieces")
+            for key in state.keys() & states[0].keys():
+                if _single(state[key]) and not all(key in of and _same(of[key], state[key]) for of in states):
+                    raise _DifferenceError(f"the state {key!r} of a tensor is not that of its pieces")
+
+    def _compare_numbers(self, course: _Course, whole: _Course, of: str) -> None:
+        for step, (got, expected) in enumerate(zip(course.numbers, whole.numbers, strict=True)):
+            for key in got.keys() & expected.keys():
+                if got[key] != expected[key]:
+                    raise _DifferenceError(
+                        f"it wrote {key!r} {expected[key]:.6g} into its param_groups in step {step}, and "
+                        f"{got[key]:.6g} where it had {of}"
+                    )
+
+    def _run(self, given: Sequence[tuple[Tensor, Tensor | None]]) -> _Course:
+        """Steps copies of tensors, each given with its first gradient if it has any, by an optimizer of their own."""
+        params = [nn.Parameter(value.clone()) for value, _ in given]
+        if not params:
+            return _Course([], [], [{}] * (_STEPS + 1))
+        seed(0)
+        optimizer = self._build([{**deepcopy(dict(self._options)), "params": params}])
+        _set_rate(optimizer)
+        if callable(train := getattr(optimizer, "train", None)):
+            train()  # as Schedule-Free wants
+        told, drew = [numbers(optimizer.param_groups[0])], False
+        for step in range(_STEPS):
+            gradients = [None if gradient is None else gradient * _GROWTH**step for _, gradient in given]
+
+            def evaluate(gradients: Sequence[Tensor | None] = gradients) -> Tensor:
+                for param, gradient in zip(params, gradients, strict=True):
+                    param.grad = None if gradient is None else gradient + param.detach() / 8
+                return torch.ones(())
+
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+            seed(step + 1)
+            drawn = torch.get_rng_state(), random.getstate()
+            step_once: Callable[..., Any] = optimizer.step
+            step_once(evaluate) if self._closure else step_once()
+            drew = drew or not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
+            told.append(numbers(optimizer.param_groups[0]))
+            if time.monotonic() > self._until:
+                raise _LateError
+        states = [dict(_leaves("", optimizer.state.get(param, {}))) for param in params]
+        return _Course([param.detach() for param in params], states, told, drew)
+
+
+def _values(shapes: Shapes) -> list[tuple[Tensor, Tensor]]:
+    """Tensors and their gradients, by the shape and the place in the list."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(shape, generator=generator) / 16, torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def _large_enough(shapes: Shapes, granularity: int | None) -> Shapes:
+    """With a granularity matrices of two pieces, about square; what else there is would not be cut."""
+    if granularity is None:
+        return shapes
+    rows = next(rows for rows in range(isqrt(2 * granularity), 0, -1) if 2 * granularity % rows == 0)
+    return [(rows, 2 * granularity // rows) if len(shape) == 2 else shape for shape in shapes]
+
+
+def _cut(numel: int, granularity: int | None) -> int | None:
+    """Where it is cut, within a row and within a vector of the processor; None if it is too small to be cut."""
+    if granularity is None:
+        return numel // 2 if numel == _LONG else numel * 3 // 7
+    half = numel // 2 // granularity * granularity or granularity
+    return half if half < numel else None
+
+
+def _piece(given: tuple[Tensor, Tensor], start: int | None, stop: int | None) -> tuple[Tensor, Tensor]:
+    value, gradient = (tensor.flatten()[start:stop] for tensor in given)
+    if start == 0 and stop is None:
+        return given
+    shape = part_shape(given[0].shape, len(value))
+    return value.view(shape), gradient.view(shape)
+
+
+def _set_rate(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            group["lr"] = torch.full_like(rate, _RATE, device="cpu")
+        elif isinstance(rate, (int, float)):
+            group["lr"] = _RATE
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(f"{key}.{name}" if key else str(name), item)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _leaves(f"{key}.{number}", item)
+    else:
+        yield key, value
+
+
+def _compare_state_shapes(state: Mapping[str, Any], shape: torch.Size) -> None:
+    """What is kept of rows, blocks or whole matrices may come to be used after some steps only."""
+    for key, leaf in state.items():
+        plain = leaf is None or isinstance(leaf, (str, bytes, bool, int, float, complex, np.number, torch.dtype))
+        if not plain and not (isinstance(leaf, Tensor) and (leaf.shape == shape or leaf.numel() <= 1)):
+            of = f"of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            raise _DifferenceError(f"the state {key!r} of a tensor of shape {list(shape)} is {of}")
+        if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
+            raise _DifferenceError(f"the state {key!r} is a {type(leaf).__name__}")
+
+
+def _single(leaf: Any) -> bool:
+    return leaf.numel() == 1 if isinstance(leaf, Tensor) else isinstance(leaf, (int, float))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """To every bit, but that one NaN is as another; of what cannot be compared, True."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape:
+            return False
+        with suppress(RuntimeError, NotImplementedError):  # tensors that others made
+            return bool(((one == other) | ((one != one) & (other != other))).all())
+        return True
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return one == other or (one != one and other != other)
+    return True
+
+
+def _told(error: Exception) -> str:
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    return lines[0][:200]
