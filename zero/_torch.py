@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch, _pytree
 
@@ -196,6 +197,11 @@ def living_joins_of(joinable: Joinable) -> list[Join]:
     """The Joins that it is in. Looks at every object of the process."""
     joins = [one for one in gc.get_objects() if type(one) is Join]
     return [one for one in joins if any(joinable is other for other in one._joinables)]
+
+
+def averaged_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters whose gradients it averages: those that its module had when it was built."""
+    return list(ddp._module_parameters)
 
 
 def divides_by_ranks_with_data(model: nn.Module | None) -> bool:

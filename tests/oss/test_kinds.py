@@ -96,7 +96,9 @@ def test_what_takes_too_long_stays_unknown(fresh, monkeypatch):
 
     monkeypatch.setattr(probe, "_SECONDS", 0.05)
     found = finding_of(Slow)
-    assert found == Finding(Kind.UNKNOWN, "measuring it took more than 0.05 seconds", writes_numbers=True)
+    assert found == Finding(
+        Kind.UNKNOWN, "measuring it took more than 0.05 seconds", writes_numbers=True, writes_frozen=True
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero._torch import join_mark
+from zero._torch import averaged_by, join_mark
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 _refusals: list[Callable[[nn.Module, Collection[str]], str | None]] = []
@@ -31,6 +31,14 @@ def refuse_within_ddp(refusal: Callable[[nn.Module, Collection[str]], str | None
 def joining(params: Collection[nn.Parameter]) -> list[DistributedDataParallel]:
     """Those that average gradients of any of these parameters, and that torch marks as inside of a Join."""
     return [ddp for ddp in _alive if join_mark(ddp).enable and any(param in params for param in _averaged(ddp))]
+
+
+def replaced(params: Collection[nn.Parameter]) -> bool:
+    """Whether a module had some of the parameters when it was put into a DistributedDataParallel, and has none now."""
+    return any(
+        any(param in params for param in averaged_by(ddp)) and not any(param in params for param in ddp.parameters())
+        for ddp in _alive
+    )
 
 
 def ddp_within(module: nn.Module, without: Iterable[nn.Parameter] = ()) -> str | None:

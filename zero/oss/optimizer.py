@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.oss import norm, state
 from zero.oss.comm import Comm
+from zero.oss.ddp import replaced
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
@@ -54,10 +55,10 @@ class OSS(ShardedOptimizer, Joinable):
     Use it like the optimizer it wraps. The parameters are laid in flat buffers, and stay the objects they were.
     Gradients must be the same on all ranks when it steps: DistributedDataParallel, or ShardedDDP, sees to that.
 
-    It holds the parameters, not the module. Moved, cast or otherwise bound ones are refused at the next step. Of those
-    that the module has replaced (`load_state_dict(assign=True)`) it sees only that they get no gradients: it warns at
-    the second step where none has one; ShardedDDP refuses the backward, and DistributedDataParallel the next forward,
-    unless it was told to find unused parameters.
+    It holds the parameters, not the module. Parameters that were moved or cast are refused at the next step. Of those
+    that the module has replaced (`load_state_dict(assign=True)`) it sees only that they get no gradients. Where none
+    has one, it refuses the step, or without DistributedDataParallel warns at the second. Where some have, ShardedDDP
+    refuses the backward; DistributedDataParallel refuses the next forward, unless it looks for unused parameters.
 
     params: as of any torch optimizer: parameters, (name, parameter) pairs, or dicts of groups with their own options.
         Names reach the optimizer as `param_names` of its groups, or as pairs if it takes no groups, as Adam-mini; the
@@ -434,13 +435,19 @@ class OSS(ShardedOptimizer, Joinable):
         else:
             any_there = take_gradients(self.flat_groups, self._parts)
             self._steps_without_gradients = 0 if any_there else self._steps_without_gradients + 1
-            if self._steps_without_gradients == 2:
-                warnings.warn(
-                    "OSS found no gradient in two steps one after another, which changed nothing. If backward was "
-                    "called, the model has other parameters than OSS: load weights with assign=False, and build OSS "
-                    "after replacing any.",
-                    stacklevel=4,
-                )
+            if not any_there:
+                self._refuse_replaced()
+
+    def _refuse_replaced(self) -> None:
+        """Where there are no gradients, which may be as it should be: a first step for a scheduler, a skipped batch."""
+        told = (
+            "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
+            "assign=False, and build OSS after replacing any."
+        )
+        if replaced(self._parts):
+            raise RuntimeError(told)
+        if self._steps_without_gradients == 2:
+            warnings.warn(f"In two steps one after another {told}", stacklevel=5)
 
     def _leave_gradients(self) -> None:
         """What was taken is taken anew each time. Views would keep whole gradients alive past model.zero_grad()."""
