@@ -1,15 +1,16 @@
-"""What all users of one process group share: the numbers of operations, their order, and whether they still can be."""
+"""The order of operations on one process group: their numbers, whether ranks come to the same ones, and whether the
+group can still be used.
+
+A number stands for an operation and for what is announced to follow it: what is not compared by itself, such as a
+reduce, is safe to launch once an operation that announced it was compared.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-
-from zero.oss.handle import Handle
-from zero.oss.neighbours import Neighbours
+from zero.comm.handle import Handle
 
 _BITS = 31
 """Of the number of an operation; the rest are those of what is announced to follow it."""
@@ -18,13 +19,13 @@ COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 """Operations that every process group knows."""
 
 
-class Wire:
-    """queue: the transfers in flight that are to be completed in the order in which they were launched.
+class Order:
+    """One a process group and process.
 
+    queue: the transfers in flight that are to be completed in the order in which they were launched.
     announced: the channel of what follows the operations to come.
-    broken: why nothing more can be sent.
-    stranded: buffers of transfers that failed, into which messages may still be written.
-    neighbours: the ranks, where they read one another's memory; whether they do is not known before they `have_met`.
+    broken: why nothing more can be sent. A transfer that failed breaks the order: nothing that was in flight counts as
+        arrived, and whatever is asked for afterwards raises with the first cause.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -32,9 +33,8 @@ class Wire:
         self.queue: list[Handle] = []
         self.announced = 0
         self.broken: str | None = None
-        self.stranded: list[Any] = []
-        self.neighbours: Neighbours | None = None
-        self.have_met = False
+        self._stranded: list[Any] = []
+        """Buffers of transfers that failed, into which messages may still be written."""
         self._names = [
             "a comparison of what the ranks were given",
             "a sum over the ranks",
@@ -45,11 +45,12 @@ class Wire:
         ]
 
     def channel(self, name: str) -> int:
+        """A number for one stream of operations, given out in the same order on every rank; `name` is for errors."""
         self._names.append(name)
         return len(self._names) - 1
 
     def number(self, channel: int) -> int:
-        """What is told of an operation: which it is, and what was announced to follow it."""
+        """What is compared of an operation: which it is, and what was announced to follow it."""
         return channel + (self.announced << _BITS)
 
     def name(self, number: int) -> str:
@@ -74,46 +75,36 @@ class Wire:
             )
             raise RuntimeError(self.broken)
 
-    def in_vain(self, number: int | None, buffers: object) -> _InVain:
-        """Explains the error of a transfer, and keeps its buffers alive: they may still be written into, or read."""
-        return _InVain(self, number, buffers)
+    def transfer(self, number: int | None, buffers: object) -> Transfer:
+        """A context for the part of a transfer that can fail. It keeps the buffers of one that does alive: they may
+        still be written into, or read."""
+        return Transfer(self, number, buffers)
 
-    def give_up(self, number: int | None, buffers: object, error: BaseException) -> str:
-        """After the error of a transfer. Returns what is told of it."""
-        self.stranded.append(buffers)
+    def fail(self, number: int | None, buffers: object, error: BaseException) -> str:
+        """After the error of a transfer. Returns what to say of it."""
+        self._stranded.append(buffers)
         where = "a transfer" if number is None else self.name(number)
-        told = (
+        said = (
             f"rank {self._rank} waited in vain in {where}: another rank of the group of {self._world} has stopped, "
             f"or never came here. Look for the first error of any rank. ({error})"
         )
-        if self.neighbours is not None:  # they wait for this rank to read: now it will not
-            self.neighbours.close()
-            self.broken = told
-        return told
+        self.broken = self.broken or said
+        return said
 
 
-class _InVain:
+class Transfer:
     """A context. Not a generator, which takes three times as long: every transfer enters a few."""
 
-    __slots__ = ("_buffers", "_number", "_wire")
+    __slots__ = ("_buffers", "_number", "_order")
 
-    def __init__(self, wire: Wire, number: int | None, buffers: object) -> None:
-        self._wire, self._number, self._buffers = wire, number, buffers
+    def __init__(self, order: Order, number: int | None, buffers: object) -> None:
+        self._order, self._number, self._buffers = order, number, buffers
 
     def __enter__(self) -> None:
-        pass
+        self._order.refuse_if_broken()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            told = self._wire.give_up(self._number, self._buffers, error)
+            said = self._order.fail(self._number, self._buffers, error)
             if isinstance(error, (RuntimeError, OSError)):  # not Ctrl-C
-                raise RuntimeError(told) from error
-
-
-_wires: WeakKeyDictionary[dist.ProcessGroup, Wire] = WeakKeyDictionary()
-
-
-def wire_of(group: dist.ProcessGroup) -> Wire:
-    if group not in _wires:
-        _wires[group] = Wire(dist.get_rank(group), dist.get_world_size(group))
-    return _wires[group]
+                raise RuntimeError(said) from error

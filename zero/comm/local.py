@@ -1,0 +1,41 @@
+"""One process by itself: nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zero.comm.handle import ARRIVED, Handle
+from zero.comm.packing import joined
+from zero.comm.sums import wide
+from zero.comm.transport import Message, Transport
+
+
+class Local(Transport):
+    """Of a group of one rank."""
+
+    name, overlaps = "this process alone", False
+
+    def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
+        return ARRIVED
+
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
+        def own() -> Tensor:
+            sums = wide(joined([message for message, _ in messages]))
+            sums = sums if times == 1 else sums * times
+            return sums if into is None else into.copy_(sums)
+
+        return Handle(own)
+
+    def broadcast(self, flat: Tensor, source: int) -> None: ...
+
+    def all_reduce(self, tensor: Tensor, operation: int, *, maximum: bool) -> None: ...
+
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...
+
+    def exchange(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+    def agree(self, operation: int) -> Handle:
+        return ARRIVED

@@ -1,0 +1,62 @@
+"""The interface of every way of sending. Nobody above it knows which one runs.
+
+An operation is a number that the ranks compare, so that ranks out of step get an error on each of them (see order.py).
+Where an operation is None, the ranks have just agreed on what comes and need not compare it again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zero.comm.handle import Handle
+
+Message = tuple[Tensor, Sequence[int]]
+"""A flat tensor, and how many elements of it go to each rank, in the order of ranks; these are the same on all ranks."""
+
+
+class Transport(ABC):
+    """How the ranks of one group send tensors that lie on one type of device.
+
+    All but `overlaps` and `name` is collective. Tensors that were given must not change until the call, or the handle's
+    `wait`, has returned.
+    """
+
+    name: str
+    """For logs."""
+    overlaps: bool
+    """Whether transfers run beside the computing, without taking the processor from it."""
+
+    @abstractmethod
+    def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
+        """Fills the flat `full`: elements [bounds[r], bounds[r + 1]) come from rank r, which has them there."""
+
+    @abstractmethod
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
+        """Sums over the ranks, in rank order, what each has for this rank. `wait` returns the sums, flat, one message
+        after another: a new tensor, float32 of 16-bit floats, or `into`.
+
+        times: what sums are multiplied by. into: flat, may be what this rank has for itself.
+        """
+
+    @abstractmethod
+    def broadcast(self, flat: Tensor, source: int) -> None:
+        """Overwrites the tensor by that of rank `source`."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, operation: int, *, maximum: bool) -> None:
+        """Overwrites the contiguous tensor by the sum, or the maximum, over the ranks."""
+
+    @abstractmethod
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
+        """Brings flat tensors from their owners to rank `to`, or (None) to all. See Comm.collect."""
+
+    @abstractmethod
+    def exchange(self, tensor: Tensor) -> list[Tensor]:
+        """What every rank gives, of one shape and dtype and on the CPU, by rank."""
+
+    @abstractmethod
+    def agree(self, operation: int) -> Handle:
+        """`wait` raises RuntimeError on every rank unless all ranks have come to the same operation."""
