@@ -11,8 +11,7 @@ import torch
 from cuts import cut
 from launch import Rank
 from turns import Clock, Turn, repeat, report, take_turns
-from zero.oss import attach
-from zero.oss.comm import Comm
+from zero.comm import Comm, attach
 
 WORLD, TURNS, TIMES = 2, 3, 10
 SIZES = [1 << 20] * 15 + [1 << 10] * 10

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from transports import between_hosts
 from zero.plan import Cost, Options
 from zero.plan.meter import Meter, nbytes
 
@@ -212,7 +212,7 @@ def measured(rank: int, world: int, case: Case) -> dict[str, int]:
     """A settled step on one rank, its tensors counted."""
     with ExitStack() as entered:
         if not case.one_host:
-            entered.enter_context(mock.patch("zero.oss.agreement.meet", return_value=None))
+            entered.enter_context(between_hosts())
         meter = entered.enter_context(Meter())
         model, optimizer = build(case)
         for _ in range(2):

@@ -139,6 +139,15 @@ def expect_error(
     return [outcome.message for outcome in outcomes]
 
 
+def refusal(call: Callable[[], Any]) -> str:
+    """What `call` raises, as "ValueError: ..."; nothing if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # In the tests' process
 

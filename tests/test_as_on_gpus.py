@@ -24,7 +24,7 @@ import ranks
 import zero
 from models import CASES, GPT
 from sidebyside import SideBySide, sgd, stage_1, stage_2, stage_3
-from zero.oss.collectives import Collectives
+from transports import overlapping
 
 PACKAGE = Path(zero.__file__).parent
 STAGES: dict[str, Callable[..., Any]] = {
@@ -43,12 +43,6 @@ def _overlapping(model: nn.Module, optim: Any) -> Any:
     return zero.ShardedDDP(model, optimizer, overlap_param_gather=True), optimizer
 
 
-@contextmanager
-def beside_the_computing():
-    with mock.patch.object(Collectives, "backend", return_value="nccl"):
-        yield
-
-
 def small_gpt() -> GPT:
     torch.manual_seed(0)
     return GPT(width=32, layers=3)
@@ -59,7 +53,7 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def train(rank: int, world: int, stage: str, optim: Any) -> None:
-    with beside_the_computing():
+    with overlapping():
         both = SideBySide(small_gpt(), STAGES[stage], optim)
         for step in range(3):
             both.step(lambda model: loss(model, rank, step))  # noqa: B023
@@ -75,7 +69,7 @@ def test_transfers_beside_the_computing_give_the_same_numbers(stage, optim):
 
 ASKING = ["item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"]
 ASKING += ["nonzero", "is_nonzero", "equal", "allclose", "masked_select"]
-AMONG_HOSTS = ("agreement.py", "scaling.py: compare")
+AMONG_HOSTS = ("process_group.py", "comm.py", "scaling.py: compare")
 """Where ranks tell each other what they do, in tensors that are always on the CPU."""
 
 
@@ -107,7 +101,7 @@ def noting_waits(waits: list[str]) -> Iterator[None]:
 
 def waits_of_a_settled_step(rank: int, world: int, stage: str, options: dict[str, Any]) -> list[str]:
     waits: list[str] = []
-    with beside_the_computing():
+    with overlapping():
         model, optimizer = {"1": stage_1, **STAGES}[stage](small_gpt(), partial(AdamW, lr=1e-2), **options)
         for step in range(3):
             with noting_waits(waits) if step == 2 else nullcontext():

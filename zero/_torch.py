@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch, _pytree
@@ -176,11 +177,27 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
-def all_gather_of_one_tensor() -> Callable[..., dist.Work]:
-    """torch.distributed.all_gather_single; in torch 2.11 it is called all_gather_into_tensor, a name now deprecated."""
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather: Callable[..., dist.Work] = getattr(dist, name)
-    return gather
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The name, in small letters, of what the group sends such tensors by; None if it has nothing for them.
+
+    torch.distributed.get_backend() tells of one device type only.
+    """
+    if all(kind.type != device.type for kind in group._device_types):
+        return None
+    return str(group._get_backend(device).name()).lower()
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store by which the group's ranks found one another: another for each group, and the same on all its ranks.
+
+    torch.distributed shows no store but that of the default group's constructor.
+    """
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work:
+    """Of a ProcessGroup or Backend. Its public name takes only groups that torch.distributed has made."""
+    return group._allgather_base(into, tensor, AllgatherOptions())  # type: ignore[no-any-return]
 
 
 # -------------------------------------------------------------------------------------------------- joining

@@ -21,8 +21,9 @@ import zero
 from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
 from streams import noted_streams
+from transports import overlapping
+from zero.comm.process_group import Overlapping
 from zero.fsdp.offload import Disk
-from zero.oss.collectives import Collectives
 
 
 def fused_adam(params: Any) -> Adam:
@@ -190,19 +191,19 @@ def test_a_tensor_in_a_file_keeps_its_values_and_its_order_in_memory(tmp_path):
 
 
 def ordered_by_streams(rank: int, world: int) -> list[str]:
-    launch = Collectives.launch_gather
+    gather = Overlapping.gather
 
-    def launch_gather(*args: Any) -> Any:
+    def noted_gather(*args: Any) -> Any:
         streams.note("gather")
-        return launch(*args)
+        return gather(*args)
 
-    with noted_streams() as streams, mock.patch.object(Collectives, "backend", return_value="nccl"):
+    with noted_streams() as streams, overlapping():
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), offload=zero.CPUOffload())
         for layer in net:
             layer.register_forward_pre_hook(lambda *_: streams.note("product"))
         optimizer = sgd(model.parameters())
-        with mock.patch.object(Collectives, "launch_gather", launch_gather):
+        with mock.patch.object(Overlapping, "gather", noted_gather):
             for _ in range(2):
                 optimizer.zero_grad()
                 streams.notes.clear()

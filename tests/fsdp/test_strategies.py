@@ -21,7 +21,7 @@ import ranks
 import zero
 from models import CASES, GPT, OPTIMIZERS, Record, reference, train
 from sidebyside import close
-from zero.oss.comm import Comm
+from zero.comm import Comm
 
 TORCHS = torch.distributed.fsdp.ShardingStrategy
 

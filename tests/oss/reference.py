@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import zero
+from ranks import refusal as refusal
 
 FEATURES = 24
 
@@ -161,12 +162,3 @@ def same(got: Any, expected: Any, where: str = "it") -> None:
 def same_weights(got: nn.Module, expected: nn.Module) -> None:
     for (name, one), (_, other) in zip(got.named_parameters(), expected.named_parameters(), strict=True):
         same(one.detach(), other.detach(), name)
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    """What `call` raises, as "ValueError: ..."; nothing if it raises nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

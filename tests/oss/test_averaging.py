@@ -14,7 +14,7 @@ import ranks
 import zero
 from models import CASES, OPTIMIZERS
 from sidebyside import close
-from zero.oss.neighbours import Neighbours
+from zero.comm.peers import Peers
 
 
 def trained(rank: int, case: str, optim: str, dtype: torch.dtype, stage: int | None) -> tuple[list[float], Any]:
@@ -56,19 +56,19 @@ def test_sixteen_bits_are_added_up_in_float32():
 
 
 def read_bytes(rank: int, world: int) -> tuple[int, int]:
-    read, total = Neighbours.read, 0
+    read, total = Peers.read, 0
 
-    def counting(self: Neighbours, rank: int, address: int, into: int, nbytes: int) -> None:
+    def counting(self: Peers, rank: int, address: int, into: int, nbytes: int) -> None:
         nonlocal total
         total += nbytes
         read(self, rank, address, into, nbytes)
 
     model, _ = zero.setup(CASES["wide"].model(), OPTIMIZERS["sgd"], stage=1)
-    Neighbours.read = counting  # type: ignore[method-assign]
+    Peers.read = counting  # type: ignore[method-assign]
     try:
         model(*CASES["wide"].batch(rank, 0).inputs).sum().backward()
     finally:
-        Neighbours.read = read  # type: ignore[method-assign]
+        Peers.read = read  # type: ignore[method-assign]
     return total, sum(param.nbytes for param in model.parameters())
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import ranks
+from zero.comm import Comm, traffic
 from zero.oss import layout
-from zero.oss.comm import Comm, traffic
 from zero.oss.flat import FlatGroup, Residence, alignment, alike, dense_stride, part_shape, unusable
 from zero.plan.meter import Meter
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.optim import SGD
 
 import ranks
 import zero
+from transports import between_hosts
 
 LENGTH = 4
 
@@ -34,7 +34,7 @@ class Cached(nn.Module):
 
 
 def grown(rank: int, world: int, stage: int, lengths: list[int], collectives: bool) -> list[float]:
-    with mock.patch("zero.oss.agreement.meet", return_value=None) if collectives else nullcontext():
+    with between_hosts() if collectives else nullcontext():
         model, _ = zero.setup(Cached(), partial(SGD, lr=0.1), stage=stage)
         for length in (LENGTH, lengths[rank], 2):
             model(torch.ones(length, 3)).sum().backward()

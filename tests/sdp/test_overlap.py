@@ -8,7 +8,6 @@ import copy
 import io
 import pickle
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch.optim import SGD, AdamW
 import ranks
 import zero
 from sidebyside import data
-from zero.oss.collectives import Collectives
+from transports import overlapping
 from zero.plan.meter import Meter
 
 WIDTH = 24
@@ -103,7 +102,7 @@ def assert_same(found, expected):
 
 
 def beside(rank, world, function, *args):
-    with mock.patch.object(Collectives, "backend", return_value="beside"):
+    with overlapping("beside"):
         return function(rank, world, *args)
 
 

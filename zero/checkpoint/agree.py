@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from zero.checkpoint.format import CheckpointError
-from zero.oss.comm import Comm
+from zero.comm import Comm
 
 
 class Ranks:

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from zero._torch import name_without_compile, uncompiled
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_problem
+from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.oss import OSS
-from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.sdp import ShardedDDP
 

@@ -1,191 +1,163 @@
-"""Everything that ranks say to one another.
+"""One process group as the stages use it.
 
-Two operations carry the three stages: `gather` (every segment reaches every rank from its owner) and `reduce` (every
-segment, summed over the ranks, reaches its owner). Both go one of two ways:
-
-- by collectives of torch.distributed (collectives.py);
-- where the tensors are on the CPU, the backend is Gloo, and all ranks run on one host and may read one another's
-  memory: by reading, straight from where the others have it (direct.py over neighbours.py and attach.py). Nobody
-  overwrites or frees what others still read, so there `wait` returns when all have read.
-
-Which way it goes is agreed on by all ranks when they first operate together, and makes no difference to the results:
-reduce adds up in rank order at the owner, in float32 what travelled with 16 bits. Broadcasts and small sums go by
-reading too.
+Two operations carry the three stages: `gather` (every shard reaches every rank from its owner) and `reduce` (every
+shard, summed over the ranks, reaches its owner). Which transport runs is chosen once for a group and type of device
+(link.py), and makes no difference to the results: reduce adds up in rank order at the owner, in float32 what travelled
+with 16 bits.
 
 On a GPU transfers run beside the computing. There a gather is launched at once and compared while it runs, on the CPU
 and before anybody uses what it brings; elsewhere nothing is launched before the ranks are known to agree.
-
-CPU ms of a rank, medians, two loaded cores, by reading and by Gloo's collectives:
-
-                                        2 ranks             4 ranks
-    gather of 4M float32, compared      1.0     4.0         2.0     5.1
-    gather of 64 KiB, compared          0.04    0.41        0.08    0.91
-    reduce of 4M float32                2.7     4.7         4.0     6.5
-    reduce of 64 KiB                    0.07    0.24        0.12    0.33
-    agree                               0.03    0.31        0.04    0.74
-
-Reading was less at every size from 4 KiB on, so there is no size from which it is used. What is left of the reduce is
-the sum, and the pages of the buffer that it is read into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from zero.oss import direct
-from zero.oss.agreement import NUMBER, Agreement, agreement_bytes
-from zero.oss.handle import Handle
-from zero.oss.neighbours import Neighbours
-from zero.oss.packing import batches, joined, room_for, spread, together
-from zero.oss.sums import sum_in_rank_order, wide
-from zero.oss.traffic import Traffic, count, traffic
-from zero.oss.wire import BROADCAST, COLLECTION, GATHER, REDUCTION, SUM
-
-__all__ = ["Comm", "Handle", "Traffic", "agreement_bytes", "traffic"]
+from zero.comm.differences import as_text, refuse_differences
+from zero.comm.handle import Handle
+from zero.comm.link import Link, link_of
+from zero.comm.order import COMPARISON, SUM
+from zero.comm.packing import batches, room_for, spread, together
+from zero.comm.process_group import LEAD, NUMBER
+from zero.comm.traffic import count
+from zero.comm.transport import Message
 
 
-class Comm(Agreement):
+class Comm:
     """One process group, seen from this rank. `rank` and `world` are of the group, never of the whole job.
 
     group: None is the default group, or this process alone where torch.distributed is not initialised.
     Raises ValueError where this rank is not in the group.
     """
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is not None and dist.get_rank(group) < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} of the job is not in the process group that it was given. "
+                "Build the model and its optimizer only on the ranks of the group, or pass each rank its own group."
+            )
+        self._use(group, Link(None) if group is None else link_of(group))
+
     @classmethod
     def alone(cls) -> Comm:
         """This process by itself, whatever torch.distributed knows."""
         comm = cls.__new__(cls)
-        comm._set_group(None)
+        comm._use(None, Link(None))
         return comm
 
-    # ------------------------------------------------------------------------------------- whole tensors
+    def _use(self, group: dist.ProcessGroup | None, link: Link) -> None:
+        self.group, self._link, self._order = group, link, link.order
+        self.rank, self.world = link.rank, link.world
 
-    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Collective. Overwrites the tensors by those of rank `source` of the group."""
-        if self.world == 1:
-            return
-        for batch in batches(tensors):
-            flat = together(batch) if self.rank == source else room_for(batch)
-            self._broadcast(flat, source)
-            if self.rank == source:
-                count(other=flat.nbytes * (self.world - 1))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
+        return self  # a process group cannot be copied, and a copied module belongs to the same one
+
+    # ---------------------------------------------------------------------------------------- the transport
+
+    def transport_name(self, device: torch.device) -> str:
+        """Collective the first time. What tensors on such a device are sent by, for logs."""
+        return self._link.transport(device).name
+
+    def reads(self, device: torch.device) -> bool:
+        """Collective the first time. Whether ranks read tensors on the device from one another's memory."""
+        return self.world > 1 and self.transport_name(device) == "host memory"
+
+    def runs_beside(self, tensor: Tensor) -> bool:
+        """Collective the first time. Whether such tensors are sent without taking the processor from what computes."""
+        return self.world > 1 and self._link.transport(tensor.device).overlaps
+
+    def device_problem(self, devices: Sequence[torch.device]) -> str | None:
+        """Why tensors on these devices cannot be sent in this group, in words for the user; None if they can."""
+        missing = None if self.group is None else self._link.without_backend(devices)
+        if missing is None:
+            return None
+        return (
+            f"parameters are on {missing}, but the process group sends nothing from there (its backend is "
+            f"{dist.get_backend(self.group)}). Call torch.cuda.set_device(local_rank), move the model by "
+            "model.to(device) first, or initialise the group with a backend for both: "
+            'init_process_group("cpu:gloo,cuda:nccl").'
+        )
+
+    # ------------------------------------------------------------------------------------------- agreeing
+
+    def channel(self, name: str) -> int:
+        """A number for one stream of operations, given out in the same order on every rank; `name` is for errors."""
+        return self._order.channel(name)
+
+    def announce(self, channel: int | None) -> None:
+        """Says with every operation to come, until told otherwise, what this rank is going to do after it.
+
+        What is not compared by itself, such as a reduce, is safe to launch once an operation that announced it passed.
+        """
+        self._order.announced = channel or 0
+
+    def agree(self, channel: int) -> None:
+        """Collective. Raises RuntimeError on every rank unless all ranks have come to this same point."""
+        if self.world > 1:
+            self._link.transport().agree(self._number(channel)).wait()
+
+    def _number(self, channel: int) -> int:
+        count(other=NUMBER * (self.world - 1))
+        return self._order.number(channel)
+
+    def compare(self, what: str, lines: Sequence[str], problem: str | None = None) -> None:
+        """Collective. Raises ValueError on every rank if any rank has a `problem`, or if `lines` differ between ranks.
+
+        Costs one exchange of 32 bytes where all is well. lines: what must be the same, one thing a line.
+        """
+        texts = [as_text(lines, problem)]
+        if self.world > 1:
+            self.agree(COMPARISON)
+            digests = self._exchange(hashlib.sha256(texts[0].encode()).digest())
+            if problem is not None or len(set(digests)) > 1:
+                texts = self.all_gather_text(texts[0])
             else:
-                spread(flat, batch)
+                return
+        refuse_differences(what, texts)
 
-    def _broadcast(self, flat: Tensor, source: int) -> None:
-        near = self._neighbours(flat.device)
-        if near is None:
-            self.agree(BROADCAST)
-            self._collectives.broadcast(flat, source)
-            return
-
-        def read(addresses: Mapping[int, int]) -> None:
-            if self.rank != source:
-                near.read(source, addresses[source], flat.data_ptr(), flat.nbytes)
-
-        count(other=NUMBER * (self.world - 1))
-        self._launch_reading(near, BROADCAST, flat.data_ptr(), read, flat).wait()
-
-    def all_reduce(self, tensor: Tensor, *, maximum: bool = False, channel: int = SUM) -> None:
-        """Collective. Sums (or takes the maximum of) a small tensor over the ranks, in place.
-
-        channel: number of the operation, which is compared between ranks; by default that of any such sum.
-        """
+    def all_gather_text(self, text: str) -> list[str]:
+        """Collective. The text of every rank, by rank."""
         if self.world == 1:
-            return
-        count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
-        near = self._neighbours(tensor.device) if tensor.nbytes <= direct.PIECE else None
-        if near is None:
-            self.agree(channel)
-            self._collectives.all_reduce(tensor, maximum=maximum)
-            return
-        count(other=NUMBER * (self.world - 1))
-        rows = tensor.new_empty(self.world, tensor.numel())
-        rows[self.rank] = tensor.view(-1)
-        address = rows[self.rank].data_ptr()
-        number = self._wire.number(channel)
-        self._launch_reading(near, number, address, lambda told: direct.read_rows(near, rows, told), rows).wait()
-        tensor.copy_((rows.amax(0) if maximum else sum_in_rank_order([[*rows]])).view(tensor.shape))
+            return [text]
+        self.agree(COMPARISON)
+        data = text.encode()
+        lengths = [int.from_bytes(length, "little") for length in self._exchange(len(data).to_bytes(8, "little"))]
+        padded = data.ljust(max(lengths), b"\0")
+        found = self._exchange(padded) if padded else [b""] * self.world
+        return [received[:length].decode() for received, length in zip(found, lengths, strict=True)]
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
-        """Collective. Brings flat tensors from their owners to rank `to` of the group, or (None) to all.
+    def _exchange(self, data: bytes) -> list[bytes]:
+        """What every rank gives, as many bytes on each, at least one."""
+        count(other=len(data) * (self.world - 1))
+        received = self._link.transport().exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [one.numpy().tobytes() for one in received]
 
-        transfers: on every rank the same, in the same order, (owner, tensor): what is sent at the owner, what is filled
-        at those who receive, None elsewhere.
-        """
-        if self.world == 1:
-            return
-        self.agree(COLLECTION)
-        for owner, tensor in transfers:
-            if tensor is not None and tensor.numel():
-                self._collectives.collect(owner, tensor, to)
-
-    # -------------------------------------------------------------------------------------- the segments
+    # ------------------------------------------------------------------------------------------ the shards
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int | None) -> Handle:
-        """Collective. Fills the flat `full`: segment [bounds[r], bounds[r + 1]) comes from rank r, which has it there.
+        """Collective. Fills the flat `full`: shard [bounds[r], bounds[r + 1]) comes from rank r, which has it there.
 
         channel: number of the operation, to be compared between ranks: where they differ `wait` raises RuntimeError, on
         every rank. None where an `agree` has just said that all ranks come here.
 
         `full` must not change until `wait` has returned, which may be when the other ranks have called it too.
         """
-        if self.world == 1:
-            return Handle(lambda: None)
         low, high = bounds[self.rank : self.rank + 2]
-        size = full.element_size()
-        count(gather=(high - low) * size * (self.world - 1))
-        near = self._neighbours(full.device)
-        if near is not None:
-            count(other=0 if channel is None else NUMBER * (self.world - 1))
-            number = GATHER if channel is None else self._wire.number(channel)
-            address = full.data_ptr() + low * size
-            return self._launch_reading(
-                near, number, address, lambda told: direct.read_segments(near, full, bounds, told), full
-            )
-        segments = [full[low:high] for low, high in pairwise(bounds)]
-        if channel is None:
-            works = self._collectives.launch_gather(full, segments)
-            return Handle(lambda: self._wait(works, channel, full))
-        if self.runs_beside(full):
-            return self._gather_as_compared(full, segments, channel)
-        return self._gather_once_compared(full, segments, channel)
-
-    def _gather_as_compared(self, full: Tensor, segments: Sequence[Tensor], channel: int) -> Handle:
-        """Runs while it is compared. Waiting for it leaves other gathers alone; only comparing has an order."""
-        compared = Handle(self._launch_lead(None, channel), self._wire.queue)
-        works = self._collectives.launch_gather(full, segments)
-
-        def finish() -> None:
-            compared.wait()
-            self._wait(works, channel, full)
-
-        return Handle(finish)
-
-    def _gather_once_compared(self, full: Tensor, segments: Sequence[Tensor], channel: int) -> Handle:
-        """The first bytes of each segment travel with what is compared; of small segments that is all."""
-        as_bytes = [segment.view(torch.uint8) for segment in segments]
-        compare = self._launch_lead(as_bytes[self.rank], channel)
-
-        def finish() -> None:
-            leads = compare()
-            begun = len(leads[0])
-            for peer, (segment, lead) in enumerate(zip(as_bytes, leads, strict=True)):
-                if peer != self.rank:
-                    segment[:begun] = lead[: len(segment)]
-            rest = [segment[begun:] for segment in as_bytes]
-            self._wait(self._collectives.launch_gather(None, rest), channel, full)
-
-        return Handle(finish, self._wire.queue)
+        count(gather=(high - low) * full.element_size() * (self.world - 1))
+        operation = None if channel is None else self._number(channel)
+        return self._link.transport(full.device).gather(full, bounds, operation)
 
     def reduce(
         self,
-        messages: Sequence[tuple[Tensor, Sequence[int]]],
+        messages: Sequence[Message],
         *,
         times: float = 1,
         into: Tensor | None = None,
@@ -204,64 +176,55 @@ class Comm(Agreement):
         channel: number of the operation, to be compared between ranks where that costs nothing: where they read one
             another's memory. Elsewhere an `agree` before has to do.
         """
+        if self.world > 1:
+            sent = ((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages)
+            count(reduce=sum(sent))
+        operation = None if channel is None else self._order.number(channel)
+        return self._link.transport(messages[0][0].device).reduce(messages, times, into, operation)
+
+    # ------------------------------------------------------------------------------------- other tensors
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Collective. Overwrites the tensors by those of rank `source` of the group."""
         if self.world == 1:
-            return Handle(lambda: _put(_alone([message for message, _ in messages], times), into))
-        count(reduce=sum((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages))
-        near = self._neighbours(messages[0][0].device)
-        if near is not None:
-            shares = direct.Shares(messages, self.rank)
-            return self._launch_reading(
-                near,
-                REDUCTION if channel is None else self._wire.number(channel),
-                shares.address,
-                lambda told: shares.sum(near, told, times, into),
-                (messages, shares, into),
-            )
-        works, received = self._collectives.launch_reduce(messages)
+            return
+        for batch in batches(tensors):
+            flat = together(batch) if self.rank == source else room_for(batch)
+            count(other=NUMBER * (self.world - 1))
+            self._link.transport(flat.device).broadcast(flat, source)
+            if self.rank == source:
+                count(other=flat.nbytes * (self.world - 1))
+            else:
+                spread(flat, batch)
 
-        def finish() -> Tensor:
-            self._wait(works, None, (messages, received))
-            return _put(sum_in_rank_order([list(rows) for rows in received], times), into)
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False, channel: int = SUM) -> None:
+        """Collective. Sums (or takes the maximum of) a contiguous tensor over the ranks, in place.
 
-        return Handle(finish)
-
-    def _launch_reading(
-        self,
-        near: Neighbours,
-        number: int,
-        address: int,
-        read: Callable[[dict[int, int]], Any],
-        buffers: object,
-    ) -> Handle:
-        """An operation in which each rank reads from all others. `wait` returns what `read` does, when all have read.
-
-        buffers: what holds the memory that is read, here and by the others.
+        channel: number of the operation, which is compared between ranks; by default that of any such sum.
         """
-        hear = self._tell(near, number, address, buffers)
+        if self.world > 1:
+            count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
+            self._link.transport(tensor.device).all_reduce(tensor, self._number(channel), maximum=maximum)
 
-        def finish() -> Any:
-            addresses = hear()
-            with self._wire.in_vain(number, buffers):
-                brought = read(addresses)
-                near.finish()()
-            return brought
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
+        """Collective. Brings flat tensors from their owners to rank `to` of the group, or (None) to all.
 
-        return Handle(finish, self._wire.queue)
-
-    def reads(self, device: torch.device) -> bool:
-        """Collective the first time. Whether ranks read tensors on the device from one another's memory."""
-        return self.world > 1 and self._neighbours(device) is not None
-
-    def runs_beside(self, tensor: Tensor) -> bool:
-        """Whether such tensors are sent without taking the processor from what computes."""
-        return self.world > 1 and self._collectives.backend(tensor.device) != "gloo"
-
-
-def _alone(messages: Sequence[Tensor], times: float) -> Tensor:
-    """What a reduce brings where there is one rank."""
-    sums = wide(joined(messages))
-    return sums if times == 1 else sums * times
+        transfers: on every rank the same, in the same order, (owner, tensor): what is sent at the owner, what is filled
+        at those who receive, None elsewhere. All are on one type of device.
+        """
+        if self.world == 1:
+            return
+        count(other=NUMBER * (self.world - 1))
+        own = [tensor for owner, tensor in transfers if owner == self.rank and tensor is not None]
+        receivers = self.world - 1 if to is None else int(to != self.rank)
+        count(other=sum(tensor.nbytes for tensor in own) * receivers)
+        devices = [tensor.device for _, tensor in transfers if tensor is not None]
+        self._link.transport(devices[0] if devices else torch.device("cpu")).collect(transfers, to)
 
 
-def _put(sums: Tensor, into: Tensor | None) -> Tensor:
-    return sums if into is None else into.copy_(sums)
+def comparison_bytes(world: int) -> tuple[int, int]:
+    """What comparing an operation between ranks takes a rank: bytes held as long as it lasts, and bytes sent.
+
+    Held over Gloo; ranks that read one another's memory hold nothing.
+    """
+    return (NUMBER + LEAD) * (1 + world) if world > 1 else 0, NUMBER * (world - 1)

@@ -18,6 +18,7 @@ class Handle:
         self._queue = queue
         self._result: Any = None
         self._error: BaseException | None = None
+        self._waited = False
         if queue is not None:
             queue.append(self)
 
@@ -26,6 +27,8 @@ class Handle:
 
         Raises what kept it from arriving, also where that was found while another transfer was waited for.
         """
+        assert self._error is not None or not self._waited, "this transfer was waited for before"
+        self._waited = True
         while self._queue and self in self._queue:
             self._queue.pop(0)._complete()
         self._complete()
@@ -42,7 +45,3 @@ class Handle:
             except BaseException as error:
                 self._error = error
                 raise
-
-
-ARRIVED = Handle(lambda: None)
-"""Of a transfer that had nothing to send."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zero.comm.handle import ARRIVED, Handle
+from zero.comm.handle import Handle
 from zero.comm.packing import joined
 from zero.comm.sums import wide
 from zero.comm.transport import Message, Transport
@@ -18,7 +18,7 @@ class Local(Transport):
     name, overlaps = "this process alone", False
 
     def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
-        return ARRIVED
+        return Handle(lambda: None)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
         def own() -> Tensor:
@@ -38,4 +38,4 @@ class Local(Transport):
         return [tensor]
 
     def agree(self, operation: int) -> Handle:
-        return ARRIVED
+        return Handle(lambda: None)

@@ -7,7 +7,7 @@ reduce, is safe to launch once an operation that announced it was compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero.comm.handle import Handle
@@ -33,6 +33,8 @@ class Order:
         self.queue: list[Handle] = []
         self.announced = 0
         self.broken: str | None = None
+        self.at_failure: list[Callable[[], object]] = []
+        """Called when a transfer has failed."""
         self._stranded: list[Any] = []
         """Buffers of transfers that failed, into which messages may still be written."""
         self._names = [
@@ -89,6 +91,8 @@ class Order:
             f"or never came here. Look for the first error of any rank. ({error})"
         )
         self.broken = self.broken or said
+        for act in self.at_failure:
+            act()
         return said
 
 

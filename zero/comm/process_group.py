@@ -1,145 +1,195 @@
-"""What is sent through torch.distributed. No other file of this package calls it to send.
+"""Sending by torch.distributed's process groups: Gloo, and backends that overlap, such as NCCL.
 
-Two operations carry the three stages. They map to collectives so:
+A gather is a broadcast a shard over Gloo; elsewhere, where shards are equal, the single-tensor all-gather. A reduce is
+an all-to-all, from where gradients were written, and a sum at the owner.
 
-- gather: a broadcast a segment; where segments are equal and the backend is not Gloo, the single-tensor all-gather.
-- reduce: all-to-all, from where the gradients were written; the owner adds up.
-
-CPU ms of a rank on two cores over Gloo, 4M float32 at 2 and 4 ranks: a broadcast a segment 3.8, 4.2, all-gather 6.3,
-6.4; all-to-all and sum 4.2, 5.6, a reduce a segment 8.7, 7.3, reduce-scatter 12.9, 12.0. Plain messages from each rank
-to each other took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's tick (4 ms, half of it spinning)
-whenever cores were scarce: Gloo's event loop spins while the sending thread is preempted with its lock held.
-
-Tensors on a GPU go by NCCL, on a stream of its own that is ordered by events with the stream that computes: neither
-launching nor waiting keeps the host. What ranks tell each other to compare is on the CPU and goes by Gloo.
+CPU ms of a rank on two cores over Gloo, 4M float32 at 2 and 4 ranks: a broadcast a shard 3.8, 4.2, all-gather 6.3, 6.4;
+all-to-all and sum 4.2, 5.6, a reduce a shard 8.7, 7.3, reduce-scatter 12.9, 12.0. Plain messages from each rank to each
+other took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's tick (4 ms, half of it spinning) whenever
+cores were scarce: Gloo's event loop spins while the sending thread is preempted with its lock held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero._torch import all_gather_of_one_tensor, timeout_of
-from zero.oss.traffic import count
+from zero._torch import all_gather_of_one_tensor
+from zero.comm.handle import Handle
+from zero.comm.order import BROADCAST, COLLECTION, Order
+from zero.comm.sums import sum_in_rank_order
+from zero.comm.transport import Message, Transport
+
+NUMBER = 8
+"""Bytes of the number of an operation."""
+
+LEAD = 1 << 15
+"""Bytes of a shard that travel with its operation's number over Gloo; of small shards that is all there is.
+
+With 4 KiB, or 64 bytes, a comparison without a shard took as long within the noise (0.43 CPU ms at 2 ranks, 1.1 at
+4), and a shard of 16 to 32 KiB, which then takes a second message, 0.15 to 0.7 ms more.
+"""
 
 
-class Collectives:
-    """Those of one process group, seen from one of its ranks."""
+class ProcessGroupTransport(Transport):
+    """What both have in common. group: a ProcessGroup, or a Backend such as ProcessGroupGloo."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._host_group = group, _host_group(group)
-        self._backends = {**_backends(group), "cpu": _backends(self._host_group)["cpu"]}
-        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, order: Order, group: Any, rank: int, world: int) -> None:
+        self._order, self._group, self._rank, self._world = order, group, rank, world
 
-    def _carrier(self, device: torch.device) -> dist.ProcessGroup:
-        return self._host_group if device.type == "cpu" else self._group
-
-    def backend(self, device: torch.device) -> str:
-        return self._backends.get(device.type, "")
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long tensors on the CPU are waited for."""
-        return timeout_of(self._host_group, torch.device("cpu"))
-
-    # -------------------------------------------------------------------------------------- small messages
-
-    def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """What every rank gives, of one shape and on the CPU, by rank."""
-        received = [torch.empty_like(tensor) for _ in range(self._world)]
-        dist.all_gather(received, tensor, group=self._host_group)
-        return received
-
-    def exchange_bytes(self, data: bytes, limit: int = 512) -> list[bytes]:
-        """The same of at most so many bytes, whatever the length on each rank."""
-        assert len(data) + 4 <= limit
-        framed = len(data).to_bytes(4, "little") + data
-        padded = torch.frombuffer(bytearray(framed.ljust(limit, b"\0")), dtype=torch.uint8)
-        received = [one.numpy().tobytes() for one in self.exchange(padded)]
-        return [one[4 : 4 + int.from_bytes(one[:4], "little")] for one in received]
-
-    def launch_exchange(self, tensor: Tensor) -> tuple[dist.Work, Tensor]:
-        """The same of one flat tensor on the CPU; what comes is a row a rank."""
-        heard = tensor.new_empty(self._world * len(tensor))
-        work = all_gather_of_one_tensor()(heard, tensor, group=self._host_group, async_op=True)
-        return work, heard.view(self._world, -1)
-
-    # -------------------------------------------------------------------------------------- whole tensors
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(tensor, group=self._carrier(tensor.device), group_src=source)
-
-    def all_reduce(self, tensor: Tensor, *, maximum: bool) -> None:
-        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        dist.all_reduce(tensor, op=op, group=self._carrier(tensor.device))
-
-    def collect(self, owner: int, tensor: Tensor, to: int | None) -> None:
-        """Brings a flat tensor from its owner to rank `to`, or (None) to all."""
-        group = self._carrier(tensor.device)
-        if to is None:
-            dist.broadcast(tensor, group=group, group_src=owner)
-        elif self._rank == owner != to:
-            dist.send(tensor, group=group, group_dst=to)
-        elif self._rank == to != owner:
-            dist.recv(tensor, group=group, group_src=owner)
-        if self._rank == owner:
-            count(other=tensor.nbytes * (self._world - 1 if to is None else int(owner != to)))
-
-    # -------------------------------------------------------------------------------------- the segments
-
-    def launch_gather(self, full: Tensor | None, segments: Sequence[Tensor]) -> list[dist.Work]:
-        """Every rank's segment to every rank. `full` is what the segments make up, if they make up one tensor."""
-        equal = len({segment.numel() for segment in segments}) == 1
-        device = segments[0].device
-        group = self._carrier(device)
-        if full is not None and equal and self.backend(device) != "gloo":
-            return [all_gather_of_one_tensor()(full, segments[self._rank], group=group, async_op=True)]
-        return [
-            dist.broadcast(segment, group=group, group_src=owner, async_op=True)
-            for owner, segment in enumerate(segments)
-            if segment.numel()
-        ]
-
-    def launch_reduce(self, messages: Sequence[tuple[Tensor, Sequence[int]]]) -> tuple[list[dist.Work], list[Tensor]]:
-        """Every rank's share of each message to that rank; of each message, what comes here is a row a rank."""
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
         received, works = [], []
-        group = self._carrier(messages[0][0].device)
         for message, counts in messages:
             own = counts[self._rank]
             buffer = message.new_empty(own * self._world)
             received.append(buffer.view(self._world, own))
+            splits = [own] * self._world
             works.append(
-                dist.all_to_all_single(buffer, message, [own] * self._world, list(counts), group=group, async_op=True)
+                self._group.alltoall_base(_real(buffer), _real(message), splits, [*counts], dist.AllToAllOptions())
             )
-        return works, received
+
+        def finish() -> Tensor:
+            self._wait(works, None, (messages, received))
+            sums = sum_in_rank_order([[*rows] for rows in received], times)
+            return sums if into is None else into.copy_(sums)
+
+        return Handle(finish)
+
+    def broadcast(self, flat: Tensor, source: int) -> None:
+        self.agree(BROADCAST).wait()
+        self._wait([self._broadcast(flat, source)], BROADCAST, flat)
+
+    def all_reduce(self, tensor: Tensor, operation: int, *, maximum: bool) -> None:
+        self.agree(operation).wait()
+        how = dist.AllreduceOptions()
+        how.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+        self._wait([self._group.allreduce([_real(tensor)], how)], operation, tensor)
+
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
+        self.agree(COLLECTION).wait()
+        for owner, tensor in transfers:
+            if tensor is None or not tensor.numel():
+                continue
+            if to is None:
+                self._wait([self._broadcast(tensor, owner)], COLLECTION, tensor)
+            elif self._rank == owner != to:
+                self._wait([self._group.send([_real(tensor)], to, 0)], COLLECTION, tensor)
+            elif self._rank == to != owner:
+                self._wait([self._group.recv([_real(tensor)], owner, 0)], COLLECTION, tensor)
+
+    def exchange(self, tensor: Tensor) -> list[Tensor]:
+        received = [torch.empty_like(tensor) for _ in range(self._world)]
+        self._wait([self._group.allgather([received], [tensor])], None, (received, tensor))
+        return received
+
+    def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
+        how = dist.BroadcastOptions()
+        how.rootRank, how.rootTensor = source, 0
+        return self._group.broadcast([_real(flat)], how)  # type: ignore[no-any-return]
+
+    def _launch_broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work]:
+        """Every rank's shard to every rank."""
+        return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
+
+    def _wait(self, works: Sequence[dist.Work], number: int | None, buffers: object) -> None:
+        with self._order.transfer(number, buffers):
+            for work in works:
+                work.wait()
 
 
-_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+class Gloo(ProcessGroupTransport):
+    """Of tensors on the CPU, between hosts. Nothing is launched before the ranks are known to agree."""
+
+    name, overlaps = "Gloo", False
+
+    def agree(self, operation: int) -> Handle:
+        compare = self._launch_comparison(operation, None)
+        return Handle(lambda: compare() and None)
+
+    def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
+        shards = [full[low:high] for low, high in pairwise(bounds)]
+        if operation is None:
+            works = self._launch_broadcasts(shards)
+            return Handle(lambda: self._wait(works, None, full))
+        # The first bytes of each shard travel with what is compared; of small shards that is all.
+        as_bytes = [shard.view(torch.uint8) for shard in shards]
+        compare = self._launch_comparison(operation, as_bytes[self._rank])
+
+        def finish() -> None:
+            leads = compare()
+            for peer, (shard, lead) in enumerate(zip(as_bytes, leads, strict=True)):
+                if peer != self._rank:
+                    shard[:LEAD] = lead[: len(shard)]
+            self._wait(self._launch_broadcasts([shard[LEAD:] for shard in as_bytes]), operation, full)
+
+        return Handle(finish, self._order.queue)
+
+    def _launch_comparison(self, number: int, shard: Tensor | None) -> Callable[[], list[Tensor]]:
+        """Says which operation this rank has come to, maybe with the first bytes of its shard.
+
+        This message has the same length in every operation, so it arrives whatever each rank is doing. The result,
+        called, raises RuntimeError where ranks are out of step, or returns the first bytes of every rank's shard.
+        """
+        self._order.refuse_if_broken()
+        said = torch.zeros(NUMBER + LEAD, dtype=torch.uint8)
+        said[:NUMBER].view(torch.int64).fill_(number)
+        if shard is not None:
+            lead = shard[:LEAD]
+            said[NUMBER : NUMBER + len(lead)] = lead
+        heard = said.new_empty(self._world * len(said))
+        work = all_gather_of_one_tensor(self._group, heard, said)
+
+        def compare() -> list[Tensor]:
+            self._wait([work], number, (said, heard))
+            rows = [*heard.view(self._world, -1)]
+            self._order.refuse_others(
+                number, {peer: int(row[:NUMBER].view(torch.int64)) for peer, row in enumerate(rows)}
+            )
+            return [row[NUMBER:] for row in rows]
+
+        return compare
 
 
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group itself if it sends what is on the CPU; otherwise (as with NCCL alone) the same ranks over Gloo.
+class Overlapping(ProcessGroupTransport):
+    """By a backend that sends beside the computing, on streams of its own, such as NCCL: neither launching nor waiting
+    keeps the host. A gather is launched at once; what ranks compare is on the CPU.
 
-    Collective over the ranks of the group, the first time.
+    checks: the transport by which the ranks compare what they do.
     """
-    backends = _backends(group)
-    if "cpu" in backends:
-        return group
-    if group not in _host_groups:
-        _host_groups[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timeout_of(group, torch.device(next(iter(backends)))),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-    return _host_groups[group]
+
+    overlaps = True
+
+    def __init__(
+        self, order: Order, group: dist.ProcessGroup, rank: int, world: int, checks: Transport, name: str
+    ) -> None:
+        super().__init__(order, group, rank, world)
+        self._checks, self.name = checks, name
+
+    def agree(self, operation: int) -> Handle:
+        return self._checks.agree(operation)
+
+    def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
+        """Waiting for it leaves other gathers alone; only comparing has an order."""
+        compared = None if operation is None else self._checks.agree(operation)
+        shards = [full[low:high] for low, high in pairwise(bounds)]
+        if len({len(shard) for shard in shards}) == 1:
+            works = [all_gather_of_one_tensor(self._group, _real(full), _real(shards[self._rank]))]
+        else:
+            works = self._launch_broadcasts(shards)
+
+        def finish() -> None:
+            if compared is not None:
+                compared.wait()
+            self._wait(works, operation, full)
+
+        return Handle(finish)
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend that sends what is on a device, by type of device."""
-    return dict(pair.split(":") for pair in dist.get_backend_config(group).lower().split(","))
+def _real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, in one more dimension: backends know none."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

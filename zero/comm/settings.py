@@ -28,7 +28,9 @@ def configure(*, host_memory: HostMemory | None) -> None:
     """
     global _configured
     if host_memory not in (None, *_BY_ENVIRONMENT.values()):
-        raise ValueError(f"host_memory={host_memory!r}: choose 'auto', 'off', 'ptracer', or None for the environment's.")
+        raise ValueError(
+            f"host_memory={host_memory!r}: choose 'auto', 'off', 'ptracer', or None for the environment's."
+        )
     _configured = host_memory
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero.comm.handle import Handle
 
 Message = tuple[Tensor, Sequence[int]]
-"""A flat tensor, and how many elements of it go to each rank, in the order of ranks; these are the same on all ranks."""
+"""A flat tensor, and how many elements of it go to each rank, in the order of ranks: the same numbers on all ranks."""
 
 
 class Transport(ABC):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zero._torch import children_of
+from zero.comm import Comm
 from zero.fsdp import whole
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
@@ -30,7 +31,6 @@ from zero.fsdp.tracing import Gradients
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy
 from zero.oss import norm, state
-from zero.oss.comm import Comm
 from zero.oss.ddp import ddp_within
 from zero.oss.flat import FlatGroup
 from zero.oss.joining import NO_JOIN

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zero.comm import Comm
 from zero.fsdp.offload import Disk
 from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.stepping import Stepping
 from zero.fsdp.unit import Stage, Unit
-from zero.oss.comm import Comm
 from zero.oss.ddp import refuse_within_ddp
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import PART

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.comm import Comm
 from zero.oss import state
-from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import PART
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint

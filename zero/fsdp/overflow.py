@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zero.comm import Comm
 from zero.fsdp.unit import Unit
-from zero.oss.comm import Comm
 
 
 class Overflow:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import at_end_of_backward, in_a_backward, modules_being_called
+from zero.comm import Comm
 from zero.fsdp.at_rest import RestingReads
 from zero.fsdp.casts import Casts
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
@@ -31,7 +32,6 @@ from zero.fsdp.lookout import Lookout
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Call, Stage, Unit
-from zero.oss.comm import Comm
 
 
 class Schedule:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.oss.comm import Comm
+from zero.comm import Comm
 
 
 class ShardingStrategy(enum.Enum):

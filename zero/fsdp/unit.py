@@ -16,8 +16,8 @@ from functools import partial
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
-from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, Residence
 from zero.sdp.bucket import GradBucket, Phase
 

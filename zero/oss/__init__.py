@@ -1,6 +1,6 @@
 """Stage 1, and the ground that all stages stand on."""
 
-from zero.oss.comm import Traffic, traffic
+from zero.comm import Traffic, traffic
 from zero.oss.optimizer import OSS
 from zero.oss.scaler import GradScaler
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import divides_by_ranks_with_data
-from zero.oss.comm import Comm
+from zero.comm import Comm
 from zero.oss.gradients import refuse_sparse
 
 

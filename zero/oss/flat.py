@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import wraps_others, writes_so_far
-from zero.oss.comm import Comm, Handle
+from zero.comm import Comm, Handle
 from zero.oss.lane import lane_of
 from zero.oss.layout import ALIGNMENT, Layout, Span
 

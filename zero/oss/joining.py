@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import join_mark, living_joins_of
-from zero.oss.comm import Comm
+from zero.comm import Comm
 from zero.oss.ddp import joining
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import options

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zero.oss.comm import Comm
+from zero.comm import Comm
 
 
 def total_norm(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero.oss.comm import Comm
+from zero.comm import Comm
 from zero.oss.groups import options
 
 Numbers = dict[str, float]

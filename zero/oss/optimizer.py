@@ -24,8 +24,8 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zero.comm import Comm
 from zero.oss import norm, state
-from zero.oss.comm import Comm
 from zero.oss.ddp import replaced
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from zero.comm import Comm
 from zero.oss import layout
-from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup, Home, alignment, alike
 from zero.oss.kinds import Finding, Kind
 from zero.oss.layout import Layout, Loads

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.oss.comm import Comm
+from zero.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import names, options
 from zero.oss.masters import Masters

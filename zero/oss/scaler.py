@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero._torch import GradScaler as TorchGradScaler
-from zero.oss.comm import Comm
+from zero.comm import Comm
 from zero.oss.optimizer import OSS
 
 

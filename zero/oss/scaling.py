@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import writes_so_far
-from zero.oss.comm import Comm
+from zero.comm import Comm
 
 _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
 """Gradients looked at, elements of each, and the number of gradients below which nothing can be told."""

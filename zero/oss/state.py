@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.comm import Comm
 from zero.oss import leaves
-from zero.oss.comm import Comm
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import PART
 from zero.oss.groups import options as group_options

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from zero.oss.direct import PIECE
+from zero.comm.host_memory import CHUNK
 from zero.oss.layout import Layout
 from zero.sdp.bucket import travels_alone
 
@@ -97,7 +97,7 @@ def size_up(
     total = sum(numels) + pieces
     large = [span.numel for span in spans if travels_alone(layout.numels[span.index] * size)]
     most = max([own - sum(large), *large])  # of one message, what this rank gets
-    at_once = min(most, PIECE // sent_as.itemsize) if reads else most
+    at_once = min(most, CHUNK // sent_as.itemsize) if reads else most
     held_to_add_up = 2 * sums_dtype.itemsize * at_once if world > 1 else sent_as.itemsize * own
     return Flat(
         computed=computed,

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import torch
 
+from zero.comm.comm import comparison_bytes
 from zero.fsdp import Prefetch
-from zero.oss.comm import agreement_bytes
 from zero.oss.kinds import ELEMENTWISE, unwrapped
 from zero.oss.slices import SLICE
 from zero.plan.course import Course
@@ -41,7 +41,7 @@ class Job:
     @cached_property
     def agreement(self) -> tuple[int, int]:
         """Bytes held and sent where operations are compared between ranks, as they are where the CPU can send."""
-        held, sent = agreement_bytes(self.world if self.gloo else 1)
+        held, sent = comparison_bytes(self.world if self.gloo else 1)
         return 0 if self.layouts.options.reads else held, sent
 
     @property

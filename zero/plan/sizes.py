@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from zero.comm.packing import batches
 from zero.fsdp import MixedPrecision
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
-from zero.oss.packing import batches
 from zero.oss.partition import Partition
 
 

@@ -19,11 +19,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from zero.oss.comm import Comm, Handle
+from zero.comm import Comm, Handle
+from zero.comm.packing import joined
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_sparse
 from zero.oss.layout import Span
-from zero.oss.packing import joined
 from zero.sdp.routes import Routes
 
 _LARGE = 1 << 18

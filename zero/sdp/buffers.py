@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from zero.oss.comm import Comm
+from zero.comm import Comm
 
 
 class BufferSync:

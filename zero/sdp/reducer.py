@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import at_end_of_backward, in_a_backward, writes_into
-from zero.oss.comm import Comm
+from zero.comm import Comm
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import GradBucket
 from zero.sdp.gathers import finish_all

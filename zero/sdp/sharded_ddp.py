@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zero._torch import children_of
-from zero.oss.comm import Comm
+from zero.comm import Comm
 from zero.oss.ddp import ddp_within, refuse_within_ddp
 from zero.oss.groups import sent_dtype
 from zero.oss.joining import NO_JOIN

@@ -13,13 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from reference import refusal
 
 import ranks
-from zero.oss import attach
-from zero.oss.comm import Comm
-from zero.oss.neighbours import Neighbours, _Peer
-from zero.oss.wire import wire_of
+from ranks import refusal
+from zero.comm import Comm, attach
+from zero.comm.peers import Peer, Peers
 
 LENGTH = 5000
 
@@ -28,7 +26,7 @@ def together(rank, world):
     """A Comm of the default group after its first operation, and whether its ranks read one another's memory."""
     comm = Comm()
     comm.agree(comm.channel("a first meeting"))
-    return comm, wire_of(comm.group).neighbours is not None
+    return comm, comm.reads(torch.device("cpu"))
 
 
 def gathered(comm, start=0.0, length=LENGTH):
@@ -65,10 +63,10 @@ ERROR = {"side_effect": OSError("not here")}
 @pytest.mark.parametrize(
     ("hindered", "target", "effect"),
     [
-        (0, "zero.oss.attach.host", ERROR),
-        (1, "zero.oss.attach.host", {"return_value": "another"}),
-        (2, "zero.oss.attach.read", ERROR),
-        (2, "zero.oss.attach.read", {"return_value": None}),  # something, but not what the other has there
+        (0, "zero.comm.attach.host", ERROR),
+        (1, "zero.comm.attach.host", {"return_value": "another"}),
+        (2, "zero.comm.attach.read", ERROR),
+        (2, "zero.comm.attach.read", {"return_value": None}),  # something, but not what the other has there
         (1, "os.pidfd_open", ERROR),
         (2, "socket.socket.connect", ERROR),
         (0, "socket.socket.accept", ERROR),
@@ -90,7 +88,7 @@ def _several_groups(rank, world):
         handles.append(comm.gather(full, range(0, comm.world * LENGTH + 1, LENGTH), comm.channel("a test")))
     for handle in handles:
         handle.wait()
-    assert all(wire_of(comm.group).neighbours is not None for comm in comms)
+    assert all(comm.reads(torch.device("cpu")) for comm in comms)
     return [full[::LENGTH].tolist() for full in fulls]
 
 
@@ -106,7 +104,7 @@ def _ended_groups(rank, world):
         group = dist.new_group([0, 1])
         comm = Comm(group)
         assert gathered(comm) == [0.0, 1.0]
-        assert wire_of(group).neighbours is not None
+        assert comm.reads(torch.device("cpu"))
         dist.barrier()
         dist.destroy_process_group(group)
 
@@ -264,7 +262,7 @@ def _forks(rank, world):
     lines = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for line in lines:
         line.setblocking(False)
-    near, far = (Neighbours([_Peer(os.getpid(), line), None], timeout=10) for line in lines)
+    near, far = (Peers([Peer(os.getpid(), line), None], timeout=10) for line in lines)
     child = fork()
     if child == 0:
         refused = "forked from a rank" in refusal(lambda: near.tell(1))

@@ -2,16 +2,15 @@
 
 import itertools
 from contextlib import ExitStack, contextmanager
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from reference import refusal
 
 import ranks
-from zero.oss.collectives import Collectives
-from zero.oss.comm import Comm, Traffic, traffic
+from ranks import refusal
+from transports import between_hosts, overlapping
+from zero.comm import Comm, Traffic, traffic
 
 WORLDS = [2, 3, 4]
 WAYS = ["reading", "gloo"]
@@ -26,9 +25,9 @@ def as_on(way):
     """
     with ExitStack() as patches:
         if way == "gloo":
-            patches.enter_context(mock.patch("zero.oss.agreement.meet", return_value=None))
+            patches.enter_context(between_hosts())
         elif way == "other":
-            patches.enter_context(mock.patch.object(Collectives, "backend", return_value=way))
+            patches.enter_context(overlapping(way))
         yield
 
 
