@@ -23,15 +23,15 @@ class Handle:
             queue.append(self)
 
     def wait(self) -> Any:
-        """Blocks until the transfer is complete; to be called once.
+        """Blocks until the transfer is complete; to be called until it has returned.
 
         Raises what kept it from arriving, also where that was found while another transfer was waited for.
         """
-        assert self._error is not None or not self._waited, "this transfer was waited for before"
-        self._waited = True
+        assert not self._waited, "this transfer was waited for before"
         while self._queue and self in self._queue:
             self._queue.pop(0)._complete()
         self._complete()
+        self._waited = True
         result, self._result = self._result, None
         return result
 

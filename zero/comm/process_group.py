@@ -43,15 +43,18 @@ class ProcessGroupTransport(Transport):
         self._order, self._group, self._rank, self._world = order, group, rank, world
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
-        received, works = [], []
-        for message, counts in messages:
-            own = counts[self._rank]
-            buffer = message.new_empty(own * self._world)
-            received.append(buffer.view(self._world, own))
-            splits = [own] * self._world
-            works.append(
-                self._group.alltoall_base(_real(buffer), _real(message), splits, [*counts], dist.AllToAllOptions())
-            )
+        own = [counts[self._rank] for _, counts in messages]
+        received = [message.new_empty(self._world, n) for n, (message, _) in zip(own, messages, strict=True)]
+        works = self._launch(
+            None,
+            (messages, received),
+            lambda: [
+                self._group.alltoall_base(
+                    _real(rows.view(-1)), _real(message), [n] * self._world, [*counts], dist.AllToAllOptions()
+                )
+                for n, rows, (message, counts) in zip(own, received, messages, strict=True)
+            ],
+        )
 
         def finish() -> Tensor:
             self._wait(works, None, (messages, received))
@@ -62,29 +65,31 @@ class ProcessGroupTransport(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         self.agree(BROADCAST).wait()
-        self._wait([self._broadcast(flat, source)], BROADCAST, flat)
+        self._run(BROADCAST, flat, lambda: self._broadcast(flat, source))
 
     def all_reduce(self, tensor: Tensor, operation: int, *, maximum: bool) -> None:
         self.agree(operation).wait()
         how = dist.AllreduceOptions()
         how.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
-        self._wait([self._group.allreduce([_real(tensor)], how)], operation, tensor)
+        self._run(operation, tensor, lambda: self._group.allreduce([_real(tensor)], how))
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         self.agree(COLLECTION).wait()
         for owner, tensor in transfers:
-            if tensor is None or not tensor.numel():
-                continue
-            if to is None:
-                self._wait([self._broadcast(tensor, owner)], COLLECTION, tensor)
-            elif self._rank == owner != to:
-                self._wait([self._group.send([_real(tensor)], to, 0)], COLLECTION, tensor)
-            elif self._rank == to != owner:
-                self._wait([self._group.recv([_real(tensor)], owner, 0)], COLLECTION, tensor)
+            if tensor is not None and tensor.numel():
+                self._collect(owner, tensor, to)
+
+    def _collect(self, owner: int, tensor: Tensor, to: int | None) -> None:
+        if to is None:
+            self._run(COLLECTION, tensor, lambda: self._broadcast(tensor, owner))
+        elif self._rank == owner != to:
+            self._run(COLLECTION, tensor, lambda: self._group.send([_real(tensor)], to, 0))
+        elif self._rank == to != owner:
+            self._run(COLLECTION, tensor, lambda: self._group.recv([_real(tensor)], owner, 0))
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
         received = [torch.empty_like(tensor) for _ in range(self._world)]
-        self._wait([self._group.allgather([received], [tensor])], None, (received, tensor))
+        self._run(None, (received, tensor), lambda: self._group.allgather([received], [tensor]))
         return received
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
@@ -92,9 +97,18 @@ class ProcessGroupTransport(Transport):
         how.rootRank, how.rootTensor = source, 0
         return self._group.broadcast([_real(flat)], how)  # type: ignore[no-any-return]
 
-    def _launch_broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work]:
+    def _broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work]:
         """Every rank's shard to every rank."""
         return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
+
+    def _launch(
+        self, number: int | None, buffers: object, launch: Callable[[], Sequence[dist.Work]]
+    ) -> Sequence[dist.Work]:
+        with self._order.transfer(number, buffers):
+            return launch()
+
+    def _run(self, number: int | None, buffers: object, launch: Callable[[], dist.Work]) -> None:
+        self._wait(self._launch(number, buffers, lambda: [launch()]), number, buffers)
 
     def _wait(self, works: Sequence[dist.Work], number: int | None, buffers: object) -> None:
         with self._order.transfer(number, buffers):
@@ -114,7 +128,7 @@ class Gloo(ProcessGroupTransport):
     def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
         shards = [full[low:high] for low, high in pairwise(bounds)]
         if operation is None:
-            works = self._launch_broadcasts(shards)
+            works = self._launch(None, full, lambda: self._broadcasts(shards))
             return Handle(lambda: self._wait(works, None, full))
         # The first bytes of each shard travel with what is compared; of small shards that is all.
         as_bytes = [shard.view(torch.uint8) for shard in shards]
@@ -125,7 +139,8 @@ class Gloo(ProcessGroupTransport):
             for peer, (shard, lead) in enumerate(zip(as_bytes, leads, strict=True)):
                 if peer != self._rank:
                     shard[:LEAD] = lead[: len(shard)]
-            self._wait(self._launch_broadcasts([shard[LEAD:] for shard in as_bytes]), operation, full)
+            rest = [shard[LEAD:] for shard in as_bytes]
+            self._wait(self._launch(operation, full, lambda: self._broadcasts(rest)), operation, full)
 
         return Handle(finish, self._order.queue)
 
@@ -135,21 +150,19 @@ class Gloo(ProcessGroupTransport):
         This message has the same length in every operation, so it arrives whatever each rank is doing. The result,
         called, raises RuntimeError where ranks are out of step, or returns the first bytes of every rank's shard.
         """
-        self._order.refuse_if_broken()
         said = torch.zeros(NUMBER + LEAD, dtype=torch.uint8)
         said[:NUMBER].view(torch.int64).fill_(number)
         if shard is not None:
             lead = shard[:LEAD]
             said[NUMBER : NUMBER + len(lead)] = lead
         heard = said.new_empty(self._world * len(said))
-        work = all_gather_of_one_tensor(self._group, heard, said)
+        works = self._launch(number, heard, lambda: [all_gather_of_one_tensor(self._group, heard, said)])
 
         def compare() -> list[Tensor]:
-            self._wait([work], number, (said, heard))
+            self._wait(works, number, (said, heard))
             rows = [*heard.view(self._world, -1)]
-            self._order.refuse_others(
-                number, {peer: int(row[:NUMBER].view(torch.int64)) for peer, row in enumerate(rows)}
-            )
+            numbers = {peer: int(row[:NUMBER].view(torch.int64)) for peer, row in enumerate(rows)}
+            self._order.refuse_others(number, numbers)
             return [row[NUMBER:] for row in rows]
 
         return compare
@@ -177,10 +190,8 @@ class Overlapping(ProcessGroupTransport):
         """Waiting for it leaves other gathers alone; only comparing has an order."""
         compared = None if operation is None else self._checks.agree(operation)
         shards = [full[low:high] for low, high in pairwise(bounds)]
-        if len({len(shard) for shard in shards}) == 1:
-            works = [all_gather_of_one_tensor(self._group, _real(full), _real(shards[self._rank]))]
-        else:
-            works = self._launch_broadcasts(shards)
+        equal = len({len(shard) for shard in shards}) == 1
+        works = self._launch(operation, full, lambda: self._whole(full, shards) if equal else self._broadcasts(shards))
 
         def finish() -> None:
             if compared is not None:
@@ -188,6 +199,9 @@ class Overlapping(ProcessGroupTransport):
             self._wait(works, operation, full)
 
         return Handle(finish)
+
+    def _whole(self, full: Tensor, shards: Sequence[Tensor]) -> list[dist.Work]:
+        return [all_gather_of_one_tensor(self._group, _real(full), _real(shards[self._rank]))]
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from zero._torch import wraps_others
@@ -77,6 +78,11 @@ class Choice:
         """All but those in FSDPs inside, which are as these were told to have them."""
         inside = {module for one in self._inside.values() for module in one.modules()}
         return [module for module in self.module.modules() if module not in inside]
+
+    def devices(self) -> list[torch.device]:
+        """Where the parameters are that will be sharded, but for those that have no values yet."""
+        found = {param.device: None for param in self.module.parameters() if param not in self._left_out}
+        return [device for device in found if device.type != "meta"]
 
     def told(self) -> list[str]:
         """What must be the same on every rank."""

@@ -139,6 +139,7 @@ class FSDP(Wrapper):
             or self._misfit(inside)
             or ddp_within(module, choice.ignored)
             or choice.unusable(synced=sync_module_states, sharded=guarded())
+            or self._comm.device_problem(choice.devices())
         )
         self._placement.compare(_GIVEN, [f"{strategy}, {options.told()}", *choice.told()], problem)
 

@@ -211,8 +211,8 @@ class FlatGroup:
     def finish_gather(self) -> None:
         """Waits for the gather that is in flight; the parameters are whole afterwards."""
         assert self._handle is not None, "no gather is in flight"
-        handle, self._handle = self._handle, None
-        handle.wait()
+        self._handle.wait()  # where this raises, the group goes on being gathered: what is in `full` is not complete
+        self._handle = None
         if self._lane is not None:
             self._lane.join()
         if self._bound is not self.whole_views:

@@ -77,6 +77,12 @@ def describe(groups: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:
+    """Of the parameters, each once."""
+    params = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
+    return [*{param.device: None for param in params if isinstance(param, Tensor)}]
+
+
 def names(group: dict[str, Any]) -> list[str]:
     return group.get("param_names") or [
         f"parameter {i} of shape {list(p.shape)}" for i, p in enumerate(group["params"])

@@ -29,7 +29,7 @@ from zero.oss import norm, state
 from zero.oss.ddp import replaced
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
-from zero.oss.groups import as_groups, called, describe, master_problem, options, sent_dtype, told_options
+from zero.oss.groups import as_groups, called, describe, devices_of, master_problem, options, sent_dtype, told_options
 from zero.oss.joining import NO_JOIN, Joining
 from zero.oss.kinds import ELEMENTWISE, Finding, Kind, finding_of, known, title
 from zero.oss.named import build
@@ -112,7 +112,8 @@ class OSS(ShardedOptimizer, Joinable):
             f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
             f"parameters without gradients written by steps: {self._writes_frozen}",
         ]
-        self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem or unfit)
+        problem = problem or self._comm.device_problem(devices_of(groups)) or unfit
+        self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem)
         self._agreed = Agreed(self._comm, expected=found.writes_numbers) if found and known(optim) is None else None
         self._master_dtype = master_dtype
         self.gradients_arrive_in_parts = False

@@ -1,0 +1,201 @@
+"""Which transport a group gets, that it uses none of the user's own groups, and that a failed transfer ends it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+import zero
+from ranks import refusal
+from transports import between_hosts
+from zero.comm import Comm, attach, configure
+from zero.comm.process_group import ProcessGroupTransport
+
+CPU = torch.device("cpu")
+LENGTH = 20_000
+
+
+def launched(comm: Comm, channel: int | None = None) -> tuple[torch.Tensor, Any]:
+    full = torch.full((comm.world * LENGTH,), float(comm.rank))
+    return full, comm.gather(full, range(0, comm.world * LENGTH + 1, LENGTH), channel)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A failed transfer
+
+
+def poisoned(rank: int, world: int, way: str) -> list[str]:
+    """The first of two gathers fails while the second is waited for."""
+    with between_hosts() if way == "gloo" else mock.patch.object(attach, "read", wraps=attach.read) as read:
+        comm = Comm()
+        channel = comm.channel("a test")
+        comm.agree(channel)
+        first, second = launched(comm, channel)[1], launched(comm, channel)[1]
+        if rank == 0:
+            if way == "gloo":
+                with mock.patch.object(ProcessGroupTransport, "_broadcasts", side_effect=RuntimeError("cut off")):
+                    told = [refusal(second.wait)]
+            else:
+                read.side_effect = OSError("cut off")
+                told = [refusal(second.wait)]
+                read.side_effect = None
+            return [*told, refusal(first.wait), refusal(second.wait), refusal(lambda: comm.agree(channel))]
+    return []
+
+
+@pytest.mark.parametrize("way", ["reading", "gloo"])
+def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(way):
+    found = ranks.run(poisoned, 2, args=(way,), timeout=20)[0]
+    assert all("cut off" in told for told in found), found
+
+
+def computes_on_shards(rank: int, world: int) -> list[str]:
+    """After a gather that failed, a unit computed with what was there."""
+    model = zero.FSDP(nn.Linear(8, 8))
+    told = []
+    for _ in range(2):
+        with mock.patch.object(attach, "read", side_effect=OSError("cut off")):
+            told.append(refusal(lambda: model(torch.ones(1, 8))))
+    return told
+
+
+def test_a_unit_whose_gather_failed_does_not_compute():
+    for told in ranks.run(computes_on_shards, 2, timeout=20):
+        assert all(one.startswith("RuntimeError") for one in told), told
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The user's own groups
+
+
+def with_another_thread(rank: int, world: int) -> None:
+    """Operations on the default group from another thread, as torch's asynchronous checkpoints have them."""
+    with between_hosts():
+        model = zero.FSDP(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        ended: list[int] = []
+
+        def talk() -> None:
+            for _ in range(200):
+                dist.all_reduce(torch.ones(1000))
+            ended.append(1)
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        for _ in range(20):
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+        thread.join()
+        assert ended == [1]
+
+
+def test_other_threads_may_use_the_default_group_meanwhile():
+    ranks.run(with_another_thread, 2, timeout=60)
+
+
+def in_different_numbers_of_groups(rank: int, world: int) -> list[float]:
+    """A group that has no backend for the CPU, whose ranks are in different numbers of groups."""
+    dist.new_group([0])
+    group = dist.new_group([0, 1], backend="cuda:gloo")
+    comm = Comm(group)
+    told = torch.tensor([1.0 + rank])
+    comm.all_reduce(told)
+    return told.tolist()
+
+
+@pytest.mark.parametrize("memory", ["", "0"])
+def test_ranks_may_be_in_different_numbers_of_groups(memory, monkeypatch):
+    assert ranks.run(with_memory, 2, args=(memory, in_different_numbers_of_groups), timeout=20) == [[3.0]] * 2
+
+
+def with_memory(rank: int, world: int, memory: str, function: Any) -> Any:
+    with mock.patch.dict(os.environ, ZERO_HOST_MEMORY=memory):
+        return function(rank, world)
+
+
+def left_on_the_cpu(rank: int, world: int, stage: int) -> None:
+    group = dist.new_group([0, 1], backend="cuda:gloo", timeout=timedelta(seconds=5))
+    model = nn.Linear(4, 4)
+    if stage == 3:
+        zero.FSDP(model, process_group=group)
+    else:
+        zero.OSS(model.parameters(), torch.optim.SGD, group, lr=0.1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_left_on_the_cpu_under_a_group_for_gpus_alone_is_refused(stage):
+    words = ["parameters are on cpu", "set_device", r"model\.to\(device\)"]
+    ranks.expect_error(left_on_the_cpu, 2, ValueError, *words, args=(stage,), timeout=15)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the user says
+
+
+def transport(rank: int, world: int) -> str:
+    return Comm().transport_name(CPU)
+
+
+@pytest.mark.parametrize(("memory", "name"), [("0", "Gloo"), ("", "host memory"), ("ptracer", "host memory")])
+def test_the_environment_says_whether_ranks_read_one_anothers_memory(memory, name):
+    assert ranks.run(with_memory, 2, args=(memory, transport)) == [name] * 2
+
+
+def configured(rank: int, world: int) -> str:
+    configure(host_memory="off" if rank == 1 else None)
+    try:
+        return Comm().transport_name(CPU)
+    finally:
+        configure(host_memory=None)
+
+
+def test_one_rank_that_says_no_is_enough():
+    assert ranks.run(configured, 3) == ["Gloo"] * 3
+
+
+def permitted(rank: int, world: int) -> int:
+    with mock.patch.object(attach, "permit_siblings") as permit:
+        transport(rank, world)
+    return permit.call_count
+
+
+@pytest.mark.parametrize(("memory", "count"), [("", 0), ("ptracer", 1)])
+def test_reading_is_permitted_to_others_only_when_asked_for(memory, count):
+    assert ranks.run(with_memory, 2, args=(memory, permitted)) == [count] * 2
+
+
+def test_what_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="'auto', 'off', 'ptracer'"):
+        configure(host_memory="on")  # type: ignore[arg-type]
+    with mock.patch.dict(os.environ, ZERO_HOST_MEMORY="yes"), pytest.raises(ValueError, match="choose 0, ptracer"):
+        Comm()
+
+
+def met_again(rank: int, world: int) -> list[str]:
+    """A group that is made anew on the same store."""
+    names = []
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    for _ in range(2):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        DistributedDataParallel(nn.Linear(2, 2))
+        comm = Comm()
+        names.append(comm.transport_name(CPU))
+        assert comm.all_gather_text(str(rank)) == ["0", "1"]
+        dist.barrier()
+        dist.destroy_process_group()
+    return names
+
+
+def test_a_group_may_be_made_anew_on_the_same_store():
+    assert ranks.run(met_again, 2, timeout=20) == [["host memory"] * 2] * 2
