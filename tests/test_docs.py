@@ -1,8 +1,7 @@
 """README.md and the pages under docs/: their code runs, their links lead somewhere, and they name every option.
 
-A ```python block is run on two ranks, by itself. Where the line above it is `<!-- after: NAME -->`, the function NAME of
-`PREAMBLES` runs first, and the block sees what it returns. `<!-- script -->` marks a script that tests/test_readme.py
-starts.
+A ```python block is run on two ranks, by itself. Where the line above it is `<!-- after: NAME -->`, NAME of `PREAMBLES`
+runs first, and the block sees what it returns. `<!-- script -->` marks a script that tests/test_readme.py starts.
 """
 
 from __future__ import annotations
