@@ -88,3 +88,11 @@ def test_one_rank_of_a_large_world_is_run_alone():
     assert done.returncode == 0, done.stderr
     assert "one rank of 64, one" in done.stdout
     assert "zero stage 3" in done.stdout
+
+
+def test_results_go_where_git_ignores_them():
+    ignored = (BENCHMARKS.parent / ".gitignore").read_text().splitlines()
+    assert "/benchmarks/out/" in ignored
+    assert not any(line.startswith("!") for line in ignored)
+    for script in ("stages.py", "peers.py"):
+        assert 'OUT = Path(__file__).parent / "out"' in (BENCHMARKS / script).read_text()

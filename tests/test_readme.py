@@ -16,7 +16,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    found = re.search(r"tests/test_readme.py runs this script -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    found = re.search(r"<!-- script -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert found
     path = tmp_path / "train.py"
     # Gloo aborts at interpreter exit now and then; the README need not speak of it.
@@ -47,13 +47,3 @@ def test_the_script_of_the_readme_trains(script: Path, launcher: list[str]) -> N
         "2.weight": (64, 256),
         "2.bias": (64,),
     }
-
-
-def test_the_tests_that_the_table_of_features_names_exist() -> None:
-    table = re.search(
-        r"\| feature \| what to write \| tests/fsdp/ \|\n\|[-|]+\|\n(.*?)\n\n", README.read_text(), re.DOTALL
-    )
-    assert table
-    named = [name for row in table[1].splitlines() for name in row.split("|")[-2].replace(",", " ").split()]
-    assert len(named) > 30
-    assert [name for name in named if not (README.parent / "tests" / "fsdp" / f"{name}.py").exists()] == []
