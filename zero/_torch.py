@@ -270,6 +270,14 @@ def without_values() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_of_two_devices(error: RuntimeError) -> bool:
+    """Whether it is what operators raise on such tensors that lie on two devices. They have no class for it.
+
+    The second text is that of torch 2.11.
+    """
+    return any(text in str(error) for text in ("same device", "two different devices"))
+
+
 class GradScaler(torch.amp.GradScaler):
     """torch's, in which the step that a subclass replaces has a name without underscore. It offers none itself."""
 

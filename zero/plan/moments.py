@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from zero._torch import NEEDS_VALUES, without_values
+from zero._torch import NEEDS_VALUES, is_of_two_devices, without_values
 from zero.fsdp import MixedPrecision
 from zero.plan.attributes import plain_tensors, put_back
 from zero.plan.calls import misfit
@@ -111,7 +111,7 @@ def _explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterato
         ) from error
     except RuntimeError as error:
         elsewhere = [name for name, tensor in plain_tensors(module) if tensor.device.type != device]
-        if not elsewhere or "same device" not in str(error):
+        if not elsewhere or not is_of_two_devices(error):
             raise
         raise RuntimeError(
             f"the activations are measured on {device}, but these attributes are tensors elsewhere: "

@@ -32,12 +32,16 @@ class OptimizerNeeds:
 
 
 def measure_optimizer(optim: Callable[..., Optimizer], dtype: torch.dtype, backend: str) -> OptimizerNeeds:
-    """Runs two steps of the optimizer on matrices of the dtype; as on CUDA with the backend "nccl"."""
+    """Runs two steps of the optimizer on matrices of the dtype; as on CUDA with the backend "nccl".
+
+    It runs on the CPU, also where plans are made under torch.device("meta"): optimizers may look at their own numbers.
+    """
     options: dict[str, Any] = {}
     if backend == "nccl" and "foreach" in inspect.signature(optim).parameters:
         options["foreach"] = True  # what torch chooses for parameters on CUDA, and for no others
-    one, state = _probe(optim, dtype, 1, options)
-    four, _ = _probe(optim, dtype, 4, options)
+    with torch.device("cpu"):
+        one, state = _probe(optim, dtype, 1, options)
+        four, _ = _probe(optim, dtype, 4, options)
     whole = [tensor for tensor in state if tensor.numel() >= _SIDE * _SIDE]
     size = _SIDE * _SIDE * dtype.itemsize
     at_once = four > 2 * one
