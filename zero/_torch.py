@@ -196,8 +196,17 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work:
-    """Of a ProcessGroup or Backend. Its public name takes only groups that torch.distributed has made."""
-    return group._allgather_base(into, tensor, AllgatherOptions())  # type: ignore[no-any-return]
+    """Of a ProcessGroup or Backend. torch.distributed's functions take only groups that it has made itself."""
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base
+    return gather(into, tensor, AllgatherOptions())  # type: ignore[no-any-return]
+
+
+def all_to_all_of_one_tensor(
+    group: Any, into: Tensor, tensor: Tensor, counts_in: list[int], counts_out: list[int]
+) -> dist.Work:
+    """The same. Counts are of elements, along the first dimension."""
+    send = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    return send(into, tensor, counts_in, counts_out, dist.AllToAllOptions())  # type: ignore[no-any-return]
 
 
 # -------------------------------------------------------------------------------------------------- joining

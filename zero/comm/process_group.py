@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero._torch import all_gather_of_one_tensor
+from zero._torch import all_gather_of_one_tensor, all_to_all_of_one_tensor
 from zero.comm.handle import Handle
 from zero.comm.order import BROADCAST, COLLECTION, Order
 from zero.comm.sums import sum_in_rank_order
@@ -49,8 +49,8 @@ class ProcessGroupTransport(Transport):
             None,
             (messages, received),
             lambda: [
-                self._group.alltoall_base(
-                    _real(rows.view(-1)), _real(message), [n] * self._world, [*counts], dist.AllToAllOptions()
+                all_to_all_of_one_tensor(
+                    self._group, _real(rows.view(-1)), _real(message), [n] * self._world, [*counts]
                 )
                 for n, rows, (message, counts) in zip(own, received, messages, strict=True)
             ],
