@@ -1,7 +1,8 @@
 """Three steps out of running out of memory under data parallelism, each resting on the one before."""
 
-from zero import checkpoint
+from zero import checkpoint, comm
 from zero._torch import warn_if_untested
+from zero.comm import Traffic, traffic
 from zero.fsdp import (
     FSDP,
     MEMORY_FIRST,
@@ -13,7 +14,7 @@ from zero.fsdp import (
     Prefetch,
     ShardingStrategy,
 )
-from zero.oss import OSS, GradScaler, Traffic, traffic
+from zero.oss import OSS, GradScaler
 from zero.plan import plan
 from zero.sdp import ShardedDDP
 from zero.setup import full_state_dict, setup
@@ -34,6 +35,7 @@ __all__ = [
     "ShardedDDP",
     "ShardingStrategy",
     "checkpoint",
+    "comm",
     "Traffic",
     "full_state_dict",
     "plan",

@@ -1,7 +1,6 @@
-"""Stage 1, and the ground that all stages stand on."""
+"""Stage 1, and what all stages lay parameters out by."""
 
-from zero.comm import Traffic, traffic
 from zero.oss.optimizer import OSS
 from zero.oss.scaler import GradScaler
 
-__all__ = ["GradScaler", "OSS", "Traffic", "traffic"]
+__all__ = ["GradScaler", "OSS"]
