@@ -11,6 +11,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -20,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.profiler import record_function
 from torch.utils import _python_dispatch, _pytree
 
 NEWEST_TESTED = (2, 15)
@@ -42,6 +44,17 @@ def warn_if_untested() -> None:
             "Compare a few steps with DistributedDataParallel, and look for a newer zero.",
             stacklevel=2,
         )
+
+
+# ------------------------------------------------------------------------------------------------- profiling
+
+_UNRECORDED: AbstractContextManager[Any] = nullcontext()
+
+
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """torch.profiler.record_function where a profiler runs. Elsewhere that would cost microseconds each time, and
+    nothing public says whether one runs."""
+    return record_function(name) if profiler._is_profiler_enabled else _UNRECORDED
 
 
 # ------------------------------------------------------------------------------------------------- autograd

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero._torch import wraps_others, writes_so_far
+from zero._torch import profiler_range, wraps_others, writes_so_far
 from zero.comm import Comm, Handle
 from zero.oss.lane import lane_of
 from zero.oss.layout import ALIGNMENT, Layout, Span
@@ -182,7 +182,7 @@ class FlatGroup:
             self._bind([unknown.expand(shape) for shape in self._shapes])
             self.residence = Residence.GATHERING
         channel = None if agreed else self._channel
-        with self._lane or nullcontext():
+        with profiler_range(f"zero::unshard {self.label}"), self._lane or nullcontext():
             if self._frees:
                 with torch.no_grad():
                     own = self.full[self.layout.segment(self.comm.rank)]
@@ -211,7 +211,8 @@ class FlatGroup:
     def finish_gather(self) -> None:
         """Waits for the gather that is in flight; the parameters are whole afterwards."""
         assert self._handle is not None, "no gather is in flight"
-        self._handle.wait()  # where this raises, the group goes on being gathered: what is in `full` is not complete
+        with profiler_range(f"zero::wait_for_unshard {self.label}"):
+            self._handle.wait()  # where this raises, the group goes on being gathered: `full` is not complete
         self._handle = None
         if self._lane is not None:
             self._lane.join()
@@ -232,14 +233,15 @@ class FlatGroup:
         What was written into the parameters while they were whole stays: each element as its owner wrote it.
         """
         assert self._own_part and self._handle is None
-        own = self.full[self.layout.segment(self.comm.rank)]
-        if self._part_in_whole:
-            self.part.untyped_storage().resize_(self.part.nbytes)
-            with torch.no_grad():
-                self.part.copy_(own)
-        elif self._frees and self._were_written(own):
-            self._take_over(own)
-        self._leave_part()
+        with profiler_range(f"zero::reshard {self.label}"):
+            own = self.full[self.layout.segment(self.comm.rank)]
+            if self._part_in_whole:
+                self.part.untyped_storage().resize_(self.part.nbytes)
+                with torch.no_grad():
+                    self.part.copy_(own)
+            elif self._frees and self._were_written(own):
+                self._take_over(own)
+            self._leave_part()
 
     def look_for_writes(self) -> None:
         """Has the next `release` look whether there were writes that torch does not count: through `param.data`.

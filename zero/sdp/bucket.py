@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from zero._torch import profiler_range
 from zero.comm import Comm, Handle
 from zero.comm.packing import joined
 from zero.oss.flat import FlatGroup
@@ -136,7 +137,8 @@ class GradBucket:
         self._used_here = frozenset(self._taken)
         self._forget_taken()
         comm = self.flat.comm
-        self._handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
+        with profiler_range(f"zero::reduce {self.flat.label}"):
+            self._handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
 
     def _large_message(self, index: int) -> tuple[Tensor, list[int]]:
         """A gradient as it is: what each rank owns of it lies in the order of ranks."""
@@ -174,7 +176,8 @@ class GradBucket:
         """
         assert self._handle is not None
         handle, self._handle = self._handle, None
-        sums: Tensor = handle.wait()
+        with profiler_range(f"zero::wait_for_reduce {self.flat.label}"):
+            sums: Tensor = handle.wait()
         self.phase = Phase.FILLING
         if self._replicas is not None:
             self._replicas.all_reduce(sums, channel=self._replica_channel)
