@@ -58,10 +58,10 @@ def _refused(rank, world, build):
 @pytest.mark.parametrize(
     ("build", "name"),
     [
-        (of_fsdp, "'module.0.weight'"),
+        (of_fsdp, "'0.weight'"),
         (of_the_module_in_fsdp, "'0.weight'"),
         (of_one_that_contains_fsdp, "'1.trunk.module.0.weight'"),
-        (of_sharded_ddp, "'module.0.weight'"),
+        (of_sharded_ddp, "'0.weight'"),
         (of_one_that_contains_sharded_ddp, "'1.module.0.weight'"),
     ],
 )

@@ -144,7 +144,7 @@ class Refusing(ByName):
 
 
 def refused(rank: int, world: int) -> None:
-    zero.OSS(net().named_parameters(), Refusing, lr=0.1)
+    zero.OSS(net().named_parameters(), Refusing, partition="whole", lr=0.1)
 
 
 def test_what_an_optimizer_says_of_groups_is_told():

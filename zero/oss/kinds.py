@@ -80,7 +80,8 @@ def finding_of(
 
     def built(groups: list[dict[str, Any]]) -> Optimizer:
         named = [(f"parameter{number}.weight", param) for number, param in enumerate(groups[0]["params"])]
-        return build(optim, groups, named, deepcopy(given))[0]
+        with_names = [{**groups[0], "param_names": [name for name, _ in named]}]
+        return build(optim, with_names, named, deepcopy(given))[0]
 
     return measured(optim, told_options(given), built, groups, granularity)
 
