@@ -18,7 +18,6 @@ import zero
 
 def train(folder: str, *, stage: int, steps: int, save_every: int) -> dict[str, torch.Tensor]:
     """Returns the weights after `steps` steps, of which it takes those that come after the latest checkpoint."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     model, optimizer = zero.setup(model, torch.optim.AdamW, stage=stage, lr=1e-2)
@@ -32,7 +31,7 @@ def train(folder: str, *, stage: int, steps: int, save_every: int) -> dict[str, 
         schedule.load_state_dict(extra["schedule"])
         data.set_state(extra["data"])
     while step < steps:
-        inputs = torch.randn(12, 32, generator=data)[rank::world]
+        inputs = torch.randn(12, 32, generator=data)[dist.get_rank() :: dist.get_world_size()]
         loss = (model(inputs) - inputs.sin()).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -51,8 +50,11 @@ if __name__ == "__main__":
     for name, default in {"--stage": 3, "--steps": 1000, "--save-every": 10}.items():
         parser.add_argument(name, type=int, default=default)
     options = vars(parser.parse_args())
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    # All starts share torchrun's store: without a prefix a rank may find the address of one that was killed, and hang.
+    store, rank, world = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world)
     weights = train(**options)
-    if dist.get_rank() == 0:
+    if rank == 0:
         torch.save(weights, f"{options['folder']}/weights.pt")
     dist.destroy_process_group()
