@@ -32,9 +32,8 @@ def train(folder: str, *, stage: int, steps: int, save_every: int) -> dict[str, 
         data.set_state(extra["data"])
     while step < steps:
         inputs = torch.randn(12, 32, generator=data)[dist.get_rank() :: dist.get_world_size()]
-        loss = (model(inputs) - inputs.sin()).square().mean()
         optimizer.zero_grad()
-        loss.backward()
+        (model(inputs) - inputs.sin()).square().mean().backward()
         optimizer.step()
         schedule.step()
         step += 1
