@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help check test matrix stages bench peers clean
+.PHONY: help check test matrix faults stages bench peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -24,6 +24,9 @@ test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes ano
 
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, and all steps that plans are compared with
 	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan -k "any_stage or killed or two_percent" $(ARGS)
+
+faults: $(READY)  ## Every way in which a rank may fail, 30 kills under torchrun, 2,000 altered checkpoints
+	@ZERO_FAULTS=1 $(BIN)/pytest -q tests/test_faults.py tests/test_resume.py tests/checkpoint/test_checkpoint_hostile.py $(ARGS)
 
 stages: $(READY)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)

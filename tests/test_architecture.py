@@ -5,6 +5,7 @@
 2. One folder talks to other ranks.
 3. One file uses torch's private names.
 4. Nothing is attached to the user's parameters and modules, and no dictionary is keyed by `id(...)`.
+5. Nothing is unpickled, but by torch.load(weights_only=True).
 """
 
 import ast
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ["_torch", "comm", "oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
 COMMUNICATING = "zero/comm/"
 KNOWS_TORCH = "zero/_torch.py"
+READS_FOREIGN = "zero/checkpoint/importing.py"  # torch's distributed checkpoints, whose metadata is a pickle
+PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PYTHONS_OWN = {"_getframe", "_fields", "_replace", "_asdict"}
 COMMUNICATION = re.compile(
     "all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|gather|i?recv|i?send|monitored_barrier"
@@ -146,7 +149,34 @@ def setattr_and_id(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield node, f"{node.id}() is not used here: keep state in objects of zero, keyed by name or position"
 
 
-RULES = [upward_imports, private_names_of_other_layers, communication, private_names_of_torch, setattr_and_id]
+def unpickling(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Whatever runs code that it finds in bytes. Objects between ranks, which are pickled, are `communication`."""
+    for node, name, _ in imports(path, tree):
+        if name.split(".")[0] in PICKLES:
+            yield node, f"{name} runs what foreign bytes tell it to"
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Name("eval" | "exec" as name)):
+                yield node, f"{name}() runs what foreign bytes tell it to"
+            case ast.Call(ast.Attribute(ast.Name("torch"), "load"), keywords=given):
+                if not any(one.arg == "weights_only" and ast.unparse(one.value) == "True" for one in given):
+                    yield node, "torch.load must have weights_only=True"
+            case ast.Attribute(attr="read_metadata" | "find_class" | "UnpicklingError" as name) if (
+                path.as_posix() != READS_FOREIGN
+            ):
+                yield node, f"only {READS_FOREIGN} may use {name}"
+            case ast.keyword("allow_pickle", ast.Constant(True)):
+                yield node.value, "allow_pickle=True runs what foreign bytes tell it to"
+
+
+RULES = [
+    upward_imports,
+    private_names_of_other_layers,
+    communication,
+    private_names_of_torch,
+    setattr_and_id,
+    unpickling,
+]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -194,6 +224,13 @@ def test_rule_holds(rule):
         (private_names_of_torch, "zero/oss/scaler.py", "super()._unscale_grads_()"),
         (private_names_of_torch, "zero/sdp/gathers.py", "getattr(module, '_orig_mod', None)"),
         (private_names_of_torch, "zero/sdp/gathers.py", "self.__dict__['_modules']"),
+        (unpickling, "zero/checkpoint/read.py", "import pickle"),
+        (unpickling, "zero/checkpoint/read.py", "from pickle import loads"),
+        (unpickling, "zero/checkpoint/read.py", "torch.load(path)"),
+        (unpickling, "zero/checkpoint/read.py", "torch.load(path, weights_only=False)"),
+        (unpickling, "zero/checkpoint/read.py", "np.load(path, allow_pickle=True)"),
+        (unpickling, "zero/checkpoint/read.py", "eval(text)"),
+        (unpickling, "zero/checkpoint/read.py", "reader.read_metadata()"),
         (setattr_and_id, "zero/oss/flat.py", "setattr(p, 'owner', 0)"),
         (setattr_and_id, "zero/oss/flat.py", "index = {id(p): i for i, p in enumerate(ps)}"),
         (setattr_and_id, "zero/oss/flat.py", "index = dict(zip(map(id, ps), ps))"),
@@ -219,6 +256,7 @@ def test_rule_sees_a_violation(rule, path, source):
             "import sys\nsys._getframe(), self._launch\nself._order = 1\nother._order, other._use",
         ),
         ("zero/oss/flat.py", "from zero._torch import base_of\nbase_of(tensor)"),
+        ("zero/checkpoint/read.py", "torch.load(path, weights_only=True)\nmodel.eval()"),
     ],
 )
 def test_rule_lets_the_rest_pass(rule, path, source):

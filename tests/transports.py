@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
+
+TRANSPORTS = ["host memory", "gloo"]
 
 
 @contextmanager
@@ -14,6 +16,11 @@ def between_hosts() -> Iterator[None]:
     """By Gloo: nothing is read from the others' memory."""
     with mock.patch.dict(os.environ, ZERO_HOST_MEMORY="0"):
         yield
+
+
+def by(transport: str) -> AbstractContextManager[None]:
+    """One of TRANSPORTS."""
+    return nullcontext() if transport == "host memory" else between_hosts()
 
 
 @contextmanager

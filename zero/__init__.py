@@ -15,10 +15,12 @@ from zero.fsdp import (
     ShardingStrategy,
 )
 from zero.oss import OSS, GradScaler
+from zero.oss.announce import show_as_asked
 from zero.plan import plan
 from zero.sdp import ShardedDDP
 from zero.setup import full_state_dict, setup
 
+show_as_asked()
 warn_if_untested()
 
 __all__ = [

@@ -81,7 +81,7 @@ def resolve(path: Place) -> Place:
     if (path / INDEX).exists():
         return path
     try:
-        name = (path / LATEST).read().decode().strip()
+        name = _start_of(path / LATEST).decode().strip()
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         name = ""
     if not name:
@@ -90,6 +90,16 @@ def resolve(path: Place) -> Place:
     if not _NAME.fullmatch(name) or not (found / INDEX).exists():
         raise ValueError(f"{path / LATEST} names {name!r}, which is no checkpoint; {path} {_what_is_there(path)}")
     return found
+
+
+def _start_of(place: Place) -> bytes:
+    """Of a file that should have a few bytes, no more than that."""
+    reader = place.open()
+    try:
+        data = bytearray(min(reader.size, 64))
+        return bytes(data[: reader.read_into(memoryview(data), 0)])
+    finally:
+        reader.close()
 
 
 def _what_is_there(path: Place) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ BUFFER = 1 << 24
 _CACHED = 1 << 20
 """Bytes that the processor still has at hand when it comes to them again, for their checksum or to move them."""
 
-_LONGEST_HEADER = 1 << 28
+LONGEST_HEADER = 1 << 28
+"""Bytes of JSON that are read into memory, of a file's header and of an index."""
 
 
 class FileProblem(Exception):
@@ -198,7 +200,7 @@ class SafeFile:
         if expected is not None and size != expected["bytes"]:
             raise FileProblem(f"{self.place} has {size} bytes, not the {expected['bytes']} that were written")
         length = int.from_bytes(self._bytes(0, min(size, 8)), "little")
-        if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+        if not 2 <= length <= min(size - 8, LONGEST_HEADER):
             raise FileProblem(f"{self.place} is no safetensors file, or not a whole one")
         header = self._bytes(8, length)
         self.identity = {"bytes": size, "header_crc32": zlib.crc32(header)}
@@ -210,10 +212,11 @@ class SafeFile:
             told = json.loads(header)
             self.metadata: dict[str, str] = told.pop("__metadata__", {})
             self.pieces = {key: self._piece(one) for key, one in told.items()}
+            self._refuse_overlaps()
             sums = self.metadata.get("block_crc32")
             self._block = int(self.metadata.get("block_bytes", BLOCK))
             self._sums = None if sums is None else [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise FileProblem(f"{self.place} has a header that is not of safetensors ({error!r})") from None
         if self._sums is not None and (self._block < 1 or len(self._sums) * self._block < self._nbytes):
             raise FileProblem(f"{self.place} lacks checksums")
@@ -222,14 +225,25 @@ class SafeFile:
         """Dtype, shape, and where it starts in the data."""
         dtype, shape = DTYPES[told["dtype"]], tuple(int(size) for size in told["shape"])
         low, high = told["data_offsets"]
-        if not 0 <= low <= high <= self._nbytes or high - low != torch.Size(shape).numel() * dtype.itemsize:
+        if min(shape, default=0) < 0 or not isinstance(low, int) or not isinstance(high, int):
+            raise ValueError(f"a tensor of {list(shape)} at {[low, high]}")
+        if not 0 <= low <= high <= self._nbytes or high - low != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"a tensor of {told['dtype']} {list(shape)} at {[low, high]} of {self._nbytes} bytes")
         return dtype, shape, low
+
+    def _refuse_overlaps(self) -> None:
+        """Raises ValueError: else many tensors could be made of the same few bytes, more than any memory holds."""
+        end = 0
+        for dtype, shape, low in sorted(self.pieces.values(), key=lambda piece: piece[2]):
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes and low < end:
+                raise ValueError(f"two tensors have byte {low}")
+            end = max(end, low + nbytes)
 
     def range(self, key: str, start: int, stop: int) -> tuple[int, int]:
         """The bytes of the data that hold elements [start, stop) of a piece."""
         dtype, shape, low = self.pieces[key]
-        assert 0 <= start <= stop <= torch.Size(shape).numel()
+        assert 0 <= start <= stop <= math.prod(shape)
         return low + start * dtype.itemsize, low + stop * dtype.itemsize
 
     def check(self, ranges: Sequence[tuple[int, int]], tick: Callable[[int], None]) -> None:

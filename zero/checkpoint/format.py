@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,7 @@ class Geometry:
 
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)  # which does not overflow, as torch.Size's own does
 
     @property
     def nbytes(self) -> int:
@@ -263,13 +264,25 @@ class Index:
             told["tensors"] = {path: Entry.from_json(entry) for path, entry in told["tensors"].items()}
             told["optimizers"] = [OptimizerIndex(**optimizer) for optimizer in told["optimizers"]]
             index = Index(**told)
-        except (KeyError, TypeError, AttributeError) as error:
+            index.refuse_nonsense()
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"says something that this zero does not know ({error!r})") from None
-        for path, entry in index.tensors.items():
+        return index
+
+    def refuse_nonsense(self) -> None:
+        """Raises ValueError, in words for the user, where tensors are not stored whole, and each in a place of its own.
+
+        If pieces could be stored at one place, a small file could be made to fill any disk.
+        """
+        taken: set[tuple[str, str]] = set()
+        for path, entry in self.tensors.items():
             problem = entry.problem()
             if problem:
                 raise ValueError(f"says that {path} {problem}")
-        return index
+            for piece in entry.pieces:
+                if (piece.file, piece.key) in taken:
+                    raise ValueError(f"says that {path} is stored where something else is")
+                taken.add((piece.file, piece.key))
 
 
 def _digest(told: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from zero.checkpoint import directory
-from zero.checkpoint.files import Chunk, FileProblem, SafeFile, write
+from zero.checkpoint.files import LONGEST_HEADER, Chunk, FileProblem, SafeFile, write
 from zero.checkpoint.format import Entry, Geometry, Index, Piece
 from zero.checkpoint.parts import Held
 from zero.checkpoint.progress import Progress
@@ -59,7 +59,10 @@ def seal(partial: Place, index: Index, *, keep: int | None) -> Place:
     index: of the checkpoint, but for what is in the files. keep: how many of the run's checkpoints stay; None for all.
     """
     _complete(index, partial)
-    return directory.publish(partial, index.dumps().encode(), keep)
+    text = index.dumps().encode()
+    if len(text) > LONGEST_HEADER:
+        raise FileProblem(f"the index would have {len(text)} bytes, more than the {LONGEST_HEADER} that are read")
+    return directory.publish(partial, text, keep)
 
 
 def _complete(index: Index, partial: Place) -> None:

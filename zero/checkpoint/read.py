@@ -75,9 +75,13 @@ def load(
     ranks.compare("the checkpoints found", [str(source.directory), source.digest] if source else [], problem)
     assert source is not None
     with source:
-        plan = LoadPlan(training, source.index)
-        found = f"{source.directory} does not fit: {plan.problem}" if plan.problem else None
-        ranks.exchange(None, found)
+        plan, problem = _attempt(lambda: LoadPlan(training, source.index))
+        unfit = problem or (plan.problem if plan else None)
+        extra, unreadable = _attempt(lambda: _extra(source.index, training))
+        problem = unfit or unreadable
+        ranks.exchange(None, f"{source.directory} does not fit: {problem}" if problem else None)
+        assert plan is not None
+        assert extra is not None
         _, problem = _attempt(lambda: source.check(plan.ranges(), shown=ranks.first))
         ranks.exchange(None, problem)
         _, problem = _attempt(plan.take_values)
@@ -88,21 +92,27 @@ def load(
             raise
         _, problem = _attempt(lambda: plan.take(source))
         ranks.exchange(None, problem and f"{problem} {_HALF}")
-    return _extra(source.index, training)
+    if left_out := _left_out(source.index, training):
+        warnings.warn(left_out, stacklevel=2)
+    return extra
 
 
 def _extra(index: Index, training: Training) -> dict[str, Any]:
     extra = _decoded(index.extra)
-    by_rank = index.extra_by_rank
-    if by_rank and len(by_rank) == training.ranks.all:
-        return extra | _decoded(by_rank[training.ranks.number])
-    if by_rank:
-        warnings.warn(
-            f"{listed(sorted({key for one in by_rank for key in one}))} of extra differed between the {len(by_rank)} "
-            f"ranks that saved it, and there are {training.ranks.all} now: left out.",
-            stacklevel=3,
-        )
+    if index.extra_by_rank and len(index.extra_by_rank) == training.ranks.all:
+        extra |= _decoded(index.extra_by_rank[training.ranks.number])
     return extra
+
+
+def _left_out(index: Index, training: Training) -> str | None:
+    """What of `extra` there is no rank for, in words for the user."""
+    by_rank = index.extra_by_rank
+    if not by_rank or len(by_rank) == training.ranks.all:
+        return None
+    return (
+        f"{listed(sorted({key for one in by_rank for key in one}))} of extra differed between the {len(by_rank)} "
+        f"ranks that saved it, and there are {training.ranks.all} now: left out."
+    )
 
 
 def _decoded(extra: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ of another dtype. A tensor that is stored with its dimensions in another order t
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from zero.checkpoint.files import BUFFER, FileProblem, SafeFile
+from zero.checkpoint.files import BUFFER, LONGEST_HEADER, FileProblem, SafeFile
 from zero.checkpoint.format import INDEX, Entry, Geometry, Index
 from zero.checkpoint.progress import Progress
 from zero.checkpoint.storage import Place
@@ -44,7 +45,7 @@ class Source:
     def __init__(self, directory: Place) -> None:
         self.directory = directory
         try:
-            text = (directory / INDEX).read()
+            text = _whole_file(directory / INDEX)
             self.digest = hashlib.sha256(text).hexdigest()
             self.index = Index.loads(text.decode())
         except OSError as error:
@@ -119,7 +120,7 @@ class Source:
             if start < stop:
                 file = self._open(piece.file)
                 dtype, shape, _ = file.pieces.get(piece.key, (None, (), 0))
-                if dtype != one.entry.geometry.dtype or torch.Size(shape).numel() != piece.stop - piece.start:
+                if dtype != one.entry.geometry.dtype or math.prod(shape) != piece.stop - piece.start:
                     raise FileProblem(f"{file.place} has no {piece.key} of the dtype and size that {INDEX} tells")
                 low, high = file.range(piece.key, start - piece.start, stop - piece.start)
                 yield piece.file, low, high, start - one.start
@@ -136,6 +137,18 @@ class Source:
         if not len(self._buffer):
             self._buffer = torch.empty(BUFFER, dtype=torch.uint8)
         return self._buffer
+
+
+def _whole_file(place: Place) -> bytes:
+    """Raises FileProblem where it is longer than any index."""
+    reader = place.open()
+    try:
+        size = reader.size
+    finally:
+        reader.close()
+    if size > LONGEST_HEADER:
+        raise FileProblem(f"{place} has {size} bytes, more than the {LONGEST_HEADER} that an index may have")
+    return place.read()
 
 
 def _all_of(one: Range) -> Range:

@@ -31,6 +31,7 @@ from zero.fsdp.tracing import Gradients
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrap import Policy
 from zero.oss import norm, state
+from zero.oss.announce import announce
 from zero.oss.ddp import ddp_within
 from zero.oss.flat import FlatGroup
 from zero.oss.joining import NO_JOIN
@@ -164,6 +165,9 @@ class FSDP(Wrapper):
         gradients = Gradients([param for group in self.flat_groups for param in group.params])
         buffers = BufferSync(module, self.comms) if broadcast_buffers else None
         self._forward = Forward(module, self._schedule, gradients, buffers)
+        title = f"FSDP({type(module).__name__}, {strategy}, {len(self._units)} units)"
+        left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
+        announce(title, self._comm, self.flat_groups, left_out, sharded="parameters and gradients")
 
     def _misfit(self, inside: dict[str, FSDP]) -> str | None:
         if "" in inside:

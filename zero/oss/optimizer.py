@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.comm import Comm
 from zero.oss import norm, state
+from zero.oss.announce import announce
 from zero.oss.ddp import replaced
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
@@ -131,6 +132,7 @@ class OSS(ShardedOptimizer, Joinable):
         self.defaults = dict(self.optim.defaults)
         self._share_options(self.optim.param_groups, self.param_groups)
         self._built = True
+        announce(f"OSS({called(optim)})", self._comm, self.flat_groups, sharded="optimizer state")
 
     # -------------------------------------------------------------------------------------- construction
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from zero._torch import children_of
 from zero.comm import Comm
+from zero.oss.announce import announce
 from zero.oss.ddp import ddp_within, refuse_within_ddp
 from zero.oss.groups import sent_dtype
 from zero.oss.joining import NO_JOIN
@@ -93,6 +94,7 @@ class ShardedDDP(Wrapper):
         self._reducer = Reducer(module, self._optimizers, self._comm, sent_as)
         if overlap_param_gather:
             self._gathers = PendingGathers(module, self._optimizers)
+        self._announce(names)
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
         """What is wrong between module, optimizers and group, in words for the user."""
@@ -130,6 +132,14 @@ class ShardedDDP(Wrapper):
                 "their gradients. Add them to OSS, or freeze them with requires_grad_(False)."
             )
         return None
+
+    def _announce(self, names: dict[nn.Parameter, str]) -> None:
+        flats = [flat for optimizer in self._optimizers for flat in optimizer.flat_groups]
+        held = {param for flat in flats for param in flat.params}
+        others = len(names.keys() - held)
+        left_out = f"{others} parameters that are frozen and in no optimizer" if others else ""
+        title = f"ShardedDDP({type(self._inner).__name__})"
+        announce(title, self._comm, flats, left_out, sharded="gradients")
 
     @property
     def comm(self) -> Comm:

@@ -1,0 +1,207 @@
+"""A small run at any stage in which one rank does what it should not; what the ranks say then, and how soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import zero
+from transports import by
+
+WORLD, VICTIM = 3, 1
+STEPS, FAULTY_STEP = 4, 2
+GROUP_TIMEOUT = 2.0
+"""Seconds that a rank which does not come is waited for."""
+
+ENDS = ["killed", "stopped", "left", "raised"]
+"""How a rank may end, wherever it is."""
+
+SLIPS = ["skips a step", "skips a backward", "runs one forward alone", "saves alone"]
+"""How a rank may come out of step with the others in training."""
+
+PLACES = ["forward", "backward", "save", "load", "construction", "summon_full_params", "offload"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """fault: what the victim does. where: in which part of the run."""
+
+    fault: str
+    where: str
+    stage: int
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.fault} in {self.where}, stage {self.stage}, {self.transport}"
+
+    @property
+    def possible(self) -> bool:
+        return self.stage == 3 or self.where not in ("summon_full_params", "offload")
+
+
+class Fault(Exception):
+    """What a victim raises."""
+
+
+class Trigger:
+    """Goes off on the victim, where it is armed for."""
+
+    def __init__(self, case: Case, rank: int, folder: Path) -> None:
+        self._fault = case.fault if rank == VICTIM else None
+        self._note = folder / "fault"
+        self.armed = ""
+
+    def pull(self, where: str) -> None:
+        if self._fault is None or where != self.armed:
+            return
+        self.went_off()
+        if self._fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self._fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self._fault == "left":
+            os._exit(0)
+        elif self._fault == "raised":
+            raise Fault("the victim's own")
+
+    def slips(self, how: str) -> bool:
+        """Whether the victim now does so."""
+        slips = how == self._fault and self.armed == "training"
+        if slips:
+            self.went_off()
+        return slips
+
+    def went_off(self) -> None:
+        self.armed = ""
+        self._note.write_text(repr(time.monotonic()))
+
+    def since(self) -> float:
+        """Seconds since it went off: processes of one machine have one clock."""
+        return time.monotonic() - float(self._note.read_text()) if self._note.exists() else float("nan")
+
+
+class Faulty(nn.Module):
+    """Passes its input on, and is asked by autograd and checkpoints where a rank may fail."""
+
+    def __init__(self, trigger: Trigger) -> None:
+        super().__init__()
+        self._pull = trigger.pull
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self._pull("forward")
+        output = inputs * 1
+        if output.requires_grad:
+            output.register_hook(lambda _: self._pull("backward"))
+        return output
+
+    def get_extra_state(self) -> int:
+        self._pull("save")
+        return 0
+
+    def set_extra_state(self, state: int) -> None:
+        self._pull("load")
+
+
+class FailingSGD(torch.optim.SGD):
+    """Its constructor is where a construction may fail."""
+
+    def __init__(self, params: Any, trigger: Trigger, **options: Any) -> None:
+        trigger.pull("construction")
+        super().__init__(params, **options)
+
+
+def run(rank: int, world: int, case: Case, folder: Path) -> tuple[float, str]:
+    """How long after the fault this rank ended, and with which error. A victim that raises or leaves ends for good."""
+    (folder / f"process-{rank}").write_text(str(os.getpid()))
+    trigger = Trigger(case, rank, folder)
+    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT))
+    with by(case.transport):
+        try:
+            _train(case, group, trigger, folder)
+            told = "no error"
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            if isinstance(error, Fault):
+                os._exit(1)
+    ended = trigger.since()
+    if case.fault == "stopped":
+        _end_the_stopped(rank, folder)
+    return ended, told
+
+
+def _train(case: Case, group: Any, trigger: Trigger, folder: Path) -> None:
+    model, optimizer = _build(case, group, trigger, folder)
+    if case.where == "load":
+        zero.checkpoint.save(folder / "run", model, optimizer)
+    for step in range(STEPS):
+        if step == FAULTY_STEP:
+            trigger.armed = case.where
+            _visit(case.where, model, optimizer, trigger, folder)
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 64)).square().mean()
+        if trigger.slips("runs one forward alone"):
+            model(torch.randn(4, 64))
+        if trigger.slips("saves alone"):
+            zero.checkpoint.save(folder / "run", model, optimizer)
+        if not trigger.slips("skips a backward"):
+            loss.backward()
+        if not trigger.slips("skips a step"):
+            optimizer.step()
+
+
+def _visit(where: str, model: Any, optimizer: Optimizer, trigger: Trigger, folder: Path) -> None:
+    """What the run does once, where the fault lies there."""
+    if where == "save":
+        zero.checkpoint.save(folder / "run", model, optimizer)
+    elif where == "load":
+        zero.checkpoint.load(folder / "run", model, optimizer)
+    elif where == "summon_full_params":
+        with model.summon_full_params():
+            trigger.pull(where)
+    elif where == "offload":
+        trigger.pull(where)
+
+
+def _build(case: Case, group: Any, trigger: Trigger, folder: Path) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    if case.where == "construction":
+        zero.setup(nn.Linear(8, 8), torch.optim.SGD, stage=3, process_group=group, lr=0.01)  # so that ranks have met
+        trigger.armed = case.where
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), Faulty(trigger), nn.Linear(64, 64))
+    if case.stage == 3:
+        policy = CustomPolicy(lambda _: trigger.pull("construction") or False)
+        offload = zero.DiskOffload(folder / "parts") if case.where == "offload" else None
+        sharded = zero.FSDP(model, process_group=group, auto_wrap_policy=policy, offload=offload)
+        return sharded, torch.optim.SGD(sharded.parameters(), lr=0.01)
+    if case.where != "construction":
+        return zero.setup(model, torch.optim.SGD, stage=case.stage, process_group=group, lr=0.01)
+    sharding = zero.OSS(model.parameters(), partial(FailingSGD, trigger=trigger), group, partition="even", lr=0.01)
+    if case.stage == 2:
+        return zero.ShardedDDP(model, sharding, group), sharding
+    return DistributedDataParallel(model, process_group=group), sharding
+
+
+def _end_the_stopped(rank: int, folder: Path) -> None:
+    """Once all others have ended, so that none of them was told by its end."""
+    (folder / f"ended-{rank}").touch()
+    others = [other for other in range(WORLD) if other != VICTIM]
+    if rank == others[0]:
+        until = time.monotonic() + 3 * GROUP_TIMEOUT
+        while not all((folder / f"ended-{other}").exists() for other in others) and time.monotonic() < until:
+            time.sleep(0.01)
+        with suppress(ProcessLookupError):
+            os.kill(int((folder / f"process-{VICTIM}").read_text()), signal.SIGKILL)

@@ -1,0 +1,40 @@
+"""What a construction says of itself: one line of the `zero` logger, at INFO, from the first rank of the group.
+
+`ZERO_LOG=info` in the environment shows it where the program does not set up logging itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from zero.comm import Comm
+from zero.oss.flat import FlatGroup
+
+logger = logging.getLogger("zero")
+
+
+def show_as_asked() -> None:
+    """Sets the logger up as ZERO_LOG says, such as "info"; without it, leaves that to the program."""
+    level = logging.getLevelName(os.environ.get("ZERO_LOG", "").upper())
+    if isinstance(level, int) and level != logging.NOTSET:
+        logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+        logger.setLevel(level)
+
+
+def announce(what: str, comm: Comm, groups: Sequence[FlatGroup], left_out: str = "", *, sharded: str) -> None:
+    """Says what was sharded. For constructors, once their ranks have operated together.
+
+    what: such as "OSS(Adam)". sharded: what of the groups' parameters, such as "optimizer state". left_out: with why.
+    """
+    if comm.rank or not logger.isEnabledFor(logging.INFO) or not groups:
+        return  # the transport was chosen when ranks compared what they were given
+    params = sum(len(group.params) for group in groups)
+    whole = sum(group.layout.numel * group.part.element_size() for group in groups)
+    mine = sum(group.part.nbytes for group in groups)
+    logger.info(
+        "%s: %s of %d parameters over %d ranks, %s of %s of their bytes on rank %d, sent by %s; left out: %s",
+        *(what, sharded, params, comm.world, f"{mine:,}", f"{whole:,}", comm.rank),
+        *(comm.transport_name(groups[0].full.device), left_out or "nothing"),
+    )
