@@ -69,7 +69,7 @@ def total(value: float) -> float:
 def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
     """Of every parameter each rank holds a part of as many dimensions, and nothing more of it exists."""
     for (name, param), (whole_name, expected) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-        assert name == f"module.{whole_name}"
+        assert name == whole_name
         assert param.dim() == expected.dim() or (not expected.dim() and not param.numel())  # nothing has a dimension
         assert total(param.numel()) == expected.numel()
         assert param.grad is None or param.grad.shape == param.shape

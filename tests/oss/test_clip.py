@@ -28,7 +28,7 @@ def assert_close(got, expected, what):
 
 
 def weights(model):
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return {name.removeprefix("module."): param.detach() for name, param in model.named_parameters()}
 
 
 def clipped_steps(plain, sharded, rank, steps, norms=NORMS):

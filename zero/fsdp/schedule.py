@@ -100,6 +100,7 @@ class Schedule:
     def _gather(self, unit: Unit) -> None:
         self._launch(unit)
         unit.finish_unshard()
+        unit.refuse_incomplete()
         self._reductions.gathered(unit)
 
     def _rest(self, unit: Unit) -> None:

@@ -187,6 +187,15 @@ class Unit:
             if group.gathering:
                 group.finish_gather()
 
+    def refuse_incomplete(self) -> None:
+        """Raises RuntimeError where parameters have not arrived, because an earlier gather failed."""
+        for group in self.groups:
+            if group.incomplete:
+                raise RuntimeError(
+                    f"the parameters of {self.title} of FSDP have not arrived: gathering them failed before. Look for "
+                    "the first error, and start the process group anew."
+                )
+
     def reshard(self) -> None:
         """Leaves of the parameters this rank's part."""
         self.finish_unshard()

@@ -211,9 +211,9 @@ class FlatGroup:
     def finish_gather(self) -> None:
         """Waits for the gather that is in flight; the parameters are whole afterwards."""
         assert self._handle is not None, "no gather is in flight"
+        handle, self._handle = self._handle, None
         with profiler_range(f"zero::wait_for_unshard {self.label}"):
-            self._handle.wait()  # where this raises, the group goes on being gathered: `full` is not complete
-        self._handle = None
+            handle.wait()
         if self._lane is not None:
             self._lane.join()
         if self._bound is not self.whole_views:
@@ -226,6 +226,11 @@ class FlatGroup:
     @property
     def gathering(self) -> bool:
         return self._handle is not None
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the last gather has failed: `full` does not hold all parameters."""
+        return self.residence is Residence.GATHERING and self._handle is None
 
     def release(self) -> None:
         """Frees `full`, but of a rank alone; what is left is this rank's part.
