@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import ranks
-from fuzz.cases import Case
+from fuzz.cases import Case, Node, Step
 from fuzz.drawing import cases
 from fuzz.training import refusals, train
 
@@ -27,6 +27,24 @@ def check(case: Case) -> None:
         patterns = [*refusals(case)]
         if not all(any(re.search(pattern, one.message) for pattern in patterns) for one in error.outcomes):
             raise
+
+
+FOUND = {
+    "parameters listed after a forward without backward": Case(
+        (Node("linear"),), world=4, steps=(Step(before="forward alone", by_model=True),), units="size"
+    ),
+    "a unit that stays is read by a checkpoint": Case(
+        (Node("linear"), Node("reentrant", (Node("reads"),))), units="layers", strategy="SHARD_GRAD_OP"
+    ),
+    "a unit that stays is read, and its own output is not used": Case(
+        (Node("ignored", (Node("linear"),)), Node("reads")), units="layers", strategy="SHARD_GRAD_OP"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(name):
+    check(FOUND[name])
 
 
 @settings(

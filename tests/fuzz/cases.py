@@ -13,7 +13,9 @@ class Shown:
         told = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if value != field.default:
+            if field.default is dataclasses.MISSING:
+                told.append(repr(value))
+            elif value != field.default:
                 told.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(told)})"
 

@@ -64,7 +64,9 @@ def groups(model: nn.Module, count: int) -> Any:
     params = [*model.parameters()]
     if count == 1:
         return params
-    return [{"params": params[first::count], "lr": 0.01 * (first + 1)} for first in range(count) if params[first::count]]
+    return [
+        {"params": params[first::count], "lr": 0.01 * (first + 1)} for first in range(count) if params[first::count]
+    ]
 
 
 class ByHand(nn.Module):
@@ -209,9 +211,9 @@ def refusals(case: Case) -> Iterator[str]:
     """What the case may be refused for, as patterns of the messages: limits that are written down."""
     if "reentrant" in kinds(case.body) and case.stage == 2:
         yield "got a gradient after its gradients were sent to their owner.*use_reentrant=False"
-    if "batch norm" in kinds(case.body) and case.broadcast_buffers:  # as with DistributedDataParallel
-        if any(micro.forwards > 1 for step in case.steps for micro in step.micros):
-            yield "modified by an inplace operation"
+    several = any(micro.forwards > 1 for step in case.steps for micro in step.micros)
+    if several and "batch norm" in kinds(case.body) and case.broadcast_buffers:  # as with DistributedDataParallel
+        yield "modified by an inplace operation"
 
 
 def train(rank: int, world: int, case: Case) -> None:
