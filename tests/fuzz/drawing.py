@@ -81,9 +81,11 @@ def _stage_3(draw: Any, common: dict[str, Any]) -> dict[str, Any]:
     strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
     if common["world"] in (2, 4):
         strategies += ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+    units = draw(st.sampled_from([*POLICIES]))
     return {
-        "units": draw(st.sampled_from([*POLICIES])),
-        "by_hand": draw(often_false),
+        "units": units,
+        "by_hand": draw(often_false)
+        and units != "size",  # which counts the part of a parameter that is sharded already
         "strategy": draw(st.sampled_from(strategies)),
         "replicas": 2,
         "prefetch": draw(st.sampled_from([*PREFETCH])),

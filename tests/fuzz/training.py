@@ -116,7 +116,7 @@ def _stage_3(case: Case, model: nn.Module, optim: Any) -> tuple[nn.Module, Optim
     options["prefetch"] = PREFETCH[case.prefetch]
     if case.strategy.startswith("HYBRID"):
         options = {**on_mesh(case.world, {"replicas": case.replicas}), **options}
-    if case.by_hand:
+    if case.by_hand and [*model.body[0].parameters()]:
         model.body[0] = zero.FSDP(model.body[0], **{**options, "reshard_after_forward": False})
     options["broadcast_buffers"] = case.broadcast_buffers
     wrapped = zero.FSDP(model, auto_wrap_policy=POLICIES[case.units], **options)
@@ -201,6 +201,7 @@ def tolerance(case: Case) -> float:
     """0 where the numbers are the same bit for bit."""
     rounded = case.world > 2
     rounded |= any(step.clip is not None for step in case.steps)
+    rounded |= case.stage == 3 and "reentrant" in kinds(case.body)  # gradients may be sent in two goes
     rounded |= case.stage == 1 and case.averaged == "ddp" and any(len(step.micros) > 1 for step in case.steps)
     if not rounded:
         return 0.0
