@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuzz.cases import Case, Micro, Node, Step
-from fuzz.modules import AROUND, LAYERS
+from fuzz.layers import LAYERS
+from fuzz.modules import AROUND
 from fuzz.training import EVENTS, OPTIMIZERS, POLICIES, PREFETCH, WHOLE, kinds
 
 SIZES = st.integers(1, 7)

@@ -17,7 +17,8 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, 
 
 import zero
 from fuzz.cases import Case, Node, Step
-from fuzz.modules import NOW, Around, Checkpointed, Feed, Linear, Packed, Reentrant, Root, Sequence
+from fuzz.layers import NOW, Feed, Linear
+from fuzz.modules import Around, Checkpointed, Packed, Reentrant, Root, Sequence
 from optimizers import Lamb
 from sidebyside import SideBySide, add, average_over_ranks, data, ddp_sends_buffers, on_mesh
 
