@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help check test matrix faults stages bench peers clean
+.PHONY: help check test faults fuzz matrix stages bench peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -21,6 +21,9 @@ check: $(READY)  ## Lint, formatting, types
 
 test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes another torch
 	@$(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
+
+fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 tries more than 500
+	@ZERO_FUZZ=$(or $(CASES),500) $(BIN)/pytest -q -p no:xdist tests/test_random_models.py $(ARGS)
 
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, and all steps that plans are compared with
 	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan -k "any_stage or killed or two_percent" $(ARGS)

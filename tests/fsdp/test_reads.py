@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
@@ -156,3 +157,39 @@ def test_training_whole_parameters_is_refused_on_every_rank():
     ranks.expect_error(
         train_inside_summon, 2, RuntimeError, r"summon_full_params\(\) with gradients", "no_grad", timeout=15
     )
+
+
+class Kept(nn.Module):
+    """Reads the weight of a unit that stays whole from forward to backward, and whose output may lead nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lender, self.last = Block(), nn.Linear(WIDTH, 3)
+        self.kind = ""
+
+    def borrow(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.lender.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.lender(x.requires_grad_())  # which a re-entrant checkpoint wants of something
+        if self.kind == "reentrant":
+            return self.last(checkpoint(self.borrow, output, use_reentrant=True))
+        return self.last(self.borrow(x))
+
+
+def read_while_kept(rank: int, world: int, kind: str, strategy: str) -> None:
+    model = Kept()
+    model.kind = kind
+    options = {"sharding_strategy": strategy, "auto_wrap_policy": ModuleWrapPolicy({Block})}
+    both = SideBySide(model, lambda model, optim: stage_3(model, optim, **options), sgd)
+    for step in range(4):
+        for inner in both.each():
+            inner.lender.requires_grad_(step != 2)  # then it does not stay
+        both.step(lambda model, step=step: model(data(4, WIDTH, rank=rank, step=step)).square().mean())
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("kind", ["reentrant", "output not used"])
+def test_a_read_of_a_unit_that_stays_whole_trains_exactly(kind, strategy):
+    ranks.run(read_while_kept, 2, args=(kind, strategy), timeout=20)

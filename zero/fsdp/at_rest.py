@@ -30,7 +30,9 @@ class RestingReads:
         self._open: dict[Unit, list[Node]] = {}
         """The nodes of reads at rest, of units whose parameters have them now."""
         self._of_whole: dict[Unit, list[Node]] = {}
-        """Those of reads in the forward before, until backward has ended."""
+        """Those of reads in the forwards before, until backward has ended."""
+        self._read_again: set[Unit] = set()
+        """Units of `_of_whole` that another forward has read since, by nodes that are not among those."""
         self._missed: set[Unit] = set()
         """Units whose parameters the backward that goes on passes by; of these those that it `_came` to."""
         self._came: set[Unit] = set()
@@ -40,7 +42,7 @@ class RestingReads:
         for unit in units:
             groups = [group for group in unit.groups if group.residence is Residence.PART and group.comm.world > 1]
             if groups and unit not in self._open:
-                self._of_whole[unit] = [_node(param) for group in groups for param in _trained(group)]
+                self._know_nodes(unit)
                 self._open[unit] = [node for group in groups for node in _new_nodes(unit, group)]
 
     def end(self, unit: Unit) -> None:
@@ -48,12 +50,21 @@ class RestingReads:
         if unit in self._missed:
             self._came.add(unit)
         if self._open.pop(unit, None) is not None:
+            self._read_again.add(unit)
             for group in unit.groups:
                 _renew(group)
+
+    def _know_nodes(self, unit: Unit) -> None:
+        """Those by which the last forward read, if a graph of it is still there."""
+        known = self._of_whole.setdefault(unit, [])
+        known += [_node(param) for group in unit.groups for param in _trained(group)]
+        self._read_again.discard(unit)
 
     def backward_begins(self) -> None:
         """Called when autograd comes to the first unit. Parameters are not known to a backward that is asked for them
         by name (`inputs`) after this: it passes all nodes by, as one that is asked for other gradients only."""
+        for unit in [*self._read_again]:
+            self._know_nodes(unit)
         comes = any(writes_into(node) for nodes in self._of_whole.values() for node in nodes)
         self._missed = set() if comes else {*self._of_whole}
 
@@ -64,6 +75,7 @@ class RestingReads:
 
     def forget(self) -> None:
         self._of_whole.clear()
+        self._read_again.clear()
         self._missed.clear()
         self._came.clear()
 

@@ -23,7 +23,10 @@ _CALLS_THAT_DO_NOT = {"__set__", "register_hook", "requires_grad_", "is_floating
 
 
 class Lookout(TorchFunctionMode):
-    """While active, calls `found` with the unit of a parameter that is read while it is not whole."""
+    """While active, calls `found` with the unit of a parameter that is read while nothing that runs keeps it whole.
+
+    A unit that stays from forward to backward is whole by chance: in another forward it may not be.
+    """
 
     def __init__(self, units: Sequence[Unit], found: Callable[[Unit], None]) -> None:
         super().__init__()
@@ -36,7 +39,7 @@ class Lookout(TorchFunctionMode):
         if _reads(func):
             for param in _parameters((*args, *(kwargs or {}).values())):
                 unit = self._homes.get(param)
-                if unit is not None and not unit.whole:
+                if unit is not None and not (unit.whole and (unit.depth or unit.readers or unit.summoned)):
                     self._found(unit)
         return func(*args, **(kwargs or {}))
 

@@ -247,6 +247,8 @@ class Schedule:
 
     def _found(self, other: Unit) -> None:
         """The innermost unit that runs reads parameters of another, which is gathered with it from here on."""
+        if other in self._running:
+            return  # at the end of its forward, when it hands on what it returns
         reader = self._running[-1] if self._running else self._root
         self._resting_reads.end(other)
         self._gather(other)

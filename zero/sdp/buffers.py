@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from zero.comm import Comm
 
@@ -36,8 +37,13 @@ class BufferSync:
         if shapes != self._known:
             self._compare()
             self._known = shapes
+        buffers = [*self._module.buffers()]
         for comm in self._comms:
-            comm.broadcast([*self._module.buffers()])
+            comm.broadcast(buffers)
+        if any(comm.world > 1 for comm in self._comms):
+            # Backward refuses a graph that read a buffer before it was overwritten; on rank 0, where nothing was
+            # written, it would go on, and wait for ranks that have raised.
+            increment_version([buffer for buffer in buffers if not buffer.is_inference()])
 
     def _compare(self) -> None:
         """Collective, for ranks where shapes have changed. Others, in a broadcast, are then told so."""

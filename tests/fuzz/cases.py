@@ -1,0 +1,96 @@
+"""What a random training is, as plain values: `repr` of a case is the code that makes it, to be pasted into a test."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+class Shown:
+    """Shows only the fields that are not at their defaults."""
+
+    def __repr__(self) -> str:
+        told = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.default is dataclasses.MISSING:
+                told.append(repr(value))
+            elif value != field.default:
+                told.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(told)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Node(Shown):
+    """A module: a layer, or something around other nodes.
+
+    kind: a key of fuzz.layers.LAYERS or fuzz.modules.AROUND.
+    size: of the layer's inner dimension, where it has one.
+    frozen: its own parameters are not trained.
+    of: which of the linear layers before it the kinds "tied" and "reads" take their weight from, counted round.
+    """
+
+    kind: str
+    inside: tuple[Node, ...] = ()
+    size: int = 3
+    frozen: bool = False
+    of: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Micro(Shown):
+    """One backward, of the summed losses of some forwards."""
+
+    forwards: int = 1
+    sync: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Shown):
+    """Backwards and a step of the optimizer.
+
+    before: what is done first, a key of fuzz.training.EVENTS.
+    set_to_none: how gradients are cleared; by the model instead of the optimizer with `by_model`.
+    clip: the norm that gradients are clipped to.
+    """
+
+    micros: tuple[Micro, ...] = (Micro(),)
+    before: str = ""
+    set_to_none: bool = True
+    by_model: bool = False
+    clip: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Case(Shown):
+    """A model, how it is sharded, and how it is trained.
+
+    averaged: who averages gradients at stage 1: "ddp" or "hand".
+    bucket: ShardedDDP's reduce_buffer_size.
+    units: a key of fuzz.training.POLICIES.
+    by_hand: the first module of the body is an FSDP of its own, not resharded after forward.
+    replicas: for hybrid strategies.
+    optim: a key of fuzz.training.OPTIMIZERS.
+    groups: of parameters, each with a learning rate of its own.
+    compared: whether weights are compared after each step; else only after the last, so that nothing gathers between.
+    """
+
+    body: tuple[Node, ...]
+    world: int = 2
+    stage: int = 3
+    steps: tuple[Step, ...] = (Step(), Step())
+    width: int = 4
+    rows: int = 3
+    optim: str = "sgd"
+    groups: int = 1
+    compared: bool = True
+    broadcast_buffers: bool = True
+    partition: str = "auto"
+    averaged: str = "hand"
+    granularity: int | None = None
+    bucket: int | None = None
+    units: str = "default"
+    by_hand: bool = False
+    strategy: str = "FULL_SHARD"
+    replicas: int = 1
+    prefetch: str = "default"

@@ -1,0 +1,97 @@
+"""How hypothesis draws cases. The first of each choice is the simplest: what shrinking comes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fuzz.cases import Case, Micro, Node, Step
+from fuzz.layers import LAYERS
+from fuzz.modules import AROUND
+from fuzz.training import EVENTS, OPTIMIZERS, POLICIES, PREFETCH, WHOLE, kinds
+
+SIZES = st.integers(1, 7)
+often_false = st.sampled_from([False, False, False, True])
+
+layers = st.builds(
+    Node, kind=st.sampled_from([*LAYERS]), size=SIZES, frozen=often_false, of=st.integers(0, 2), inside=st.just(())
+)
+
+
+def around(inside: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    nodes = st.lists(inside, min_size=1, max_size=3).map(tuple)
+    return st.builds(Node, kind=st.sampled_from([*AROUND]), frozen=st.just(False), inside=nodes, size=st.just(3))
+
+
+nodes = st.recursive(layers, around, max_leaves=6)
+
+micros = st.lists(st.builds(Micro, forwards=st.sampled_from([1, 1, 2]), sync=st.booleans()), max_size=2)
+
+
+@st.composite
+def steps(draw: Any) -> Step:
+    last = Micro(forwards=draw(st.sampled_from([1, 1, 1, 2])))
+    return Step(
+        micros=(*draw(micros), last),
+        before=draw(st.sampled_from([*EVENTS])),
+        set_to_none=draw(st.sampled_from([True, True, False])),
+        by_model=draw(st.booleans()),
+        clip=draw(st.sampled_from([None, None, None, 0.1, 100.0])),
+    )
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    world = draw(st.sampled_from([2, 1, 3, 4]))
+    stage = draw(st.sampled_from([3, 2, 1]))
+    body = tuple(draw(st.lists(nodes, min_size=1, max_size=4)))
+    optim = draw(st.sampled_from([*OPTIMIZERS]))
+    if optim == "adafactor" and "tiny" in kinds(body):
+        optim = "lamb"  # torch's Adafactor divides by the number of elements
+    common: dict[str, Any] = {
+        "body": body,
+        "world": world,
+        "stage": stage,
+        "optim": optim,
+        "steps": tuple(draw(st.lists(steps(), min_size=2, max_size=4))),
+        "width": draw(st.integers(1, 7)),
+        "rows": draw(st.integers(2, 4)),
+        "groups": draw(st.sampled_from([1, 1, 2, 3])),
+        "compared": draw(st.booleans()),
+        "broadcast_buffers": draw(st.booleans()),
+        "partition": "whole" if optim in WHOLE else draw(st.sampled_from(["auto", "even", "whole"])),
+    }
+    own = {1: _stage_1, 2: _stage_2, 3: _stage_3}[stage]
+    return Case(**common, **own(draw, common))
+
+
+def _stage_1(draw: Any, common: dict[str, Any]) -> dict[str, Any]:
+    by_ddp = draw(st.booleans())
+    by_ddp &= not kinds(common["body"]) & {"reentrant", "twice"}
+    by_ddp &= all(step.before not in ("freeze", "unfreeze", "forward alone") for step in common["steps"])
+    by_ddp &= all(micro.forwards == 1 for step in common["steps"] for micro in step.micros)
+    return {"averaged": "ddp" if by_ddp else "hand", "granularity": _granularity(draw, common)}
+
+
+def _stage_2(draw: Any, common: dict[str, Any]) -> dict[str, Any]:
+    return {"bucket": draw(st.sampled_from([None, 0, 20, 50])), "granularity": _granularity(draw, common)}
+
+
+def _stage_3(draw: Any, common: dict[str, Any]) -> dict[str, Any]:
+    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    if common["world"] in (2, 4):
+        strategies += ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+    units = draw(st.sampled_from([*POLICIES]))
+    return {
+        "units": units,
+        "by_hand": draw(often_false)
+        and units != "size",  # which counts the part of a parameter that is sharded already
+        "strategy": draw(st.sampled_from(strategies)),
+        "replicas": 2,
+        "prefetch": draw(st.sampled_from([*PREFETCH])),
+    }
+
+
+def _granularity(draw: Any, common: dict[str, Any]) -> int | None:
+    return draw(st.sampled_from([None, None, 1, 8])) if common["partition"] == "even" else None

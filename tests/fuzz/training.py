@@ -1,0 +1,321 @@
+"""Trains a random case at its stage, beside a reference that torch alone trains: see sidebyside.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+import zero
+from fuzz.cases import Case, Node, Step
+from fuzz.layers import NOW, Feed, Linear
+from fuzz.modules import Around, Checkpointed, Packed, Reentrant, Root, Sequence
+from optimizers import Lamb
+from sidebyside import SideBySide, add, average_over_ranks, data, ddp_sends_buffers, on_mesh
+
+# A large eps: else a gradient that is nothing but rounding moves a parameter as far as any other.
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "plain sgd": partial(SGD, lr=0.05),
+    "nesterov": partial(SGD, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
+    "fused sgd": partial(SGD, lr=0.05, weight_decay=0.1, fused=True),
+    "adam": partial(Adam, lr=1e-2, eps=1e-2),
+    "amsgrad": partial(Adam, lr=1e-2, eps=1e-2, amsgrad=True, maximize=True),
+    "fused adam": partial(Adam, lr=1e-2, eps=1e-2, weight_decay=0.1, fused=True),
+    "adamw": partial(AdamW, lr=1e-2, eps=1e-2, weight_decay=0.1, foreach=True),
+    "nadam": partial(NAdam, lr=1e-2, eps=1e-2),
+    "radam": partial(RAdam, lr=1e-2, eps=1e-2),
+    "adamax": partial(Adamax, lr=1e-2, eps=1e-2),
+    "rmsprop": partial(RMSprop, lr=1e-2, eps=1e-2, momentum=0.5, centered=False),
+    "adagrad": partial(Adagrad, lr=1e-2, eps=1e-2),
+    "adadelta": partial(Adadelta, lr=0.1, eps=1e-2),
+    "adafactor": partial(Adafactor, lr=1e-2),
+    "lamb": Lamb,
+}
+WHOLE = {"adafactor", "lamb"}  # need whole parameters
+
+POLICIES: dict[str, Any] = {
+    "default": None,
+    "layers": ModuleWrapPolicy({nn.Linear, nn.LayerNorm, nn.BatchNorm1d, nn.Conv1d, nn.Embedding, nn.GRU}),
+    "blocks": ModuleWrapPolicy({Linear, Feed, Around, Sequence, Checkpointed, Reentrant, Packed.Inner}),
+    "size": partial(size_based_auto_wrap_policy, min_num_params=20),
+    "none": ModuleWrapPolicy(set()),
+}
+
+PREFETCH: dict[str, Any] = {"default": None, "memory": zero.MEMORY_FIRST, "speed": zero.SPEED_FIRST}
+
+
+def kinds(nodes: tuple[Node, ...]) -> set[str]:
+    return {node.kind for node in nodes} | {kind for node in nodes for kind in kinds(node.inside)}
+
+
+# ------------------------------------------------------------------------------------------------------------- building
+
+
+def groups(model: nn.Module, count: int) -> Any:
+    params = [*model.parameters()]
+    if count == 1:
+        return params
+    return [
+        {"params": params[first::count], "lr": 0.01 * (first + 1)} for first in range(count) if params[first::count]
+    ]
+
+
+class ByHand(nn.Module):
+    """Averages gradients as the reference does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.sync = True
+        self.averages: dict[nn.Parameter, Tensor] = {}
+        self.local: dict[nn.Parameter, Tensor] = {}
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+    def collect(self, *, sync: bool) -> None:
+        for param in self.module.parameters():
+            add(self.local, param, param.grad)
+            param.grad = None
+            if sync:
+                add(self.averages, param, average_over_ranks(param, self.local.pop(param, None)))
+
+    def show(self) -> None:
+        for param in self.module.parameters():
+            param.grad = self.averages.get(param)
+
+
+def build(case: Case, model: nn.Module, optim: Any) -> tuple[nn.Module, Optimizer]:
+    if case.stage == 3:
+        return _stage_3(case, model, optim)
+    optimizer = zero.OSS(groups(model, case.groups), optim, partition=case.partition, granularity=case.granularity)
+    if case.stage == 2:
+        options = {"reduce_buffer_size": case.bucket, "broadcast_buffers": case.broadcast_buffers}
+        return zero.ShardedDDP(model, optimizer, **options), optimizer
+    if case.averaged == "hand":
+        return ByHand(model), optimizer
+    buffers = ddp_sends_buffers(case.broadcast_buffers)
+    return DistributedDataParallel(model, find_unused_parameters=True, **buffers), optimizer
+
+
+def _stage_3(case: Case, model: nn.Module, optim: Any) -> tuple[nn.Module, Optimizer]:
+    options: dict[str, Any] = {"sharding_strategy": case.strategy, "partition": case.partition}
+    options["prefetch"] = PREFETCH[case.prefetch]
+    if case.strategy.startswith("HYBRID"):
+        options = {**on_mesh(case.world, {"replicas": case.replicas}), **options}
+    if case.by_hand and [*model.body[0].parameters()]:
+        model.body[0] = zero.FSDP(model.body[0], **{**options, "reshard_after_forward": False})
+    options["broadcast_buffers"] = case.broadcast_buffers
+    wrapped = zero.FSDP(model, auto_wrap_policy=POLICIES[case.units], **options)
+    return wrapped, optim(groups(wrapped, case.groups))
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+class Trained(SideBySide):
+    """A case's model and its reference."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank = case, rank
+        optim = OPTIMIZERS[case.optim]
+        super().__init__(Root(case), partial(build, case), optim, tolerance=tolerance(case))
+        self.plain_optimizer = optim(groups(self.plain, case.groups))
+        self._batches = 0
+        self._due = case.broadcast_buffers and not (case.stage == 1 and case.averaged == "hand")
+        if self._due:
+            self.plain.register_forward_pre_hook(self._send_buffers)
+        self._broadcast = self._due
+        self._sync = True
+
+    def _send_buffers(self, *_: Any) -> None:
+        """As DistributedDataParallel does: before a forward that follows one that was reduced."""
+        if self._due and dist.is_initialized():
+            for buffer in self.plain.buffers():
+                dist.broadcast(buffer, 0)
+        self._due = self._sync and torch.is_grad_enabled()
+
+    def batch(self, number: int) -> Tensor:
+        return data(self.case.rows, self.case.width, rank=self.rank, step=number)
+
+    def run(self, step: Step) -> None:
+        EVENTS[step.before](self)
+        self.zero_grad(self.model.zero_grad if step.by_model else None, set_to_none=step.set_to_none)
+        if isinstance(self.model, ByHand):
+            self.model.local.clear()
+            averages = self.model.averages.items()
+            self.model.averages = {} if step.set_to_none else {param: old * 0 for param, old in averages}
+        for micro in step.micros:
+            numbers = range(self._batches, self._batches + micro.forwards)
+            self._batches += micro.forwards
+            self._sync = micro.sync
+            self.backward(partial(self.loss, numbers=numbers), sync=micro.sync)
+            if isinstance(self.model, ByHand):
+                self.model.collect(sync=micro.sync)
+        self._sync = True
+        self.give_averages()
+        if isinstance(self.model, ByHand):
+            self.model.show()
+        if step.clip is not None:
+            self.clip(step.clip)
+        self.optimizer.step()
+        self.plain_optimizer.step()
+
+    def loss(self, model: nn.Module, numbers: range) -> Tensor:
+        total = torch.zeros(())
+        for number in numbers:
+            torch.manual_seed(100 * number + self.rank)  # for dropout
+            total = total + torch.tanh(model(self.batch(number))).square().mean()
+        return total
+
+    def clip(self, norm: float) -> None:
+        if self.case.stage == 3:
+            found = self.model.clip_grad_norm_(norm)
+        else:
+            found = self.optimizer.clip_grad_norm(norm)
+        expected = clip_grad_norm_(self.plain.parameters(), norm)
+        assert abs(found - expected) <= max(1e-5, self.tolerance) * expected, "norms"
+
+    def compare(self) -> None:
+        """Weights; of ByHand under the module's own names."""
+        model = self.model
+        self.model = model.module if isinstance(model, ByHand) else model
+        super().compare()
+        self.model = model
+
+
+def tolerance(case: Case) -> float:
+    """0 where the numbers are the same bit for bit."""
+    rounded = case.world > 2
+    rounded |= any(step.clip is not None for step in case.steps)
+    rounded |= case.stage == 3 and "reentrant" in kinds(case.body)  # gradients may be sent in two goes
+    rounded |= case.stage == 1 and case.averaged == "ddp" and any(len(step.micros) > 1 for step in case.steps)
+    if not rounded:
+        return 0.0
+    return 0.05 if "half" in kinds(case.body) else 2e-4
+
+
+def refusals(case: Case) -> Iterator[str]:
+    """What the case may be refused for, as patterns of the messages: limits that are written down."""
+    if "reentrant" in kinds(case.body) and case.stage == 2:
+        yield "got a gradient after its gradients were sent to their owner.*use_reentrant=False"
+    several = any(micro.forwards > 1 for step in case.steps for micro in step.micros)
+    if several and "batch norm" in kinds(case.body) and case.broadcast_buffers:  # as with DistributedDataParallel
+        yield "modified by an inplace operation"
+
+
+def train(rank: int, world: int, case: Case) -> None:
+    """Raises where the numbers are not the reference's."""
+    NOW.rank, NOW.step = rank, 0
+    both = Trained(case, rank)
+    for number, step in enumerate(case.steps):
+        NOW.step = number
+        both.run(step)
+        if case.compared or number + 1 == len(case.steps):
+            both.compare()
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+def evaluate(both: Trained) -> None:
+    for model in (both.model, both.plain):
+        model.eval()
+    with torch.no_grad():
+        found, expected = (model(both.batch(900)) for model in (both.model, both.plain))
+    assert (found - expected).abs().max() <= both.tolerance * expected.abs().max(), "outputs in evaluation"
+    for model in (both.model, both.plain):
+        model.train()
+
+
+def forward_alone(both: Trained) -> None:
+    """Which no backward follows."""
+    for model in (both.model, both.plain):
+        torch.manual_seed(both.rank)
+        model(both.batch(901))
+
+
+def _require(both: Trained, trained: Callable[[int], bool]) -> None:
+    for model in both.each():
+        for number, module in enumerate(model.body):
+            module.requires_grad_(trained(number))
+
+
+def freeze(both: Trained) -> None:
+    _require(both, lambda number: bool(number % 2))
+
+
+def unfreeze(both: Trained) -> None:
+    _require(both, lambda number: True)
+
+
+def reload(both: Trained) -> None:
+    """Other weights, of the same on all ranks."""
+    weights = {name: value.clone() for name, value in both.plain.state_dict().items()}
+    for value in weights.values():
+        if value.is_floating_point():
+            value.mul_(0.5)
+        dist.broadcast(value, 0)
+    model = both.model.module if isinstance(both.model, (ByHand, DistributedDataParallel)) else both.model
+    model.load_state_dict(weights)
+    both.plain.load_state_dict(weights)
+
+
+def reload_optimizer(both: Trained) -> None:
+    """The optimizer's state out and in again, as the plain optimizer's."""
+    if both.case.stage == 3:
+        state = both.model.optim_state_dict(both.optimizer, to=None)
+        both.model.load_optim_state_dict(both.optimizer, state)
+    else:
+        both.optimizer.consolidate_state_dict(to=None)
+        both.optimizer.load_state_dict(both.optimizer.state_dict())
+
+
+def lower_rate(both: Trained) -> None:
+    for optimizer in (both.optimizer, both.plain_optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def write(both: Trained) -> None:
+    """Into whole parameters."""
+    for model in both.each():
+        whole = both.model.summon_full_params() if both.case.stage == 3 and model is not both.plain else None
+        with torch.no_grad():
+            if whole is None:
+                _halve(model)
+            else:
+                with whole:
+                    _halve(model)
+
+
+def _halve(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.mul_(0.5)
+
+
+EVENTS: dict[str, Callable[[Trained], None]] = {
+    "": lambda both: None,
+    "evaluate": evaluate,
+    "forward alone": forward_alone,
+    "freeze": freeze,
+    "unfreeze": unfreeze,
+    "reload": reload,
+    "reload optimizer": reload_optimizer,
+    "lower rate": lower_rate,
+    "write": write,
+}
