@@ -312,7 +312,7 @@ class OSS(ShardedOptimizer, Joinable):
         """
         self._refuse_changes()
         if not joined:
-            self._take_gradients()
+            self._refuse_replaced(self._take_gradients())
         if self._joining.within(self):
             self._joining.share_gradients(self._parts, self.param_groups, joined=joined)
         self._share_options(self.param_groups, self.optim.param_groups)
@@ -432,17 +432,18 @@ class OSS(ShardedOptimizer, Joinable):
     def join_process_group(self) -> torch.distributed.ProcessGroup | None:
         return self._comm.group
 
-    def _take_gradients(self) -> None:
+    def _take_gradients(self) -> bool:
+        """Returns whether any parameter has a gradient; of gradients that arrive in parts, True."""
         if self.gradients_arrive_in_parts and not asked_by_torch_checkpoint():  # which steps with zeros of its own
             refuse_unreduced(self.flat_groups)
-        else:
-            any_there = take_gradients(self.flat_groups, self._parts)
-            self._steps_without_gradients = 0 if any_there else self._steps_without_gradients + 1
-            if not any_there:
-                self._refuse_replaced()
+            return True
+        return take_gradients(self.flat_groups, self._parts)
 
-    def _refuse_replaced(self) -> None:
-        """Where there are no gradients, which may be as it should be: a first step for a scheduler, a skipped batch."""
+    def _refuse_replaced(self, found_gradients: bool) -> None:
+        """That there are none may be as it should be: a first step for a scheduler, a skipped batch."""
+        self._steps_without_gradients = 0 if found_gradients else self._steps_without_gradients + 1
+        if found_gradients:
+            return
         told = (
             "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
             "assign=False, and build OSS after replacing any."
