@@ -146,7 +146,7 @@ def transport(rank: int, world: int) -> str:
     return Comm().transport_name(CPU)
 
 
-@pytest.mark.parametrize(("memory", "name"), [("0", "Gloo"), ("", "host memory"), ("ptracer", "host memory")])
+@pytest.mark.parametrize(("memory", "name"), [("0", "gloo"), ("", "host memory"), ("ptracer", "host memory")])
 def test_the_environment_says_whether_ranks_read_one_anothers_memory(memory, name):
     assert ranks.run(with_memory, 2, args=(memory, transport)) == [name] * 2
 
@@ -160,7 +160,7 @@ def configured(rank: int, world: int) -> str:
 
 
 def test_one_rank_that_says_no_is_enough():
-    assert ranks.run(configured, 3) == ["Gloo"] * 3
+    assert ranks.run(configured, 3) == ["gloo"] * 3
 
 
 def permitted(rank: int, world: int) -> int:

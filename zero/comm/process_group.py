@@ -119,7 +119,7 @@ class ProcessGroupTransport(Transport):
 class Gloo(ProcessGroupTransport):
     """Of tensors on the CPU, between hosts. Nothing is launched before the ranks are known to agree."""
 
-    name, overlaps = "Gloo", False
+    name, overlaps = "gloo", False
 
     def agree(self, operation: int) -> Handle:
         compare = self._launch_comparison(operation, None)
