@@ -22,7 +22,7 @@ from zero.checkpoint import CheckpointError
 from zero.checkpoint.files import FileProblem
 from zero.checkpoint.importing import import_checkpoint
 
-ALTERED = 1000 if os.environ.get("ZERO_FAULTS") else 200
+ALTERED = 2000 if os.environ.get("ZERO_FAULTS") else 100
 FILE = "rank-00000.safetensors"
 EXTRA = {"step": 3, "seen": (1, 2), "noise": torch.arange(3.0)}
 STRANGE = [
