@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
 from ranks import refusal
 from transports import between_hosts
 from zero.comm import Comm, attach, configure
+from zero.comm.meeting import meet
 from zero.comm.process_group import ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -181,21 +181,18 @@ def test_what_is_not_known_is_refused():
         Comm()
 
 
-def met_again(rank: int, world: int) -> list[str]:
-    """A group that is made anew on the same store."""
-    names = []
+def met_again(rank: int, world: int) -> list[bool]:
+    """By another group on the same store, once the first is gone."""
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
-    dist.destroy_process_group()
-    for _ in range(2):
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        DistributedDataParallel(nn.Linear(2, 2))
-        comm = Comm()
-        names.append(comm.transport_name(CPU))
-        assert comm.all_gather_text(str(rank)) == ["0", "1"]
-        dist.barrier()
-        dist.destroy_process_group()
-    return names
+    found = []
+    for _ in range(3):
+        peers, nonce = meet(store, rank, world, timedelta(seconds=10), how="auto")
+        found.append(peers is not None)
+        nonces: list[str] = [""] * world
+        dist.all_gather_object(nonces, nonce)
+        assert nonces == [nonce] * world
+    return found
 
 
-def test_a_group_may_be_made_anew_on_the_same_store():
-    assert ranks.run(met_again, 2, timeout=20) == [["host memory"] * 2] * 2
+def test_ranks_may_meet_again_on_the_same_store():
+    assert ranks.run(met_again, 2, timeout=20) == [[True] * 3] * 2
