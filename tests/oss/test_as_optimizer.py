@@ -11,6 +11,7 @@ import pytest
 import torch
 from reference import FEATURES, MOMENTUM, built, loss_of, same, train
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.optim import SGD, Adam, Optimizer
 
 import ranks
@@ -173,6 +174,69 @@ def _with_closure(rank, world, stage, optim, given):
             losses.append(optimizer.step(closure, **given))
         finals.append((losses, weights(model)))
     same(finals[1], finals[0], "losses and weights")
+
+
+class Counting(Extragradient):
+    """Notes in its group how far it is, between the two."""
+
+    def step(self, closure: Callable[[], float], **options: Any) -> float:
+        def counted() -> float:
+            self.param_groups[0]["calls"] = self.param_groups[0].get("calls", 0) + 1
+            return closure()
+
+        return super().step(counted, **options)
+
+
+class Ignoring(Optimizer):
+    """Has no use for a closure."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad)
+
+
+def _numbers_between_closures(rank, world):
+    model, optimizer = at_stage(1, built(linear), Counting, lr=0.1, partition="even")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, 0)
+        loss.backward()
+        return loss.item()
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return optimizer.param_groups[0]["calls"]
+
+
+def test_numbers_that_are_written_between_two_calls_of_the_closure_stay():
+    assert ranks.run(_numbers_between_closures, 2) == [4, 4]
+
+
+def _ignored(rank, world):
+    model, optimizer = at_stage(1, built(linear), Ignoring, partition="even")
+    before = weights(model)
+    assert optimizer.step(lambda: pytest.fail("nobody asked for it")) is None
+    same(weights(model), before, "weights")
+
+
+def test_a_closure_that_the_optimizer_ignores_is_not_called():
+    ranks.run(_ignored, 2)
+
+
+def _closure_inside_a_join(rank, world):
+    model, optimizer = at_stage(1, built(linear), Extragradient, lr=0.1, partition="even")
+    with Join([model, optimizer]):
+        optimizer.step(lambda: 0.0)
+
+
+def test_inside_a_join_optimizers_that_call_closures_are_refused():
+    ranks.expect_error(_closure_inside_a_join, 2, RuntimeError, "Join", "closure", timeout=15)
 
 
 INNER = {"sgd": (partial(SGD, **MOMENTUM), {}), "extragradient": (partial(Extragradient, lr=0.1), {"scale": 0.7})}

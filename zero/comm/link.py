@@ -61,8 +61,8 @@ class Link:
         backend = backend_of(self._group, device)
         if device.type != "cpu" or backend not in (None, "gloo"):
             assert backend is not None, f"the group has no backend for {device}"
-            own = Gloo(self.order, self._group, self.rank, self.world)
-            checks = own if device.type == "cpu" else self.transport()
+            by_group = device.type == "cpu"  # what sends from the CPU can compare there, too
+            checks = Gloo(self.order, self._group, self.rank, self.world) if by_group else self.transport()
             return Overlapping(self.order, self._group, self.rank, self.world, checks, backend)
         timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
         with self.order.transfer(None, None):

@@ -65,7 +65,7 @@ class FSDP(Wrapper):
     ignored_modules, ignored_parameters: left as they are; nobody averages their gradients. Quantised ones, and others
         that wrap tensors, are not sent at the start either.
     partition: "even" cuts inside parameters, for optimizers that treat each element by itself; "whole" keeps each
-        parameter with one rank; "auto" is even, and refuses steps of optimizers that torch does not know to be so.
+        parameter with one rank; "auto" is even, and refuses steps of optimizers that were found to need whole ones.
     sharding_strategy: one of ShardingStrategy, PyTorch's enum, or its name.
     reshard_after_forward: False is SHARD_GRAD_OP: parameters stay from forward to backward, which sends less.
     mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own. PyTorch's MixedPrecision

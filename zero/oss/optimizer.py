@@ -290,18 +290,24 @@ class OSS(ShardedOptimizer, Joinable):
         on every rank where param_groups were edited on one, where the optimizer wrote other numbers into its own on
         another, where another rank does something else, or inside of `ddp.join()`.
         """
+        by_inner = closure is not None and type(self.optim) not in ELEMENTWISE
+        if by_inner and self._joining.within(self):
+            raise RuntimeError(
+                f"{type(self.optim).__name__} may call its closure several times in a step, which ranks that have no "
+                "data left in this Join cannot follow. Call step() without a closure, after backward."
+            )
         self._joining.before_step(self, self._parts)
         loss: Any = None
-        if closure is None or type(self.optim) in ELEMENTWISE:
+        if closure is not None and by_inner:
+            self._refuse_changes()
+            self._hand_options()
+            loss = self.optim.step(closure=self._for_inner(closure), **options)
+        else:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             self._begin_step()
             step_in_slices(self.optim, **options)
-        else:
-            self._refuse_changes()
-            self._share_options(self.param_groups, self.optim.param_groups)
-            loss = self.optim.step(closure=self._for_inner(closure), **options)
         self._end_step()
         return cast("float | None", loss)
 
@@ -315,8 +321,12 @@ class OSS(ShardedOptimizer, Joinable):
             self._refuse_replaced(self._take_gradients())
         if self._joining.within(self):
             self._joining.share_gradients(self._parts, self.param_groups, joined=joined)
-        self._share_options(self.param_groups, self.optim.param_groups)
         self._parts.masters.refresh()
+        self._hand_options()
+
+    def _hand_options(self) -> None:
+        """To the inner optimizer, which may write numbers into its groups from here on."""
+        self._share_options(self.param_groups, self.optim.param_groups)
         if self._agreed is not None:
             self._agreed.before_step(self.optim)
 
@@ -350,7 +360,9 @@ class OSS(ShardedOptimizer, Joinable):
             called = True
             with torch.enable_grad():
                 loss = closure()
-            self._begin_step()
+            self._refuse_changes()
+            self._refuse_replaced(self._take_gradients())
+            self._parts.masters.refresh()
             return loss
 
         return evaluate
