@@ -222,6 +222,12 @@ def all_to_all_of_one_tensor(
     return send(into, tensor, counts_in, counts_out, dist.AllToAllOptions())  # type: ignore[no-any-return]
 
 
+def reduce_scatter_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work:
+    """The same; sums."""
+    scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return scatter(into, tensor, dist.ReduceScatterOptions())  # type: ignore[no-any-return]
+
+
 # -------------------------------------------------------------------------------------------------- joining
 #
 # torch.distributed.algorithms.join tells what it joins only through private attributes.
@@ -249,6 +255,12 @@ def divides_by_ranks_with_data(model: nn.Module | None) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------- tensors
+
+
+def copy_all(into: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copies each tensor, in a few kernels however many there are. The optimizers of torch do so too, by a private
+    name."""
+    torch._foreach_copy_(into, tensors)
 
 
 def wraps_others(tensor: Tensor) -> bool:

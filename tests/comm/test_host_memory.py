@@ -33,7 +33,7 @@ def gathered(comm, start=0.0, length=LENGTH):
     """Every rank's number, as a gather brings it here."""
     full = torch.full((comm.world * length,), -1.0)
     full[comm.rank * length : (comm.rank + 1) * length] = start + comm.rank
-    comm.gather(full, range(0, comm.world * length + 1, length), None).wait()
+    comm.gather(full, range(0, comm.world * length + 1, length)).wait()
     return full.view(comm.world, length).unique(dim=1).squeeze(1).tolist()
 
 
@@ -151,7 +151,7 @@ def _hasty(rank, world, slow):
             full = torch.zeros(world * LENGTH)
             own = full[rank * LENGTH : (rank + 1) * LENGTH]
             own.fill_(10.0 * step + rank)
-            comm.gather(full, range(0, world * LENGTH + 1, LENGTH), None).wait()
+            comm.gather(full, range(0, world * LENGTH + 1, LENGTH)).wait()
             own.fill_(-1000.0)
             messages = [torch.full((world * LENGTH,), 10.0 * step + rank), torch.full((world,), 1.0)]
             sums = comm.reduce([(messages[0], [LENGTH] * world), (messages[1], [1] * world)]).wait()
@@ -176,7 +176,7 @@ def _many(rank, world):
     dist.barrier()
     if rank == 1:
         time.sleep(0.3)  # the notes of the other rank are more than its socket holds
-    handles = [comm.gather(full, range(world + 1), None) for full in fulls]
+    handles = [comm.gather(full, range(world + 1)) for full in fulls]
     for handle in handles:
         handle.wait()
     return all(full.tolist() == [10.0 * which, 10.0 * which + 1] for which, full in enumerate(fulls))
@@ -204,7 +204,7 @@ def test_what_is_not_compared_by_collectives_is_compared_all_the_same():
 def _ends(rank, world, operation, launched):
     comm, _ = together(rank, world)
     launch = {
-        "gather": lambda: comm.gather(torch.zeros(world * LENGTH), range(0, world * LENGTH + 1, LENGTH), None).wait,
+        "gather": lambda: comm.gather(torch.zeros(world * LENGTH), range(0, world * LENGTH + 1, LENGTH)).wait,
         "reduce": lambda: comm.reduce([(torch.zeros(world * LENGTH), [LENGTH] * world)]).wait,
         "agree": lambda: lambda: comm.agree(0),
     }[operation]

@@ -19,13 +19,13 @@ from ranks import refusal
 from transports import between_hosts
 from zero.comm import Comm, attach, configure
 from zero.comm.meeting import meet
-from zero.comm.process_group import ProcessGroupTransport
+from zero.comm.process_group import Gloo
 
 CPU = torch.device("cpu")
 LENGTH = 20_000
 
 
-def launched(comm: Comm, channel: int | None = None) -> tuple[torch.Tensor, Any]:
+def launched(comm: Comm, channel: int) -> tuple[torch.Tensor, Any]:
     full = torch.full((comm.world * LENGTH,), float(comm.rank))
     return full, comm.gather(full, range(0, comm.world * LENGTH + 1, LENGTH), channel)
 
@@ -43,7 +43,7 @@ def poisoned(rank: int, world: int, way: str) -> list[str]:
         first, second = launched(comm, channel)[1], launched(comm, channel)[1]
         if rank == 0:
             if way == "gloo":
-                with mock.patch.object(ProcessGroupTransport, "_broadcasts", side_effect=RuntimeError("cut off")):
+                with mock.patch.object(Gloo, "_await", side_effect=RuntimeError("cut off")):
                     told = [refusal(second.wait)]
             else:
                 read.side_effect = OSError("cut off")

@@ -145,12 +145,6 @@ def test_the_lowest_stage_that_fits_is_taken_and_why():
     assert "nothing fits in 1.0 GiB" in nothing.why(2)
 
 
-def test_where_higher_stages_need_more_why_names_them():
-    plan = zero.plan(Sizes.of_count(1e5, 2), world_size=64, memory=2_300_000)
-    assert [cost.stage for cost in plan.costs if plan.fits(cost)] == ["0"]
-    assert plan.why(64).endswith("of the others 1, 2, 3 kept, 3 do not fit")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

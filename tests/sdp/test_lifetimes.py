@@ -189,7 +189,7 @@ def frozen_alone(rank, world):
 
 
 def test_a_rank_that_trains_other_parameters_is_noticed():
-    ranks.expect_error(frozen_alone, 2, RuntimeError, "out of step", r"backward of ShardedDDP\(Sequential\)")
+    ranks.expect_error(frozen_alone, 2, RuntimeError, "out of step", "a comparison of what the ranks were given")
 
 
 class Ends(nn.Module):

@@ -5,8 +5,8 @@ shard, summed over the ranks, reaches its owner). Which transport runs is chosen
 (link.py), and makes no difference to the results: reduce adds up in rank order at the owner, in float32 what travelled
 with 16 bits.
 
-On a GPU transfers run beside the computing. There a gather is launched at once and compared while it runs, on the CPU
-and before anybody uses what it brings; elsewhere nothing is launched before the ranks are known to agree.
+All ranks must call the same operations in the same order. Where they do not, each of them gets an error, and nothing
+that they disagree on is applied (order.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from torch import Tensor
 from zero.comm.differences import as_text, refuse_differences
 from zero.comm.handle import Handle
 from zero.comm.link import Link, link_of
-from zero.comm.order import COMPARISON, SUM
+from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, room_for, spread, together
-from zero.comm.process_group import LEAD, NUMBER
 from zero.comm.traffic import count
 from zero.comm.transport import Message
 
@@ -92,21 +91,17 @@ class Comm:
         """A number for one stream of operations, given out in the same order on every rank; `name` is for errors."""
         return self._order.channel(name)
 
-    def announce(self, channel: int | None) -> None:
-        """Says with every operation to come, until told otherwise, what this rank is going to do after it.
+    def begin_schedule(self) -> None:
+        """Operations begin here that may have run before in the same order, such as those of a forward."""
+        self._order.begin()
 
-        What is not compared by itself, such as a reduce, is safe to launch once an operation that announced it passed.
-        """
-        self._order.announced = channel or 0
-
-    def agree(self, channel: int) -> None:
-        """Collective. Raises RuntimeError on every rank unless all ranks have come to this same point."""
+    def agree(self, channel: int, *, flag: bool = False) -> bool:
+        """Collective. Raises RuntimeError on every rank unless all ranks have come to this same point, by the same
+        operations. Returns whether any rank has the flag."""
         if self.world > 1:
-            self._link.transport().agree(self._number(channel)).wait()
-
-    def _number(self, channel: int) -> int:
-        count(other=NUMBER * (self.world - 1))
-        return self._order.number(channel)
+            flag = self._link.transport().compare(channel, flag=flag)
+            self._order.begin()
+        return flag
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None) -> None:
         """Collective. Raises ValueError on every rank if any rank has a `problem`, or if `lines` differ between ranks.
@@ -142,26 +137,20 @@ class Comm:
 
     # ------------------------------------------------------------------------------------------ the shards
 
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int | None) -> Handle:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int = GATHER) -> Handle:
         """Collective. Fills the flat `full`: shard [bounds[r], bounds[r + 1]) comes from rank r, which has it there.
 
-        channel: number of the operation, to be compared between ranks: where they differ `wait` raises RuntimeError, on
-        every rank. None where an `agree` has just said that all ranks come here.
+        channel: number of the operation, by which ranks notice that they are out of step: this call, or `wait`, raises
+            RuntimeError then, on every rank.
 
         `full` must not change until `wait` has returned, which may be when the other ranks have called it too.
         """
         low, high = bounds[self.rank : self.rank + 2]
         count(gather=(high - low) * full.element_size() * (self.world - 1))
-        operation = None if channel is None else self._number(channel)
-        return self._link.transport(full.device).gather(full, bounds, operation)
+        return self._link.transport(full.device).gather(full, bounds, channel)
 
     def reduce(
-        self,
-        messages: Sequence[Message],
-        *,
-        times: float = 1,
-        into: Tensor | None = None,
-        channel: int | None = None,
+        self, messages: Sequence[Message], *, times: float = 1, into: Tensor | None = None, channel: int = REDUCTION
     ) -> Handle:
         """Collective. Sums over the ranks what each has for each owner. `wait` returns this rank's sums, flat.
 
@@ -173,14 +162,12 @@ class Comm:
         times: what sums are multiplied by, such as 1 / world for averages: here they are still in the cache.
         into: flat, what is overwritten by the sums, and returned, instead of a new tensor; in its own dtype. It may be
             what this rank has for itself.
-        channel: number of the operation, to be compared between ranks where that costs nothing: where they read one
-            another's memory. Elsewhere an `agree` before has to do.
+        channel: as of `gather`.
         """
         if self.world > 1:
             sent = ((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages)
             count(reduce=sum(sent))
-        operation = None if channel is None else self._order.number(channel)
-        return self._link.transport(messages[0][0].device).reduce(messages, times, into, operation)
+        return self._link.transport(messages[0][0].device).reduce(messages, times, into, channel)
 
     # ------------------------------------------------------------------------------------- other tensors
 
@@ -190,7 +177,6 @@ class Comm:
             return
         for batch in batches(tensors):
             flat = together(batch) if self.rank == source else room_for(batch)
-            count(other=NUMBER * (self.world - 1))
             self._link.transport(flat.device).broadcast(flat, source)
             if self.rank == source:
                 count(other=flat.nbytes * (self.world - 1))
@@ -204,7 +190,7 @@ class Comm:
         """
         if self.world > 1:
             count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
-            self._link.transport(tensor.device).all_reduce(tensor, self._number(channel), maximum=maximum)
+            self._link.transport(tensor.device).all_reduce(tensor, channel, maximum=maximum)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         """Collective. Brings flat tensors from their owners to rank `to` of the group, or (None) to all.
@@ -214,17 +200,8 @@ class Comm:
         """
         if self.world == 1:
             return
-        count(other=NUMBER * (self.world - 1))
         own = [tensor for owner, tensor in transfers if owner == self.rank and tensor is not None]
         receivers = self.world - 1 if to is None else int(to != self.rank)
         count(other=sum(tensor.nbytes for tensor in own) * receivers)
         devices = [tensor.device for _, tensor in transfers if tensor is not None]
         self._link.transport(devices[0] if devices else torch.device("cpu")).collect(transfers, to)
-
-
-def comparison_bytes(world: int) -> tuple[int, int]:
-    """What comparing an operation between ranks takes a rank: bytes held as long as it lasts, and bytes sent.
-
-    Held over Gloo; ranks that read one another's memory hold nothing.
-    """
-    return (NUMBER + LEAD) * (1 + world) if world > 1 else 0, NUMBER * (world - 1)

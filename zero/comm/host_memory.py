@@ -28,13 +28,16 @@ from typing import Any
 from torch import Tensor
 
 from zero.comm.handle import Handle
-from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, GATHER, REDUCTION, Order
+from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order
 from zero.comm.peers import Peers
+from zero.comm.process_group import refuse_other_logs
 from zero.comm.sums import add_in_order, sum_in_rank_order, wide
 from zero.comm.transport import Message, Transport
 
 CHUNK = 1 << 18
 """Bytes that are read from each rank before they are added up: they are still in the cache then."""
+
+_DIGEST = (1 << 63) - 1
 
 Addresses = Mapping[int, int]
 """By rank, of each other rank: where it has what is to be read."""
@@ -47,41 +50,46 @@ class HostMemory(Transport):
 
     def __init__(self, order: Order, peers: Peers, rank: int, world: int) -> None:
         self._order, self._peers, self._rank, self._world = order, peers, rank, world
-        order.at_failure.append(peers.close)  # the others wait for this rank to read: now it will not
+        order.at_failure.append(lambda _: peers.close())  # the others wait for this rank to read: now it will not
 
-    def _launch(self, number: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Handle:
+    def _launch(self, channel: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Handle:
         """`wait` returns what `read` does, when all ranks have read.
 
         buffers: what holds the memory that is read, here and by the others.
         """
-        self._tell(number, address, buffers)
+        self._tell(channel, address, buffers)
 
         def finish() -> Any:
-            addresses = self._hear(number, buffers)
-            with self._order.transfer(number, buffers):
+            addresses = self._hear(channel, buffers)
+            with self._order.transfer(channel, buffers):
                 result = read(addresses)
                 self._peers.finish()()
             return result
 
         return Handle(finish, self._order.queue)
 
-    def _tell(self, number: int, address: int, buffers: object) -> None:
-        with self._order.transfer(number, buffers):
-            self._peers.tell(number, address)
+    def _tell(self, channel: int, address: int, buffers: object) -> None:
+        with self._order.transfer(channel, buffers):
+            self._peers.tell(channel, address)
 
-    def _hear(self, number: int, buffers: object) -> Addresses:
-        with self._order.transfer(number, buffers):
+    def _hear(self, channel: int, buffers: object) -> Addresses:
+        with self._order.transfer(channel, buffers):
             heard = self._peers.hear()
-        self._order.refuse_others(number, {peer: note.number for peer, note in heard.items()})
+        self._order.refuse_others(channel, {peer: note.number for peer, note in heard.items()})
         return {peer: note.address for peer, note in heard.items()}
 
-    def agree(self, operation: int) -> Handle:
-        self._tell(operation, 0, None)
-        return Handle(lambda: self._hear(operation, None) and None, self._order.queue)
+    def compare(self, channel: int, *, flag: bool = False) -> bool:
+        digest = self._order.digest & _DIGEST  # of operations by other transports of the group
+        self._tell(channel, digest << 1 | flag, None)
+        heard: Addresses = Handle(lambda: self._hear(channel, None), self._order.queue).wait()
+        if any(said >> 1 != digest for said in heard.values()):
+            refuse_other_logs(self, self._order)
+        self._order.compared()
+        return flag or any(said & 1 for said in heard.values())
 
     # ------------------------------------------------------------------------------------------ the shards
 
-    def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         size = full.element_size()
 
         def read(addresses: Addresses) -> None:
@@ -90,12 +98,12 @@ class HostMemory(Transport):
                 self._peers.read(rank, address, full.data_ptr() + low * size, (high - low) * size)
 
         own = full.data_ptr() + bounds[self._rank] * size
-        return self._launch(GATHER if operation is None else operation, own, read, full)
+        return self._launch(channel, own, read, full)
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         shares = _Shares(messages, self._rank, self._peers)
         return self._launch(
-            REDUCTION if operation is None else operation,
+            channel,
             shares.address,
             lambda addresses: shares.sum(addresses, times, into),
             (messages, shares, into),
@@ -110,23 +118,23 @@ class HostMemory(Transport):
 
         self._launch(BROADCAST, flat.data_ptr(), read, flat).wait()
 
-    def all_reduce(self, tensor: Tensor, operation: int, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         flat = tensor.view(-1)
         if flat.nbytes > CHUNK and not maximum:
             bounds = [len(flat) * rank // self._world for rank in range(self._world + 1)]
             low, high = bounds[self._rank : self._rank + 2]
             counts = [stop - start for start, stop in pairwise(bounds)]
-            self.reduce([(flat, counts)], 1, flat[low:high], operation).wait()
-            self.gather(flat, bounds, None).wait()
+            self.reduce([(flat, counts)], 1, flat[low:high], channel).wait()
+            self.gather(flat, bounds, channel).wait()
             return
-        rows = self._rows(flat, operation)
+        rows = self._rows(flat, channel)
         flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([[*rows]]))
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
         rows = self._rows(tensor.contiguous().view(-1), COMPARISON)
         return [row.view(tensor.shape) for row in rows]
 
-    def _rows(self, flat: Tensor, number: int) -> Tensor:
+    def _rows(self, flat: Tensor, channel: int) -> Tensor:
         """What every rank has, one row a rank."""
         rows = flat.new_empty(self._world, len(flat))
         rows[self._rank] = flat
@@ -135,7 +143,7 @@ class HostMemory(Transport):
             for rank, address in addresses.items():
                 self._peers.read(rank, address, rows[rank].data_ptr(), rows[rank].nbytes)
 
-        self._launch(number, rows[self._rank].data_ptr(), read, rows).wait()
+        self._launch(channel, rows[self._rank].data_ptr(), read, rows).wait()
         return rows
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:

@@ -23,6 +23,7 @@ from zero.comm.order import Order
 from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.settings import host_memory
 from zero.comm.transport import Transport
+from zero.comm.watch import Watch
 
 _CPU = torch.device("cpu")
 
@@ -76,8 +77,9 @@ class Link:
             return HostMemory(self.order, peers, self.rank, self.world)
         # Not torch.distributed.new_group(): it is collective over all ranks of the job, or (use_local_synchronization)
         # waits for ever where ranks are in different numbers of groups (torch 2.13).
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore(nonce, store), self.rank, self.world, timeout)
-        return Gloo(self.order, gloo, self.rank, self.world)
+        own = dist.PrefixStore(nonce, store)
+        gloo = dist.ProcessGroupGloo(own, self.rank, self.world, timeout)
+        return Gloo(self.order, gloo, self.rank, self.world, Watch(self.order, own, self.rank, self.world))
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()

@@ -17,10 +17,10 @@ class Local(Transport):
 
     name, overlaps = "this process alone", False
 
-    def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         return Handle(lambda: None)
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         def own() -> Tensor:
             sums = wide(joined([message for message, _ in messages]))
             sums = sums if times == 1 else sums * times
@@ -30,12 +30,12 @@ class Local(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
-    def all_reduce(self, tensor: Tensor, operation: int, *, maximum: bool) -> None: ...
+    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None: ...
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]
 
-    def agree(self, operation: int) -> Handle:
-        return Handle(lambda: None)
+    def compare(self, channel: int, *, flag: bool = False) -> bool:
+        return flag

@@ -1,17 +1,22 @@
 """Sending by torch.distributed's process groups: Gloo, and backends that overlap, such as NCCL.
 
-A gather is a broadcast a shard over Gloo; elsewhere, where shards are equal, the single-tensor all-gather. A reduce is
-an all-to-all, from where gradients were written, and a sum at the owner.
+                Gloo                                       backends that overlap
+    gather      a broadcast a shard                        one all-gather; shards that differ are padded to the longest
+    reduce      an all-to-all from where gradients were    of one message: a reduce-scatter, or an all-to-all and one
+                written, and a sum in rank order           sum in float32 where 16 bits travel or shards differ
 
-CPU ms of a rank on two cores over Gloo, 4M float32 at 2 and 4 ranks: a broadcast a shard 3.8, 4.2, all-gather 6.3, 6.4;
-all-to-all and sum 4.2, 5.6, a reduce a shard 8.7, 7.3, reduce-scatter 12.9, 12.0. Plain messages from each rank to each
-other took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's tick (4 ms, half of it spinning) whenever
-cores were scarce: Gloo's event loop spins while the sending thread is preempted with its lock held.
+CPU ms of a rank on two cores over Gloo, 4M float32 at 2 and 4 ranks: a broadcast a shard 3.8, 4.2, all-gather 6.3, 6.4
+(as much as one of 1 KiB to 128 KiB); all-to-all and sum 4.2, 5.6, a reduce a shard 8.7, 7.3, reduce-scatter 12.9, 12.0.
+Plain messages from each rank to each other took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's tick (4
+ms, half of it spinning) whenever cores were scarce: Gloo's event loop spins while the sending thread is preempted with
+its lock held.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -19,21 +24,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero._torch import all_gather_of_one_tensor, all_to_all_of_one_tensor
+from zero._torch import (
+    all_gather_of_one_tensor,
+    all_to_all_of_one_tensor,
+    copy_all,
+    reduce_scatter_of_one_tensor,
+)
 from zero.comm.handle import Handle
-from zero.comm.order import BROADCAST, COLLECTION, Order
-from zero.comm.sums import sum_in_rank_order
+from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order
+from zero.comm.sums import sum_in_rank_order, wide
 from zero.comm.transport import Message, Transport
+from zero.comm.watch import Watch
 
-NUMBER = 8
-"""Bytes of the number of an operation."""
-
-LEAD = 1 << 15
-"""Bytes of a shard that travel with its operation's number over Gloo; of small shards that is all there is.
-
-With 4 KiB, or 64 bytes, a comparison without a shard took as long within the noise (0.43 CPU ms at 2 ranks, 1.1 at
-4), and a shard of 16 to 32 KiB, which then takes a second message, 0.15 to 0.7 ms more.
-"""
+_LONG, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=4)
+"""After which a rank that waits says so, and looks what the others wait for; then twice as long, up to the longest."""
 
 
 class ProcessGroupTransport(Transport):
@@ -42,137 +46,142 @@ class ProcessGroupTransport(Transport):
     def __init__(self, order: Order, group: Any, rank: int, world: int) -> None:
         self._order, self._group, self._rank, self._world = order, group, rank, world
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
-        own = [counts[self._rank] for _, counts in messages]
-        received = [message.new_empty(self._world, n) for n, (message, _) in zip(own, messages, strict=True)]
-        works = self._launch(
-            None,
-            (messages, received),
-            lambda: [
-                all_to_all_of_one_tensor(
-                    self._group, _real(rows.view(-1)), _real(message), [n] * self._world, [*counts]
-                )
-                for n, rows, (message, counts) in zip(own, received, messages, strict=True)
-            ],
-        )
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
+        received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
+
+        def launch() -> list[dist.Work]:
+            pairs = zip(messages, received, strict=True)
+            return [self._all_to_all(rows, message, counts) for (message, counts), rows in pairs]
+
+        works = self._launch(channel, sum(message.nbytes for message, _ in messages), (messages, received), launch)
 
         def finish() -> Tensor:
-            self._wait(works, None, (messages, received))
-            sums = sum_in_rank_order([[*rows] for rows in received], times)
+            self._wait(works, channel, (messages, received))
+            sums = self._sum(received, times)
             return sums if into is None else into.copy_(sums)
 
         return Handle(finish)
 
+    def _sum(self, received: Sequence[Tensor], times: float) -> Tensor:
+        return sum_in_rank_order([[*rows] for rows in received], times)
+
+    def _all_to_all(self, rows: Tensor, message: Tensor, counts: Sequence[int]) -> dist.Work:
+        """rows: what is received, one row a rank."""
+        received = [counts[self._rank]] * self._world
+        return all_to_all_of_one_tensor(self._group, _real(rows.view(-1)), _real(message), received, [*counts])
+
     def broadcast(self, flat: Tensor, source: int) -> None:
-        self.agree(BROADCAST).wait()
         self._run(BROADCAST, flat, lambda: self._broadcast(flat, source))
 
-    def all_reduce(self, tensor: Tensor, operation: int, *, maximum: bool) -> None:
-        self.agree(operation).wait()
+    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         how = dist.AllreduceOptions()
         how.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
-        self._run(operation, tensor, lambda: self._group.allreduce([_real(tensor)], how))
+        self._run(channel, tensor, lambda: self._group.allreduce([_real(tensor)], how))
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
-        self.agree(COLLECTION).wait()
+        self.compare(COLLECTION)
         for owner, tensor in transfers:
             if tensor is not None and tensor.numel():
-                self._collect(owner, tensor, to)
+                with self._order.transfer(COLLECTION, tensor):
+                    self._collect(owner, tensor, to)
 
     def _collect(self, owner: int, tensor: Tensor, to: int | None) -> None:
         if to is None:
-            self._run(COLLECTION, tensor, lambda: self._broadcast(tensor, owner))
+            self._await(self._broadcast(tensor, owner))
         elif self._rank == owner != to:
-            self._run(COLLECTION, tensor, lambda: self._group.send([_real(tensor)], to, 0))
+            self._group.send([_real(tensor)], to, 0).wait()
         elif self._rank == to != owner:
-            self._run(COLLECTION, tensor, lambda: self._group.recv([_real(tensor)], owner, 0))
+            self._group.recv([_real(tensor)], owner, 0).wait()
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
         received = [torch.empty_like(tensor) for _ in range(self._world)]
-        self._run(None, (received, tensor), lambda: self._group.allgather([received], [tensor]))
+        with self._order.transfer(COMPARISON, (received, tensor)):
+            self._await(self._group.allgather([received], [tensor]))
         return received
+
+    def compare(self, channel: int, *, flag: bool = False) -> bool:
+        self._order.note(channel)
+        said = torch.tensor([channel, self._order.digest, flag])
+        heard = said.new_empty(self._world * len(said))
+        with self._order.transfer(channel, (said, heard)):
+            self._await(all_gather_of_one_tensor(self._group, heard, said))
+        channels, digests, flags = zip(*heard.view(self._world, -1).tolist(), strict=True)
+        self._order.refuse_others(channel, dict(enumerate(channels)))
+        if len(set(digests)) > 1:
+            refuse_other_logs(self, self._order)
+        self._order.compared()
+        return any(flags)
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
         how = dist.BroadcastOptions()
         how.rootRank, how.rootTensor = source, 0
         return self._group.broadcast([_real(flat)], how)  # type: ignore[no-any-return]
 
+    def _launch(
+        self, channel: int, nbytes: int, buffers: object, launch: Callable[[], Sequence[dist.Work]]
+    ) -> Sequence[dist.Work]:
+        self._order.refuse_if_broken()
+        if self._order.append(channel, nbytes):
+            self.compare(channel)
+            self._order.settle()
+        with self._order.transfer(channel, buffers):
+            return launch()
+
+    def _run(self, channel: int, tensor: Tensor, launch: Callable[[], dist.Work]) -> None:
+        self._wait(self._launch(channel, tensor.nbytes, tensor, lambda: [launch()]), channel, tensor)
+
+    def _wait(self, works: Sequence[dist.Work], channel: int, buffers: object) -> None:
+        with self._order.transfer(channel, buffers):
+            for work in works:
+                self._await(work)
+
+    def _await(self, work: dist.Work) -> None:
+        work.wait()
+
+
+class Gloo(ProcessGroupTransport):
+    """Of tensors on the CPU, between hosts.
+
+    watch: looks around while this rank waits; None where the group is not zero's own.
+    """
+
+    name, overlaps = "gloo", False
+
+    def __init__(self, order: Order, group: Any, rank: int, world: int, watch: Watch | None = None) -> None:
+        super().__init__(order, group, rank, world)
+        self._watch = watch
+        if watch is not None:
+            order.at_failure.append(lambda _: _keep_for_ever(group))
+
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
+        shards = [full[low:high] for low, high in pairwise(bounds)]
+        works = self._launch(channel, full.nbytes, full, lambda: self._broadcasts(shards))
+        return Handle(lambda: self._wait(works, channel, full))
+
     def _broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work]:
         """Every rank's shard to every rank."""
         return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
 
-    def _launch(
-        self, number: int | None, buffers: object, launch: Callable[[], Sequence[dist.Work]]
-    ) -> Sequence[dist.Work]:
-        with self._order.transfer(number, buffers):
-            return launch()
-
-    def _run(self, number: int | None, buffers: object, launch: Callable[[], dist.Work]) -> None:
-        self._wait(self._launch(number, buffers, lambda: [launch()]), number, buffers)
-
-    def _wait(self, works: Sequence[dist.Work], number: int | None, buffers: object) -> None:
-        with self._order.transfer(number, buffers):
-            for work in works:
-                work.wait()
-
-
-class Gloo(ProcessGroupTransport):
-    """Of tensors on the CPU, between hosts. Nothing is launched before the ranks are known to agree."""
-
-    name, overlaps = "gloo", False
-
-    def agree(self, operation: int) -> Handle:
-        compare = self._launch_comparison(operation, None)
-        return Handle(lambda: compare() and None)
-
-    def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
-        shards = [full[low:high] for low, high in pairwise(bounds)]
-        if operation is None:
-            works = self._launch(None, full, lambda: self._broadcasts(shards))
-            return Handle(lambda: self._wait(works, None, full))
-        # The first bytes of each shard travel with what is compared; of small shards that is all.
-        as_bytes = [shard.view(torch.uint8) for shard in shards]
-        compare = self._launch_comparison(operation, as_bytes[self._rank])
-
-        def finish() -> None:
-            leads = compare()
-            for peer, (shard, lead) in enumerate(zip(as_bytes, leads, strict=True)):
-                if peer != self._rank:
-                    shard[:LEAD] = lead[: len(shard)]
-            rest = [shard[LEAD:] for shard in as_bytes]
-            self._wait(self._launch(operation, full, lambda: self._broadcasts(rest)), operation, full)
-
-        return Handle(finish, self._order.queue)
-
-    def _launch_comparison(self, number: int, shard: Tensor | None) -> Callable[[], list[Tensor]]:
-        """Says which operation this rank has come to, maybe with the first bytes of its shard.
-
-        This message has the same length in every operation, so it arrives whatever each rank is doing. The result,
-        called, raises RuntimeError where ranks are out of step, or returns the first bytes of every rank's shard.
-        """
-        said = torch.zeros(NUMBER + LEAD, dtype=torch.uint8)
-        said[:NUMBER].view(torch.int64).fill_(number)
-        if shard is not None:
-            lead = shard[:LEAD]
-            said[NUMBER : NUMBER + len(lead)] = lead
-        heard = said.new_empty(self._world * len(said))
-        works = self._launch(number, heard, lambda: [all_gather_of_one_tensor(self._group, heard, said)])
-
-        def compare() -> list[Tensor]:
-            self._wait(works, number, (said, heard))
-            rows = [*heard.view(self._world, -1)]
-            numbers = {peer: int(row[:NUMBER].view(torch.int64)) for peer, row in enumerate(rows)}
-            self._order.refuse_others(number, numbers)
-            return [row[NUMBER:] for row in rows]
-
-        return compare
+    def _await(self, work: dist.Work) -> None:
+        until_look = _LONG
+        while self._watch is not None:
+            try:
+                work.wait(until_look)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                self._watch.look()
+                until_look = min(2 * until_look, _LONGEST)
+            else:
+                return
+        work.wait()
 
 
 class Overlapping(ProcessGroupTransport):
     """By a backend that sends beside the computing, on streams of its own, such as NCCL: neither launching nor waiting
-    keeps the host. A gather is launched at once; what ranks compare is on the CPU.
+    keeps the host.
 
-    checks: the transport by which the ranks compare what they do.
+    checks: the transport by which the ranks compare what they do, on the CPU.
     """
 
     overlaps = True
@@ -183,25 +192,68 @@ class Overlapping(ProcessGroupTransport):
         super().__init__(order, group, rank, world)
         self._checks, self.name = checks, name
 
-    def agree(self, operation: int) -> Handle:
-        return self._checks.agree(operation)
+    def compare(self, channel: int, *, flag: bool = False) -> bool:
+        return self._checks.compare(channel, flag=flag)
 
-    def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
-        """Waiting for it leaves other gathers alone; only comparing has an order."""
-        compared = None if operation is None else self._checks.agree(operation)
-        shards = [full[low:high] for low, high in pairwise(bounds)]
-        equal = len({len(shard) for shard in shards}) == 1
-        works = self._launch(operation, full, lambda: self._whole(full, shards) if equal else self._broadcasts(shards))
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
+        own = full[bounds[self._rank] : bounds[self._rank + 1]]
+        longest = max(high - low for low, high in pairwise(bounds))
+        equal = longest * self._world == len(full)
+        rows = full if equal else full.new_empty(self._world * longest)
+        sent = own if equal or len(own) == longest else torch.cat([own, own.new_empty(longest - len(own))])
+        works = self._launch(
+            channel,
+            full.nbytes,
+            (full, rows, sent),
+            lambda: [all_gather_of_one_tensor(self._group, _real(rows), _real(sent))],
+        )
 
         def finish() -> None:
-            if compared is not None:
-                compared.wait()
-            self._wait(works, operation, full)
+            self._wait(works, channel, (full, rows, sent))
+            if not equal:
+                shards = [full[low:high] for low, high in pairwise(bounds)]
+                copy_all(shards, [row[: len(shard)] for row, shard in zip(rows.split(longest), shards, strict=True)])
 
         return Handle(finish)
 
-    def _whole(self, full: Tensor, shards: Sequence[Tensor]) -> list[dist.Work]:
-        return [all_gather_of_one_tensor(self._group, _real(full), _real(shards[self._rank]))]
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
+        message, counts = messages[0]
+        if len(messages) > 1 or len(set(counts)) > 1 or wide(message[:0]).dtype != message.dtype:
+            return super().reduce(messages, times, into, channel)
+        sums = message.new_empty(counts[0]) if into is None else into
+        works = self._launch(
+            channel,
+            message.nbytes,
+            (message, sums),
+            lambda: [reduce_scatter_of_one_tensor(self._group, _real(sums), _real(message))],
+        )
+
+        def finish() -> Tensor:
+            self._wait(works, channel, (message, sums))
+            return sums if times == 1 else sums.mul_(times)
+
+        return Handle(finish)
+
+    def _sum(self, received: Sequence[Tensor], times: float) -> Tensor:
+        """One kernel a message, whatever the number of ranks."""
+        sums = [rows.sum(0, dtype=wide(rows[:0]).dtype) for rows in received]
+        total = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return total if times == 1 else total.mul_(times)
+
+
+def refuse_other_logs(transport: Transport, order: Order) -> None:
+    """Collective. Raises RuntimeError on every rank: their logs differ."""
+    length, tail = order.history
+    told = torch.tensor([length, *tail, *[-1] * (TAIL - len(tail))])
+    heard = [row.tolist() for row in transport.exchange(told)]
+    histories = {rank: (row[0], [channel for channel in row[1:] if channel >= 0]) for rank, row in enumerate(heard)}
+    order.out_of_step(order.difference(histories) or "their last operations moved other numbers of bytes")
+
+
+def _keep_for_ever(group: object) -> None:
+    """After a failure. What was launched may never arrive, dropping the group would wait for it, and Gloo has no way to
+    end it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _real(tensor: Tensor) -> Tensor:

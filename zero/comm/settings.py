@@ -6,6 +6,9 @@ ZERO_HOST_MEMORY in the environment, on every rank, before the first model is bu
     0         never; what is on the CPU goes by Gloo, as between hosts
     ptracer   as unset, and where Yama restricts tracing (ptrace_scope 1), each rank permits its launcher and the
               launcher's descendants to read its memory, as long as it lives (prctl(2), PR_SET_PTRACER)
+
+ZERO_CHECK=each in the environment compares every operation between ranks before it is launched, also between hosts,
+where otherwise only new schedules are compared so (order.py).
 """
 
 from __future__ import annotations
@@ -42,3 +45,11 @@ def host_memory() -> HostMemory:
     if given not in _BY_ENVIRONMENT:
         raise ValueError(f"ZERO_HOST_MEMORY={given!r} in the environment: choose 0, ptracer, or leave it out.")
     return _BY_ENVIRONMENT[given]
+
+
+def compares_each() -> bool:
+    """Raises ValueError where the environment says something that is not known."""
+    given = os.environ.get("ZERO_CHECK", "")
+    if given not in ("", "each"):
+        raise ValueError(f"ZERO_CHECK={given!r} in the environment: choose each, or leave it out.")
+    return given == "each"

@@ -11,7 +11,7 @@ class Traffic:
     """Bytes of payload that this rank sent. A segment that goes to W - 1 other ranks counts W - 1 times.
 
     What the other ranks of a host read from this rank's memory counts as sent. Not counted: how a process group's ranks
-    first learn of each other, and what frames or pads a message.
+    first learn of each other, by which they see that they are in step, and what frames or pads a message.
     """
 
     gather: int = 0

@@ -1,7 +1,6 @@
 """The interface of every way of sending. Nobody above it knows which one runs.
 
-An operation is a number that the ranks compare, so that ranks out of step get an error on each of them (see order.py).
-Where an operation is None, the ranks have just agreed on what comes and need not compare it again.
+`channel` is the number of an operation (order.py), by which ranks out of step get an error on each of them.
 """
 
 from __future__ import annotations
@@ -21,22 +20,24 @@ class Transport(ABC):
     """How the ranks of one group send tensors that lie on one type of device.
 
     All but `overlaps` and `name` is collective. Tensors that were given must not change until the call, or the handle's
-    `wait`, has returned.
+    `wait`, has returned. Each call is compared between ranks as order.py says, and raises RuntimeError on every rank
+    where they differ.
     """
 
     name: str
     """For logs."""
     overlaps: bool
-    """Whether transfers run beside the computing, without taking the processor from it."""
+    """Whether transfers run beside the computing, without taking the processor from it. A reduce then costs as many
+    kernels whatever the number of ranks where it is of one message."""
 
     @abstractmethod
-    def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         """Fills the flat `full`: elements [bounds[r], bounds[r + 1]) come from rank r, which has them there."""
 
     @abstractmethod
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
-        """Sums over the ranks, in rank order, what each has for this rank. `wait` returns the sums, flat, one message
-        after another: a new tensor, float32 of 16-bit floats, or `into`.
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
+        """Sums over the ranks what each has for this rank. `wait` returns the sums, flat, one message after another: a
+        new tensor, float32 of 16-bit floats, or `into`. On the CPU they are added in rank order.
 
         times: what sums are multiplied by. into: flat, may be what this rank has for itself.
         """
@@ -46,7 +47,7 @@ class Transport(ABC):
         """Overwrites the tensor by that of rank `source`."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, operation: int, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         """Overwrites the contiguous tensor by the sum, or the maximum, over the ranks."""
 
     @abstractmethod
@@ -58,5 +59,5 @@ class Transport(ABC):
         """What every rank gives, of one shape and dtype and on the CPU, by rank."""
 
     @abstractmethod
-    def agree(self, operation: int) -> Handle:
-        """`wait` raises RuntimeError on every rank unless all ranks have come to the same operation."""
+    def compare(self, channel: int, *, flag: bool = False) -> bool:
+        """Compares the operation that ranks have come to, and their logs. Returns whether any rank has the flag."""

@@ -161,7 +161,7 @@ class FSDP(Wrapper):
         self._summons = Summons(self._units, self._guard, self._placement)
         self._sentry = Sentry(self._units)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
-        self._schedule = Schedule(self._units, self._comm, options.prefetch, after_backward=self._guard.after_backward)
+        self._schedule = Schedule(self._units, self.comms, options.prefetch, after_backward=self._guard.after_backward)
         gradients = Gradients([param for group in self.flat_groups for param in group.params])
         buffers = BufferSync(module, self.comms) if broadcast_buffers else None
         self._forward = Forward(module, self._schedule, gradients, buffers)

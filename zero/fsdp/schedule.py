@@ -13,7 +13,7 @@ which its units ran the last time; ranks whose orders differ are told so when a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from zero.fsdp.lookout import Lookout
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Call, Stage, Unit
+from zero.sdp.usage import End
 
 
 class Schedule:
@@ -46,14 +47,15 @@ class Schedule:
     """
 
     def __init__(
-        self, units: list[Unit], comm: Comm, prefetch: Prefetch, *, after_backward: Callable[[], None]
+        self, units: list[Unit], comms: Sequence[Comm], prefetch: Prefetch, *, after_backward: Callable[[], None]
     ) -> None:
         self.active, self.uncompiled = True, False
         self._after_backward = after_backward
         self._units = units
         self._root = units[0]
         self._prefetching = prefetch
-        self._reductions = Reductions(comm)
+        self._comms, self._reductions = comms, Reductions()
+        self._end = End(comms, "the end of a backward of FSDP")
         self._casts = Casts(units)
         self._resting_reads = RestingReads()
         self._in_backward = self._interrupted = self._awaits_backward = False
@@ -93,15 +95,10 @@ class Schedule:
 
     # ------------------------------------------------------------------------------------------- gathering
 
-    def _launch(self, unit: Unit) -> None:
-        if unit.launch_unshard():
-            self._reductions.gathering(unit)
-
     def _gather(self, unit: Unit) -> None:
-        self._launch(unit)
+        unit.launch_unshard()
         unit.finish_unshard()
         unit.refuse_incomplete()
-        self._reductions.gathered(unit)
 
     def _rest(self, unit: Unit) -> None:
         if unit.depth == 0 and unit.readers == 0 and unit.stage is Stage.IDLE:
@@ -138,6 +135,9 @@ class Schedule:
     def _enter(self, unit: Unit) -> None:
         if not self._running:
             self._casts.before_forward()
+            if not self._in_backward:
+                for comm in self._comms:
+                    comm.begin_schedule()
         for other in (unit, *unit.reads):
             self._resting_reads.end(other)
             self._gather(other)
@@ -152,7 +152,7 @@ class Schedule:
             self._last.after, unit.before = unit, self._last
         self._last = unit
         if self._prefetching.before_forward and unit.after is not None:
-            self._launch(unit.after)
+            unit.after.launch_unshard()
 
     def _end_interrupted(self) -> None:
         """Forgets forwards that an interrupt has ended (KeyboardInterrupt), of which no hook is told."""
@@ -338,7 +338,7 @@ class Schedule:
         """Gathers the unit that backward comes to next, if it is known and not there."""
         ahead = unit.before
         if ahead is not None and ahead.calls and ahead.stage is Stage.IDLE:
-            self._launch(ahead)
+            ahead.launch_unshard()
 
     def _complete(self, unit: Unit) -> None:
         self._under_way.remove(unit)
@@ -349,15 +349,14 @@ class Schedule:
         unit.end_backward()
         self._reductions.put(unit)
         if self._prefetching.limit == 1:
-            self._reductions.flush()
+            self._reductions.send()
             self._reductions.finish()
 
     def _go_on(self, unit: Unit) -> None:
-        """What is due goes with the gathering of the unit that comes next, unless that has been launched before."""
+        """The gathering of the unit that comes next goes before what is due: it is needed first."""
         if self._prefetching.after_backward:
             self._launch_ahead(unit)
-        elif self._prefetching.before_backward:
-            self._reductions.flush()
+        self._reductions.send()
 
     def _finish(self) -> None:
         """At the end of backward."""
@@ -370,6 +369,7 @@ class Schedule:
                 unit.take_leftovers()
                 self._reductions.put(unit)
         self._reductions.finish_all()
+        self._end.reach([each for unit in self._units for each in unit.deliveries])
         for unit in self._units:
             unit.forget_calls()
             unit.reshard()

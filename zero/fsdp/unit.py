@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
 from zero.oss.flat import FlatGroup, Residence
-from zero.sdp.bucket import GradBucket, Phase
+from zero.sdp.bucket import Deliver, GradBucket, Phase
 
 
 class Stage(enum.Enum):
@@ -92,7 +92,10 @@ class Unit:
         self.kept = False
         """Whether a backward under no_sync came here since the last that was not."""
         self.buckets = [GradBucket(group, sent_as=precision.reduce_dtype, replicas=replicas) for group in groups]
-        self._announce()
+        self.deliveries: list[tuple[GradBucket, Deliver]] = [
+            (bucket, partial(self._deliver, bucket.flat)) for bucket in self.buckets
+        ]
+        self._entitle()
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
         self._shows_resting: set[nn.Parameter] = set()
@@ -102,14 +105,13 @@ class Unit:
         self.passed_by = False
         """Whether the last backward that came here was asked for gradients in particular, of which these were none."""
 
-    def _announce(self) -> None:
+    def _entitle(self) -> None:
         self.title = f"unit {self.name!r}" if self.name else "the root unit"
-        self.reduce_channel = self.groups[0].comm.channel(f"the reduction of {self.title}") if self.groups else None
 
     def move_below(self, prefix: str) -> None:
         """From now on its module is known by its name in a larger model, where it lies below `prefix`."""
         self.name = f"{prefix}.{self.name}".rstrip(".")
-        self._announce()
+        self._entitle()
         for group in self.groups:
             group.rename([f"{prefix}.{name}" for name in group.names], self.title)
 
@@ -174,12 +176,11 @@ class Unit:
     def gathering(self) -> bool:
         return any(group.gathering for group in self.groups)
 
-    def launch_unshard(self) -> bool:
-        """Collective. Starts to make the parameters whole. Returns whether that takes a gather."""
-        launched = [group for group in self.groups if group.residence is Residence.PART]
-        for group in launched:
-            group.launch_gather()
-        return bool(launched)
+    def launch_unshard(self) -> None:
+        """Collective. Starts to make the parameters whole, where they are not."""
+        for group in self.groups:
+            if group.residence is Residence.PART:
+                group.launch_gather()
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are whole."""
@@ -271,14 +272,14 @@ class Unit:
                     "one backward, and not through what the unit's forward returned. Compute with parameters inside of "
                     "forward, and return what comes of it."
                 )
-        for bucket in self.buckets:
+        for bucket, deliver in self.deliveries:
             if bucket.phase is Phase.REDUCING:
-                bucket.finish(partial(self._deliver, bucket.flat))
+                bucket.finish(deliver)
         self._sends = False
 
     def _deliver(self, flat: FlatGroup, index: int, gradient: Tensor | None) -> None:
         param = flat.params[index]
-        resting = self._resting.pop(param, None)
+        resting = self._resting.pop(param, param.grad)
         if gradient is not None:
             gradient = flat.bring_home(gradient)
         if resting is not None and gradient is not None:

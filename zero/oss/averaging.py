@@ -57,5 +57,5 @@ def _average(gradients: Tensor, comm: Comm, channel: int) -> None:
     bounds = [len(gradients) * rank // comm.world for rank in range(comm.world + 1)]
     low, high = bounds[comm.rank : comm.rank + 2]
     counts = [stop - start for start, stop in pairwise(bounds)]
-    comm.reduce([(gradients, counts)], times=1 / comm.world, into=gradients[low:high]).wait()
+    comm.reduce([(gradients, counts)], times=1 / comm.world, into=gradients[low:high], channel=channel).wait()
     comm.gather(gradients, bounds, channel).wait()

@@ -163,10 +163,9 @@ class FlatGroup:
 
     # --------------------------------------------------------------------------------------- residence
 
-    def launch_gather(self, *, agreed: bool = False, sent_as: torch.dtype | None = None, conceal: bool = False) -> None:
+    def launch_gather(self, *, sent_as: torch.dtype | None = None, conceal: bool = False) -> None:
         """Collective. Starts to bring every other rank's segment into `full`.
 
-        agreed: the ranks have just agreed that all come here, and need not compare it again.
         sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision.
         conceal: until `finish_gather` the parameters are NaN in their own shape, which takes one element of memory and
             cannot be written to, so that nobody takes for new what has not arrived.
@@ -181,25 +180,24 @@ class FlatGroup:
             unknown = self.full.new_full((), torch.nan)
             self._bind([unknown.expand(shape) for shape in self._shapes])
             self.residence = Residence.GATHERING
-        channel = None if agreed else self._channel
         with profiler_range(f"zero::unshard {self.label}"), self._lane or nullcontext():
             if self._frees:
                 with torch.no_grad():
                     own = self.full[self.layout.segment(self.comm.rank)]
                     own.copy_(self.part.to(own.device, non_blocking=True))
                 self._part_used()
-            self._handle = self._launch_gather(sent_as, channel)
+            self._handle = self._launch_gather(sent_as)
 
-    def _launch_gather(self, sent_as: torch.dtype | None, channel: int | None) -> Handle:
+    def _launch_gather(self, sent_as: torch.dtype | None) -> Handle:
         if sent_as is None or sent_as.itemsize >= self.full.element_size() or self.comm.world == 1:
-            return self.comm.gather(self.full, self.layout.bounds, channel)
-        return self._gather_compressed(sent_as, channel)
+            return self.comm.gather(self.full, self.layout.bounds, self._channel)
+        return self._gather_compressed(sent_as)
 
-    def _gather_compressed(self, dtype: torch.dtype, channel: int | None) -> Handle:
+    def _gather_compressed(self, dtype: torch.dtype) -> Handle:
         low, high = self.layout.bounds[self.comm.rank : self.comm.rank + 2]
         sent = self.full.new_empty(self.full.numel(), dtype=dtype)
         sent[low:high] = self.part
-        handle = self.comm.gather(sent, self.layout.bounds, channel)
+        handle = self.comm.gather(sent, self.layout.bounds, self._channel)
 
         def finish() -> None:
             handle.wait()

@@ -392,7 +392,7 @@ class OSS(ShardedOptimizer, Joinable):
         for flat in flats:
             if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_gather()
-            flat.launch_gather(agreed=True, sent_as=self._sent_as, conceal=self._is_left(flat))
+            flat.launch_gather(sent_as=self._sent_as, conceal=self._is_left(flat))
             in_flight.append(flat)
         for flat in in_flight:
             if not self._is_left(flat):

@@ -92,9 +92,9 @@ def size_up(
     spans = layout.spans(rank) if trained else ()
     numels = layout.numels if trained else ()
     alone = sum(numel for numel in numels if travels_alone(numel * size))
-    pieces, largest = _pieces(layout, cut) if trained else (0, 0)
-    own = sum(span.numel for span in spans) + len(spans)
-    total = sum(numels) + pieces
+    largest = _largest_piece(layout, cut) if trained else 0
+    own = sum(span.numel for span in spans)
+    total = sum(numels)
     large = [span.numel for span in spans if travels_alone(layout.numels[span.index] * size)]
     most = max([own - sum(large), *large])  # of one message, what this rank gets
     at_once = min(most, CHUNK // sent_as.itemsize) if reads else most
@@ -105,7 +105,7 @@ def size_up(
         whole=layout.numel * size,
         part=(high - low) * stepped.itemsize,
         gathered=(high - low) * size,
-        owned=own - len(spans),
+        owned=own,
         largest=largest,
         tensors=len(spans),
         taken=sum(numels) * size,
@@ -122,19 +122,14 @@ def size_up(
     )
 
 
-def _pieces(layout: Layout, cut: Literal["even", "whole"]) -> tuple[int, int]:
-    """How many pieces parameters are cut into, over all ranks, and the elements of the largest."""
+def _largest_piece(layout: Layout, cut: Literal["even", "whole"]) -> int:
+    """Elements of the largest piece that parameters are cut into, over all ranks."""
     if cut == "whole":
-        return len(layout.numels), max(layout.numels)
-    number, largest = 0, 0
+        return max(layout.numels)
+    largest = 0
     for start, numel in zip(layout.offsets, layout.numels, strict=True):
         stop = start + numel
         low, high = bisect_right(layout.bounds, start), bisect_left(layout.bounds, stop)
-        if low < high:
-            points = sorted({start, *layout.bounds[low:high], stop})
-            number += len(points) - 1
-            largest = max(largest, *(after - before for before, after in pairwise(points)))
-        else:
-            number += 1
-            largest = max(largest, numel)
-    return number, largest
+        points = sorted({start, *layout.bounds[low:high], stop})
+        largest = max([largest, *(after - before for before, after in pairwise(points))])
+    return largest

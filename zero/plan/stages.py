@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from zero.comm.comm import comparison_bytes
 from zero.plan.job import Job
 from zero.plan.ledger import Ledger
 from zero.plan.result import Cost
@@ -182,10 +181,9 @@ def _broadcast_buffers(job: Job, ledger: Ledger, worlds: Sequence[int]) -> int:
     sends most."""
     sent = 0
     for world in worlds:
-        held, told = comparison_bytes(world if job.gloo else 1)
         for message in job.messages if world > 1 else ():
-            ledger.touch(message + (0 if job.layouts.options.reads else held))
-            sent += message * (world - 1) + told
+            ledger.touch(message)
+            sent += message * (world - 1)
     return sent
 
 

@@ -19,9 +19,6 @@ class PlannedComm:
     def channel(self, name: str) -> int:
         return 0
 
-    def announce(self, channel: int | None) -> None:
-        """Goes with the next operation, and takes nothing."""
-
     def agree(self, channel: int = 0) -> None:
         """An operation that only says where this rank is."""
         self._ledger.touch(self._held)

@@ -26,8 +26,6 @@ class PlannedUnit:
     `calls`: 1 from its forward, if that has a graph, until its backward is complete.
     """
 
-    reduce_channel = 0
-
     def __init__(
         self, flats: Sequence[Flat], comm: PlannedComm, reduction: Reduction, ledger: Ledger, *, stays: bool
     ) -> None:
@@ -87,7 +85,7 @@ class Step:
     def __init__(self, job: Job, ledger: Ledger, *, stays: bool) -> None:
         self._ledger, self._prefetch = ledger, job.prefetch
         self._comm, self._reduction = PlannedComm(job, ledger), Reduction(ledger)
-        self._reductions = Reductions(self._comm)
+        self._reductions = Reductions()
         self._units = [PlannedUnit(unit, self._comm, self._reduction, ledger, stays=stays) for unit in job.units]
         self._kept = {self._units[number] for number in job.course.units_in_backward} if stays else set()
         self._run_again = {self._units[number] for number in job.course.units_run_again}
@@ -128,13 +126,11 @@ class Step:
     # ------------------------------------------------------------------------------------------- gathering
 
     def _launch(self, unit: PlannedUnit) -> None:
-        if unit.launch_unshard():
-            self._reductions.gathering(unit)
+        unit.launch_unshard()
 
     def _gather(self, unit: PlannedUnit) -> None:
         self._launch(unit)
         unit.finish_unshard()
-        self._reductions.gathered(unit)
 
     # --------------------------------------------------------------------------------------------- forward
 
@@ -185,8 +181,7 @@ class Step:
         self._complete(unit)
         if self._prefetch.after_backward:
             self._launch_ahead(unit)
-        elif self._prefetch.before_backward:
-            self._reductions.flush()
+        self._reductions.send()
 
     def _complete(self, unit: PlannedUnit) -> None:
         self._reductions.finish()
@@ -194,7 +189,7 @@ class Step:
         unit.reshard()
         self._reductions.put(unit)
         if self._prefetch.limit == 1:
-            self._reductions.flush()
+            self._reductions.send()
             self._reductions.finish()
 
     def _finish(self) -> None:

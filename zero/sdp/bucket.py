@@ -1,25 +1,26 @@
 """One flat group's gradients on their way to their owners.
 
     taken     the gradients of this backward, in their own memory, as autograd wrote them: up to one bucket
-    messages  each large gradient by itself; the small ones together, by owner, with a usage count of every parameter
-              that the owner has something of
+    messages  where transfers overlap with the computing: one, all gradients in the layout's order, so that what is
+              launched does not grow with the ranks. Elsewhere each large gradient by itself, from where autograd wrote
+              it, and the small ones together, by owner: nothing large is copied
     sums      what came to this rank, summed and averaged: what stays, 1/W of a bucket
 
-Nothing large is copied: gradients are sent from where autograd wrote them. A parameter that no rank
-used has a count of zero at its owner, and gets no gradient; one that some ranks used gets the average with zeros.
-The owner looks at counts only of parameters that it did not use itself: on a GPU it has to wait for what it looks at.
+A parameter that no rank used has no gradient; one that some ranks used has the average with zeros. Where this rank has
+not used what it owns, that is known at the end of the backward only (usage.py).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from zero._torch import profiler_range
+from zero._torch import copy_all, profiler_range
 from zero.comm import Comm, Handle
 from zero.comm.packing import joined
 from zero.oss.flat import FlatGroup
@@ -29,6 +30,10 @@ from zero.sdp.routes import Routes
 
 _LARGE = 1 << 18
 """Bytes from which a gradient travels by itself. A message costs about as much CPU time as copying this."""
+
+Deliver = Callable[[int, Tensor | None], None]
+"""Called with a parameter's index and the gradient of this rank's shard of it, in its shape; None where there is none.
+Of float32 where gradients travelled with 16 bits."""
 
 
 def travels_alone(nbytes: int) -> bool:
@@ -44,10 +49,11 @@ class Phase(enum.Enum):
 
 
 class GradBucket:
-    """Takes the gradients of one flat group, reduces them to their owners, and hands out this rank's parts.
+    """Takes the gradients of one flat group, reduces them to their owners, and hands out those of this rank's shard.
 
     sent_as: the dtype in which gradients travel, by default their own.
     replicas: the ranks that own the same segments, where a group is sharded within and replicated across (hybrid).
+    `used`: parameters of which this rank had gradients among those that were sent since the last `decide`.
     """
 
     def __init__(self, flat: FlatGroup, *, sent_as: torch.dtype | None = None, replicas: Comm | None = None) -> None:
@@ -62,13 +68,16 @@ class GradBucket:
         self._large: list[int] = []
         self._routes = Routes(flat.layout)
         self._owned: list[Span] = []
-        """What this rank owns of each trained parameter, in their order, in which usage is counted."""
-        self._as_sent: list[Span] = []
-        """The same, those whose gradients travel alone first."""
+        """What this rank owns of each trained parameter, those whose gradients travel alone first."""
         self._taken: dict[int, Tensor] = {}
         self.taken_bytes = 0
-        self._used_here: frozenset[int] = frozenset()
+        self.used: set[int] = set()
+        self.missing = False
+        """Whether this rank had no gradient of some parameter when its gradients were sent."""
+        self._sent: frozenset[int] = frozenset()
         """Parameters of which this rank had gradients among those that are on their way."""
+        self._undecided: dict[int, Tensor] = {}
+        """What came of parameters that this rank had no gradients of."""
         self._handle: Handle | None = None
         self.notice_trained()
 
@@ -86,17 +95,19 @@ class GradBucket:
         numels, itemsize = self.flat.layout.numels, self.flat.full.element_size()
         self._large = [index for index in trained if travels_alone(numels[index] * itemsize)]
         self._routes = Routes(self.flat.layout, trained, self._large)
-        self._owned = [self.flat.spans[index] for index in trained if index in self.flat.spans]
         alone = set(self._large)
-        self._as_sent = sorted(self._owned, key=lambda span: span.index not in alone)
+        owned = [self.flat.spans[index] for index in trained if index in self.flat.spans]
+        self._owned = sorted(owned, key=lambda span: span.index not in alone)
         return True
+
+    # --------------------------------------------------------------------------------------------- filling
 
     @property
     def complete(self) -> bool:
         return len(self._taken) == len(self.trained)
 
     def take(self, index: int, gradient: Tensor) -> None:
-        """Takes over the whole gradient of parameter `index`; nothing else should keep it."""
+        """Takes over the full gradient of parameter `index`; nothing else should keep it."""
         if self.phase is Phase.REDUCING or index in self._taken:
             self.refuse_late(index)
         refuse_sparse(gradient, self.flat.names[index])
@@ -128,17 +139,37 @@ class GradBucket:
             if index not in self._taken:
                 self.take_from(self.flat.params[index], index)
 
+    # -------------------------------------------------------------------------------------------- reducing
+
     def launch(self) -> None:
         """Collective. Sends every gradient to its owner; zeros where this rank has none."""
         assert self.phase is Phase.FILLING
         self.phase = Phase.REDUCING
-        messages = [self._large_message(index) for index in self._large]
-        messages.append(self._small_message())
-        self._used_here = frozenset(self._taken)
-        self._forget_taken()
         comm = self.flat.comm
+        if comm.runs_beside(self.flat.full):
+            messages = [(self._in_layout_order(), self._lengths())]
+        else:
+            messages = [self._large_message(index) for index in self._large]
+            messages.append(self._small_message())
+        self._sent = frozenset(self._taken)
+        self.used |= self._sent
+        self.missing = self.missing or not self.complete
+        self._forget_taken()
         with profiler_range(f"zero::reduce {self.flat.label}"):
             self._handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
+
+    def _in_layout_order(self) -> Tensor:
+        """All gradients, flat; zeros where there are none."""
+        packed = self.flat.full.new_zeros(self.flat.layout.numel, dtype=self._sent_as)
+        offsets, numels = self.flat.layout.offsets, self.flat.layout.numels
+        places = [packed[offsets[index] : offsets[index] + numels[index]] for index in self._taken]
+        if places:
+            copy_all(places, [*self._taken.values()])
+        return packed
+
+    def _lengths(self) -> list[int]:
+        bounds = self.flat.layout.bounds
+        return [high - low for low, high in pairwise(bounds)]
 
     def _large_message(self, index: int) -> tuple[Tensor, list[int]]:
         """A gradient as it is: what each rank owns of it lies in the order of ranks."""
@@ -148,32 +179,21 @@ class GradBucket:
         return gradient.to(self._sent_as), self._routes.counts[index]
 
     def _small_message(self) -> tuple[Tensor, list[int]]:
-        """Shares of small gradients for each rank, and for each parameter that it owns something of, 1 if used."""
+        """Shares of small gradients for each rank."""
         sample = self.flat.full
-        pieces: list[Tensor] = []
-        used: list[bool] = []  # in a large world most ranks get nothing else, and one tensor holds it for many
+        shares = [sample[:0]]
         for index, start, stop in self._routes.together.shares:
-            if stop is None:
-                used.append(index in self._taken)
-                continue
-            if used:
-                pieces.append(_as_counts(used, sample))
-                used = []
             gradient = self._taken.get(index)
             if gradient is None:
                 gradient = sample.new_zeros(stop - start)
             elif stop - start < gradient.numel():
                 gradient = gradient[start:stop]
-            pieces.append(gradient)
-        pieces.append(_as_counts(used, sample))
-        return joined(pieces).to(self._sent_as), self._routes.together.counts
+            shares.append(gradient)
+        return joined(shares).to(self._sent_as), self._routes.together.counts
 
-    def finish(self, deliver: Callable[[int, Tensor | None], None]) -> None:
-        """Waits, and delivers for each parameter that this rank owns something of the averaged gradient of its part.
-
-        deliver: called with the parameter's index and a tensor of the part's shape, or None where no rank used it. The
-            tensor is of float32 where gradients travelled with 16 bits.
-        """
+    def finish(self, deliver: Deliver) -> None:
+        """Waits, and delivers for each parameter that this rank owns something of the averaged gradient of its shard:
+        None where this rank has not used it, for `decide` to tell."""
         assert self._handle is not None
         handle, self._handle = self._handle, None
         with profiler_range(f"zero::wait_for_reduce {self.flat.label}"):
@@ -182,12 +202,30 @@ class GradBucket:
         if self._replicas is not None:
             self._replicas.all_reduce(sums, channel=self._replica_channel)
             sums *= 1 / self._replicas.world
-        used = self._used_here
-        *parts, counts = sums.split([*(span.numel for span in self._as_sent), len(self._owned)])
-        if any(span.index not in used for span in self._owned):
-            used = frozenset(span.index for span, count in zip(self._owned, counts.tolist(), strict=True) if count)
-        for span, part in zip(self._as_sent, parts, strict=True):
-            deliver(span.index, self.flat.shaped(span.index, part, span) if span.index in used else None)
+        for span, shard in zip(self._owned, self._by_parameter(sums), strict=True):
+            shard = self.flat.shaped(span.index, shard, span)
+            if span.index in self._sent:
+                deliver(span.index, shard)
+                continue
+            before = self._undecided.get(span.index)
+            self._undecided[span.index] = shard if before is None else before.add_(shard)
+            deliver(span.index, None)
+
+    def _by_parameter(self, sums: Tensor) -> list[Tensor]:
+        """What came of each parameter that this rank owns something of, flat."""
+        if self.flat.comm.runs_beside(self.flat.full):
+            return [sums[span.offset : span.offset + span.numel] for span in self._owned]
+        return [*sums.split([span.numel for span in self._owned])] if self._owned else []
+
+    def decide(self, used: Mapping[int, bool], deliver: Deliver) -> None:
+        """At the end of a backward: delivers what came of parameters that this rank has not used, but others have.
+
+        used: by index, whether any rank has; of none where this rank has nothing to ask for.
+        """
+        for index, shard in self._undecided.items():
+            if used[index]:
+                deliver(index, shard)
+        self._forget_usage()
 
     def abandon(self) -> None:
         """Forgets a backward that was interrupted, once what it sent has arrived."""
@@ -195,13 +233,14 @@ class GradBucket:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
+        self._forget_usage()
         self.phase = Phase.FILLING
 
     def _forget_taken(self) -> None:
         self._taken = {}
         self.taken_bytes = 0
 
-
-def _as_counts(used: list[bool], like: Tensor) -> Tensor:
-    """Of one rank: 1 or 0 each. Where all are the same nothing is copied from the host, which on a GPU would wait."""
-    return like.new_ones(len(used)) if all(used) else like.new_tensor(used)
+    def _forget_usage(self) -> None:
+        self._undecided = {}
+        self.used = set()
+        self.missing = False

@@ -16,9 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm
 from zero.oss.optimizer import OSS
-from zero.sdp.bucket import GradBucket
+from zero.sdp.bucket import Deliver, GradBucket
 from zero.sdp.gathers import finish_all
 from zero.sdp.tensors import nearest_leaf, tensors_in
+from zero.sdp.usage import End
 
 
 class Reducer:
@@ -33,9 +34,9 @@ class Reducer:
         self.active = True
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
         self._buckets: list[GradBucket] = []
-        self._deliver: list[Callable[[int, Tensor | None], None]] = []
+        self._deliver: list[Deliver] = []
         self._places: dict[Tensor, tuple[int, int]] = {}
-        self._channel = comm.channel(f"the backward of ShardedDDP({type(module).__name__})")
+        self._end = End([comm], f"the end of a backward of ShardedDDP({type(module).__name__})")
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._hooks_on_leaves: list[RemovableHandle] = []
         self._ran_trained: set[Tensor] = set()
@@ -76,6 +77,7 @@ class Reducer:
         if self._in_backward and not in_a_backward():
             self._abandon()
         if not self._in_backward:
+            self._comm.begin_schedule()
             while self._hooks_on_leaves:
                 self._hooks_on_leaves.pop().remove()
             self._notice_groups()
@@ -143,8 +145,6 @@ class Reducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        if self._launched == 0:
-            self._comm.agree(self._channel)
         self._finish_in_flight()
         bucket = self._buckets[self._launched]
         if bucket.trained:
@@ -181,6 +181,7 @@ class Reducer:
             self._buckets[self._launched].take_leftovers()
             self._launch_next()
         self._finish_in_flight()
+        self._end.reach([*zip(self._buckets, self._deliver, strict=True)])
         self._launched = 0
         self._in_backward = False
 
@@ -224,7 +225,7 @@ def _without_keeping(reducer: Reducer) -> Callable[[Tensor], None]:
     return arrived
 
 
-def _delivery(bucket: GradBucket, optimizer: OSS) -> Callable[[int, Tensor | None], None]:
+def _delivery(bucket: GradBucket, optimizer: OSS) -> Deliver:
     """Puts a part's gradient where the optimizer takes it, or adds it to what is there."""
 
     def deliver(index: int, gradient: Tensor | None) -> None:

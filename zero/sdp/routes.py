@@ -15,18 +15,11 @@ from zero.oss.layout import Layout
 
 
 class Share(NamedTuple):
-    """Elements [start, stop) of a parameter, or, as `Share(param)`, whether the parameter was used: one element.
-
-    param: its index in the layout.
-    """
+    """Elements [start, stop) of a parameter. param: its index in the layout."""
 
     param: int
-    start: int = 0
-    stop: int | None = None
-
-    @property
-    def numel(self) -> int:
-        return 1 if self.stop is None else self.stop - self.start
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -58,20 +51,15 @@ class Routes:
 
     @cached_property
     def together(self) -> Message:
-        """Shares of the other parameters for each rank, and after them the usage of each parameter that it owns of."""
-        elements: list[list[Share]] = [[] for _ in range(self._layout.world)]
-        usage: list[list[Share]] = [[] for _ in range(self._layout.world)]
+        """Shares of the other parameters, in the order of ranks."""
+        by_rank: list[list[Share]] = [[] for _ in range(self._layout.world)]
         alone = set(self._alone)
         for index in self._trained:
-            for rank, start, stop in self._owners(index):
-                usage[rank].append(Share(index))
-                if index not in alone:
-                    elements[rank].append(Share(index, start, stop))
-        by_rank = [[*shares, *counted] for shares, counted in zip(elements, usage, strict=True)]
-        return Message(
-            [share for shares in by_rank for share in shares],
-            [sum(share.numel for share in shares) for shares in by_rank],
-        )
+            if index not in alone:
+                for rank, start, stop in self._owners(index):
+                    by_rank[rank].append(Share(index, start, stop))
+        counts = [sum(share.stop - share.start for share in shares) for shares in by_rank]
+        return Message([share for shares in by_rank for share in shares], counts)
 
     def _owners(self, index: int) -> Iterator[tuple[int, int, int]]:
         """The ranks that own something of a parameter, from where to where. One without elements has an owner, too."""

@@ -1,0 +1,179 @@
+"""When ranks compare what they do between hosts, and what they are told when they are out of step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest import mock
+
+import torch
+
+import ranks
+from ranks import refusal
+from transports import between_hosts
+from zero.comm import Comm
+from zero.comm.order import Order
+from zero.comm.process_group import Gloo, ProcessGroupTransport
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The comparisons between ranks, by channel."""
+    seen: list[int] = []
+    compare = ProcessGroupTransport.compare
+
+    def counting(self: ProcessGroupTransport, channel: int, *, flag: bool = False) -> bool:
+        seen.append(channel)
+        return compare(self, channel, flag=flag)
+
+    with mock.patch.object(ProcessGroupTransport, "compare", counting):
+        yield seen
+
+
+class Steps:
+    """Gathers of some lengths one after another, and an agreement at the end of each step."""
+
+    def __init__(self) -> None:
+        self.comm = Comm()
+        self._end = self.comm.channel("the end of a step")
+        self._gathers = [self.comm.channel(f"gather {number}") for number in range(4)]
+
+    def gather(self, number: int, length: int = 5) -> None:
+        world = self.comm.world
+        full = torch.full((world * length,), float(self.comm.rank))
+        self.comm.gather(full, range(0, world * length + 1, length), self._gathers[number]).wait()
+        assert full.view(world, length)[:, 0].tolist() == [*range(world)]
+
+    def step(self, *numbers: int) -> None:
+        for number in numbers:
+            self.gather(number)
+        self.comm.agree(self._end)
+
+
+def comparisons_of_each_step(rank: int, world: int) -> list[int]:
+    with between_hosts(), counted() as seen:
+        steps = Steps()
+        found = []
+        for numbers in [(0, 1, 2), (0, 1, 2), (0, 2, 1), (0, 2, 1), (0, 1, 2)]:
+            seen.clear()
+            steps.step(*numbers)
+            found.append(len(seen))
+    return found
+
+
+def test_operations_are_compared_one_by_one_only_where_the_schedule_is_new():
+    assert ranks.run(comparisons_of_each_step, 2) == [[4, 1, 3, 1, 1]] * 2
+
+
+def comparisons_without_agreement(rank: int, world: int) -> list[int]:
+    """As of an evaluation, which has forwards alone."""
+    with between_hosts(), counted() as seen:
+        steps = Steps()
+        for _ in range(4):
+            steps.comm.begin_schedule()
+            steps.gather(0)
+            steps.gather(1)
+    return seen
+
+
+def test_schedules_settle_without_agreements_too():
+    assert [len(seen) for seen in ranks.run(comparisons_without_agreement, 2)] == [2, 2]
+
+
+def test_each_operation_is_compared_where_the_environment_says_so(monkeypatch):
+    monkeypatch.setenv("ZERO_CHECK", "each")
+    assert ranks.run(with_check, 2, args=("each",)) == [[4, 4, 4, 4, 4]] * 2
+
+
+def with_check(rank: int, world: int, how: str) -> list[int]:
+    with mock.patch.dict(os.environ, ZERO_CHECK=how):
+        return comparisons_of_each_step(rank, world)
+
+
+def unknown_check(rank: int, world: int) -> str:
+    with mock.patch.dict(os.environ, ZERO_CHECK="always"):
+        return refusal(Comm)
+
+
+def test_what_the_environment_must_not_say_is_refused():
+    assert all("ZERO_CHECK='always'" in told for told in ranks.run(unknown_check, 2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Out of step in a settled schedule
+
+
+def settled() -> Steps:
+    """Two schedules that ranks have seen together."""
+    steps = Steps()
+    for numbers in [(0, 1, 2), (0, 2, 1)] * 2:
+        steps.step(*numbers)
+    return steps
+
+
+def in_another_order(rank: int, world: int) -> tuple[str, str]:
+    """Transfers of one size arrive, one in the place of another."""
+    with between_hosts():
+        steps = settled()
+        told = refusal(lambda: steps.step(*((0, 1, 2) if rank else (0, 2, 1))))
+        return told, refusal(lambda: steps.step(0, 1, 2))
+
+
+def test_the_log_tells_of_another_order_where_nothing_else_does():
+    for first, second in ranks.run(in_another_order, 3, timeout=20):
+        assert "out of step: rank 0 is in gather 2, but rank 1 in gather 1, rank 2 in gather 1" in first
+        assert "tart the process group anew" in second
+
+
+def one_operation_less(rank: int, world: int) -> str:
+    with between_hosts():
+        steps = settled()
+        return refusal(lambda: steps.step(*((0, 1) if rank == 1 else (0, 1, 2))))
+
+
+def test_ranks_that_wait_for_one_another_in_vain_are_told_which_is_where():
+    """The timeout of the group, half an hour, is not waited for."""
+    for told in ranks.run(one_operation_less, 3, timeout=20):
+        assert "RuntimeError" in told
+        assert "rank 0 is in gather 2, but rank 1 in the end of a step" in told
+
+
+def one_fails(rank: int, world: int) -> str:
+    """One rank has failed, but its process and connections live on."""
+    with between_hosts():
+        steps = settled()
+        if rank == 1:
+            with mock.patch.object(Gloo, "_broadcasts", side_effect=RuntimeError("cut off")):
+                return refusal(lambda: steps.step(0, 1, 2))
+        return refusal(lambda: steps.step(0, 1, 2))
+
+
+def test_ranks_that_wait_are_told_that_another_has_failed():
+    for told in ranks.run(one_fails, 3, timeout=20):
+        assert "rank 1 waited in vain in gather 0" in told
+        assert "cut off" in told
+
+
+def never_comes(rank: int, world: int) -> str:
+    with between_hosts():
+        group = torch.distributed.new_group([0, 1, 2], timeout=timedelta(seconds=2))
+        comm = Comm(group)
+        end = comm.channel("the end of a step")
+        comm.agree(end)
+        return "" if rank == 2 else refusal(lambda: comm.agree(end))
+
+
+def test_a_rank_that_never_comes_is_named_after_the_timeout():
+    for told in ranks.run(never_comes, 3, timeout=30)[:2]:
+        assert "waited in vain in the end of a step" in told
+        assert "(rank 2 did not say that it waits)" in told
+
+
+def test_logs_are_compared_where_both_have_entries():
+    order = Order(0, 2)
+    names = [order.channel(name) for name in ("a", "b", "c")]
+    a, b, c = names
+    assert order.difference({0: (2, [a, b]), 1: (3, [a, b, c])}) is None
+    assert order.difference({0: (3, [b, c]), 1: (2, [a, c])}) == "rank 0 is in b, but rank 1 in c"

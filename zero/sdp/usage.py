@@ -1,0 +1,36 @@
+"""The end of a backward, where ranks agree that all have come, and tell one another which parameters they have used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zero.comm import Comm
+from zero.sdp.bucket import Deliver, GradBucket
+
+
+class End:
+    """Of the backwards of one model. comms: the groups of ranks that have parts in it, one after another."""
+
+    def __init__(self, comms: Sequence[Comm], name: str) -> None:
+        self._groups = [(comm, comm.channel(name)) for comm in comms]
+
+    def reach(self, buckets: Sequence[tuple[GradBucket, Deliver]] = ()) -> None:
+        """Collective. Raises RuntimeError on every rank unless all have come here by the same operations.
+
+        Delivers what came of parameters that this rank has not used. Only where some rank has such parameters is more
+        exchanged than that: one byte for each parameter.
+        """
+        missing = any(bucket.missing for bucket, _ in buckets)
+        for comm, channel in self._groups:
+            missing = comm.agree(channel, flag=missing)
+        places = [(bucket, index) for bucket, _ in buckets for index in bucket.trained] if missing else []
+        told = torch.tensor([index in bucket.used for bucket, index in places], dtype=torch.uint8)
+        for comm, _ in self._groups if places else ():
+            comm.all_reduce(told, maximum=True)
+        used: dict[GradBucket, dict[int, bool]] = {bucket: {} for bucket, _ in buckets}
+        for (bucket, index), by_any in zip(places, told.tolist(), strict=True):
+            used[bucket][index] = bool(by_any)
+        for bucket, deliver in buckets:
+            bucket.decide(used[bucket], deliver)
