@@ -1,7 +1,7 @@
 """What holds for every file of zero/, read from the source: no rank starts, nothing is imported.
 
-1. Imports go down only, _torch <- comm <- oss <- sdp <- fsdp <- all else, and a layer uses the public names of those
-   below.
+1. Imports go down only, _torch <- measure <- comm <- oss <- sdp <- fsdp <- all else, and a layer uses the public
+   names of those below.
 2. One folder talks to other ranks.
 3. One file uses torch's private names.
 4. Nothing is attached to the user's parameters and modules, and no dictionary is keyed by `id(...)`.
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["_torch", "comm", "oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
+LAYERS = ["_torch", "measure", "comm", "oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
 COMMUNICATING = "zero/comm/"
 KNOWS_TORCH = "zero/_torch.py"
 READS_FOREIGN = "zero/checkpoint/importing.py"  # torch's distributed checkpoints, whose metadata is a pickle

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from zero.comm import Comm
 from zero.fsdp import FSDP, whole
 from zero.fsdp.summon import units_of
+from zero.measure.kinds import finding_of, known, title
+from zero.measure.named import build
 from zero.oss import OSS
 from zero.oss.averaging import average_by_reading
-from zero.oss.kinds import finding_of, known, title
-from zero.oss.named import build
 from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.sdp import ShardedDDP
 

@@ -6,8 +6,9 @@ from torch import nn
 
 import ranks
 from zero.comm import Comm, traffic
+from zero.measure.shapes import part_shape
 from zero.oss import layout
-from zero.oss.flat import FlatGroup, Residence, alignment, alike, dense_stride, part_shape, unusable
+from zero.oss.flat import FlatGroup, Residence, alignment, alike, dense_stride, unusable
 from zero.plan.meter import Meter
 
 

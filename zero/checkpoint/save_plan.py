@@ -18,9 +18,9 @@ from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
 from zero.checkpoint.parts import Held, Stepped, Training, inner, kind
 from zero.checkpoint.values import encode
+from zero.measure.param_groups import options
 from zero.oss import layout
 from zero.oss.flat import alignment
-from zero.oss.groups import options
 
 
 @dataclass

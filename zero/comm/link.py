@@ -62,12 +62,22 @@ class Link:
         backend = backend_of(self._group, device)
         if device.type != "cpu" or backend not in (None, "gloo"):
             assert backend is not None, f"the group has no backend for {device}"
-            by_group = device.type == "cpu"  # what sends from the CPU can compare there, too
-            checks = Gloo(self.order, self._group, self.rank, self.world) if by_group else self.transport()
-            return Overlapping(self.order, self._group, self.rank, self.world, checks, backend)
+            where = self.order, self._group, self.rank, self.world
+            if device.type == "cpu":  # what sends from the CPU can compare there, too
+                watch = self._watch(backend)
+                return Overlapping(*where, watch, checks=Gloo(*where, watch), name=backend)
+            return Overlapping(*where, None, checks=self.transport(), name=backend)
         timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
         with self.order.transfer(None, None):
             return self._among_cpus(timeout)
+
+    def _watch(self, backend: str) -> Watch | None:
+        """Collective. torch's fake backend sends nothing, and its store keeps nothing."""
+        if self._store is None or backend == "fake":
+            return None
+        store = dist.PrefixStore("zero", self._store)
+        _, nonce = meet(store, self.rank, self.world, _TIMEOUT, how="off")
+        return Watch(self.order, dist.PrefixStore(nonce, store), self.rank, self.world)
 
     def _among_cpus(self, timeout: timedelta) -> Transport:
         assert self._store is not None

@@ -41,10 +41,16 @@ _LONG, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=4)
 
 
 class ProcessGroupTransport(Transport):
-    """What both have in common. group: a ProcessGroup, or a Backend such as ProcessGroupGloo."""
+    """What both have in common.
 
-    def __init__(self, order: Order, group: Any, rank: int, world: int) -> None:
-        self._order, self._group, self._rank, self._world = order, group, rank, world
+    group: a ProcessGroup, or a Backend such as ProcessGroupGloo.
+    watch: looks around where waiting keeps the host; None where it does not.
+    """
+
+    def __init__(self, order: Order, group: Any, rank: int, world: int, watch: Watch | None = None) -> None:
+        self._order, self._group, self._rank, self._world, self._watch = order, group, rank, world, watch
+        if watch is not None:
+            order.at_failure.append(lambda _: _keep_for_ever(group))
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
@@ -136,33 +142,6 @@ class ProcessGroupTransport(Transport):
                 self._await(work)
 
     def _await(self, work: dist.Work) -> None:
-        work.wait()
-
-
-class Gloo(ProcessGroupTransport):
-    """Of tensors on the CPU, between hosts.
-
-    watch: looks around while this rank waits; None where the group is not zero's own.
-    """
-
-    name, overlaps = "gloo", False
-
-    def __init__(self, order: Order, group: Any, rank: int, world: int, watch: Watch | None = None) -> None:
-        super().__init__(order, group, rank, world)
-        self._watch = watch
-        if watch is not None:
-            order.at_failure.append(lambda _: _keep_for_ever(group))
-
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        shards = [full[low:high] for low, high in pairwise(bounds)]
-        works = self._launch(channel, full.nbytes, full, lambda: self._broadcasts(shards))
-        return Handle(lambda: self._wait(works, channel, full))
-
-    def _broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work]:
-        """Every rank's shard to every rank."""
-        return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
-
-    def _await(self, work: dist.Work) -> None:
         until_look = _LONG
         while self._watch is not None:
             try:
@@ -177,6 +156,21 @@ class Gloo(ProcessGroupTransport):
         work.wait()
 
 
+class Gloo(ProcessGroupTransport):
+    """Of tensors on the CPU, between hosts."""
+
+    name, overlaps = "gloo", False
+
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
+        shards = [full[low:high] for low, high in pairwise(bounds)]
+        works = self._launch(channel, full.nbytes, full, lambda: self._broadcasts(shards))
+        return Handle(lambda: self._wait(works, channel, full))
+
+    def _broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work]:
+        """Every rank's shard to every rank."""
+        return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
+
+
 class Overlapping(ProcessGroupTransport):
     """By a backend that sends beside the computing, on streams of its own, such as NCCL: neither launching nor waiting
     keeps the host.
@@ -187,9 +181,9 @@ class Overlapping(ProcessGroupTransport):
     overlaps = True
 
     def __init__(
-        self, order: Order, group: dist.ProcessGroup, rank: int, world: int, checks: Transport, name: str
+        self, order: Order, group: Any, rank: int, world: int, watch: Watch | None, *, checks: Transport, name: str
     ) -> None:
-        super().__init__(order, group, rank, world)
+        super().__init__(order, group, rank, world, watch)
         self._checks, self.name = checks, name
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:

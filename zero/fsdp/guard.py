@@ -23,11 +23,11 @@ from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.stepping import Stepping
 from zero.fsdp.unit import Stage, Unit
+from zero.measure.kinds import Finding, Kind
+from zero.measure.numbers import differs
+from zero.measure.param_groups import PART
 from zero.oss.ddp import refuse_within_ddp
 from zero.oss.flat import FlatGroup
-from zero.oss.groups import PART
-from zero.oss.kinds import Finding, Kind
-from zero.oss.numbers import differs
 from zero.oss.partition import Partition, optimizer_problem
 from zero.oss.scaling import Scaling
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.measure.kinds import ELEMENTWISE
 from zero.oss.flat import Home
-from zero.oss.kinds import ELEMENTWISE
 
 
 @dataclass(frozen=True)

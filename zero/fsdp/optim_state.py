@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
+from zero.measure.param_groups import PART
 from zero.oss import state
 from zero.oss.flat import FlatGroup
-from zero.oss.groups import PART
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zero._torch import profiler_range, wraps_others, writes_so_far
 from zero.comm import Comm, Handle
+from zero.measure.shapes import part_shape
 from zero.oss.lane import lane_of
 from zero.oss.layout import ALIGNMENT, Layout, Span
 
@@ -386,14 +387,6 @@ def _is_copy(data: Tensor, view: Tensor) -> bool:
 def alignment(dtype: torch.dtype) -> int:
     """Elements in 64 bytes, at least one."""
     return max(ALIGNMENT // dtype.itemsize, 1)
-
-
-def part_shape(shape: torch.Size, numel: int) -> tuple[int, ...]:
-    """Of `numel` elements out of a parameter: as many dimensions as the parameter has, all but the first of length 1.
-
-    So `param.dim()`, by which scripts choose which parameters decay, says the same before and after sharding.
-    """
-    return (numel, *(1 for _ in shape[1:]))
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

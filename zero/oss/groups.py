@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.measure.param_groups import options, told_options
 from zero.oss.flat import unusable
-
-PART = "zero_part"
-"""Key of the mark of one rank's part, in a state_dict or its groups."""
 
 
 def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
@@ -87,24 +85,6 @@ def names(group: dict[str, Any]) -> list[str]:
     return group.get("param_names") or [
         f"parameter {i} of shape {list(p.shape)}" for i, p in enumerate(group["params"])
     ]
-
-
-def options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names", PART)}
-
-
-def told_options(given: dict[str, Any]) -> str:
-    """Options in words that are the same in every process."""
-    told = {
-        key: value.tolist() if isinstance(value, Tensor) else called(value) if callable(value) else value
-        for key, value in given.items()
-    }
-    return ", ".join(f"{key}={value}" for key, value in sorted(told.items())) or "no options of its own"
-
-
-def called(optim: object) -> str:
-    """The name of a class or function; of anything else its class, as its own words may hold an address."""
-    return getattr(optim, "__name__", type(optim).__name__)
 
 
 def sent_dtype(given: bool | torch.dtype, option: str) -> tuple[torch.dtype | None, str | None]:

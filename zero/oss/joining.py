@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import join_mark, living_joins_of
 from zero.comm import Comm
+from zero.measure.param_groups import options
 from zero.oss.ddp import joining
 from zero.oss.flat import FlatGroup
-from zero.oss.groups import options
 from zero.oss.parts import Parts
 
 NO_JOIN = (

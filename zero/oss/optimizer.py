@@ -25,16 +25,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero.comm import Comm
+from zero.measure.kinds import ELEMENTWISE, Finding, Kind, finding_of, known, title
+from zero.measure.named import build
+from zero.measure.param_groups import called, options, told_options
 from zero.oss import norm, state
+from zero.oss.agreed import Agreed
 from zero.oss.announce import announce
 from zero.oss.ddp import replaced
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, take_gradients
-from zero.oss.groups import as_groups, called, describe, devices_of, master_problem, options, sent_dtype, told_options
+from zero.oss.groups import as_groups, describe, devices_of, master_problem, sent_dtype
 from zero.oss.joining import NO_JOIN, Joining
-from zero.oss.kinds import ELEMENTWISE, Finding, Kind, finding_of, known, title
-from zero.oss.named import build
-from zero.oss.numbers import Agreed
 from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.oss.parts import Parts
 from zero.oss.scaling import Scaling

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zero.comm import Comm
+from zero.measure.kinds import Finding, Kind
 from zero.oss import layout
 from zero.oss.flat import FlatGroup, Home, alignment, alike
-from zero.oss.kinds import Finding, Kind
 from zero.oss.layout import Layout, Loads
 
 Partition = Literal["auto", "even", "whole"]

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
+from zero.measure.named import groups_made
+from zero.measure.param_groups import options
 from zero.oss.flat import FlatGroup
-from zero.oss.groups import names, options
+from zero.oss.groups import names
 from zero.oss.masters import Masters
-from zero.oss.named import groups_made
 from zero.oss.partition import bucket_limit, lay_out
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.measure.shapes import part_shape
 from zero.oss import leaves
-from zero.oss.flat import FlatGroup, part_shape
+from zero.oss.flat import FlatGroup
 from zero.oss.layout import Span
 
 

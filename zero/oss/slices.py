@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.oss.kinds import ELEMENTWISE
+from zero.measure.kinds import ELEMENTWISE
 
 SLICE = 1 << 18
 """Elements. With half as many Adam took about as long (32 ms), with a quarter longer (38): then the calls cost more."""

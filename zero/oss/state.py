@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
+from zero.measure.param_groups import PART
+from zero.measure.param_groups import options as group_options
 from zero.oss import leaves
 from zero.oss.flat import FlatGroup
-from zero.oss.groups import PART
-from zero.oss.groups import options as group_options
 from zero.oss.masters import settled
 from zero.oss.piece import Piece
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from zero.fsdp import Prefetch
-from zero.oss.kinds import ELEMENTWISE, unwrapped
+from zero.measure.kinds import ELEMENTWISE, unwrapped
 from zero.oss.slices import SLICE
 from zero.plan.course import Course
 from zero.plan.flat import Flat

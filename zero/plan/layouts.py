@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from zero.oss.kinds import finding_of
+from zero.measure.kinds import finding_of
 from zero.oss.layout import Layout
 from zero.oss.partition import Arrangement, arrange, bucket_limit, cut_for
 from zero.plan.course import Course, Moment

@@ -14,7 +14,7 @@ from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.wrap import Policy
-from zero.oss.kinds import finding_of, title
+from zero.measure.kinds import finding_of, title
 from zero.oss.partition import optimizer_problem, partition_problem
 from zero.plan.course import Course
 from zero.plan.job import Job, Needs

@@ -25,12 +25,17 @@ class End:
         missing = any(bucket.missing for bucket, _ in buckets)
         for comm, channel in self._groups:
             missing = comm.agree(channel, flag=missing)
-        places = [(bucket, index) for bucket, _ in buckets for index in bucket.trained] if missing else []
-        told = torch.tensor([index in bucket.used for bucket, index in places], dtype=torch.uint8)
-        for comm, _ in self._groups if places else ():
-            comm.all_reduce(told, maximum=True)
-        used: dict[GradBucket, dict[int, bool]] = {bucket: {} for bucket, _ in buckets}
-        for (bucket, index), by_any in zip(places, told.tolist(), strict=True):
-            used[bucket][index] = bool(by_any)
+        used = self._used_anywhere([bucket for bucket, _ in buckets]) if missing else {}
         for bucket, deliver in buckets:
-            bucket.decide(used[bucket], deliver)
+            bucket.decide(used.get(bucket, {}), deliver)
+
+    def _used_anywhere(self, buckets: Sequence[GradBucket]) -> dict[GradBucket, dict[int, bool]]:
+        """Collective. By bucket and index, whether any rank has used the parameter."""
+        told = torch.tensor([i in bucket.used for bucket in buckets for i in bucket.trained], dtype=torch.uint8)
+        for comm, _ in self._groups:
+            comm.all_reduce(told, maximum=True)
+        by_bucket = told.bool().split([len(bucket.trained) for bucket in buckets])
+        return {
+            bucket: dict(zip(bucket.trained, by_any.tolist(), strict=True))
+            for bucket, by_any in zip(buckets, by_bucket, strict=True)
+        }

@@ -17,8 +17,8 @@ import optimizers
 import ranks
 import zero
 from optimizers import ByPlace, Clipping, Curious, Eight, Estimating, Grouped, Lamb, Lion, Noisy, Sam, TrainedLion
+from zero.measure.kinds import Finding, Kind, finding_of
 from zero.oss import probe
-from zero.oss.kinds import Finding, Kind, finding_of
 
 KINDS = {
     "element-wise, wants train()": (Lion, {}, Kind.ELEMENTWISE, ""),
@@ -49,13 +49,13 @@ def test_optimizers_are_found_to_be_what_they_are(name, fresh):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    monkeypatch.setattr("zero.oss.kinds._found", type(zero.oss.kinds._found)())
+    monkeypatch.setattr("zero.measure.kinds._found", type(zero.measure.kinds._found)())
 
 
 def test_options_of_groups_and_cuts_at_blocks_make_a_difference_rates_do_not(fresh, monkeypatch):
     groups = [{"lr": 0.1}, {"lr": 0.2}, {"rank": 4}]
     probed = []
-    monkeypatch.setattr("zero.oss.kinds.probe", lambda *given: probed.append(given) or probe.probe(*given))
+    monkeypatch.setattr("zero.measure.kinds.probe", lambda *given: probed.append(given) or probe.probe(*given))
     assert finding_of(Grouped, {"most": None}, groups[:2]).kind is Kind.ELEMENTWISE
     assert finding_of(Grouped, {"most": None}, groups).kind is Kind.TENSORWISE
     assert finding_of(partial(Grouped, most=None), None, groups).kind is Kind.TENSORWISE

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.oss.groups import options
+from zero.measure.param_groups import options
 
 
 def build(

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.oss.flat import part_shape
-from zero.oss.numbers import Numbers, numbers
-from zero.oss.undisturbed import seed, undisturbed
+from zero.measure.numbers import Numbers, numbers
+from zero.measure.shapes import part_shape
+from zero.measure.undisturbed import seed, undisturbed
 
 Build = Callable[[list[dict[str, Any]]], Optimizer]
 """Makes a new optimizer of the groups that it is given."""

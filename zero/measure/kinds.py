@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero.oss.groups import called, told_options
-from zero.oss.named import build
-from zero.oss.probe import Build, Finding, Kind, probe
+from zero.measure.named import build
+from zero.measure.param_groups import called, told_options
+from zero.measure.probe import Build, Finding, Kind, probe
 
 __all__ = ["ELEMENTWISE", "Finding", "Kind", "finding_of", "known", "measured", "title", "unwrapped"]
 

@@ -1,0 +1,28 @@
+"""The options of parameter groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+PART = "zero_part"
+"""Key of the mark of one rank's part, in a state_dict or its groups."""
+
+
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", PART)}
+
+
+def told_options(given: dict[str, Any]) -> str:
+    """Options in words that are the same in every process."""
+    told = {
+        key: value.tolist() if isinstance(value, Tensor) else called(value) if callable(value) else value
+        for key, value in given.items()
+    }
+    return ", ".join(f"{key}={value}" for key, value in sorted(told.items())) or "no options of its own"
+
+
+def called(optim: object) -> str:
+    """The name of a class or function; of anything else its class, as its own words may hold an address."""
+    return getattr(optim, "__name__", type(optim).__name__)
