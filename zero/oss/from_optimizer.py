@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from zero._torch import call_stepped
 from zero.comm import Comm
 from zero.oss.groups import called
 
@@ -51,6 +52,7 @@ def from_optimizer(
         built.load_state_dict(found)
     optimizer.state.clear()
     optimizer.param_groups = built.param_groups  # into which its schedulers go on to write
+    call_stepped(optimizer)
     optimizer.register_step_pre_hook(_refuse_step)
     return built
 
