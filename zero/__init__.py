@@ -17,8 +17,10 @@ from zero.fsdp import (
 from zero.oss import OSS, GradScaler
 from zero.oss.announce import show_as_asked
 from zero.plan import plan
+from zero.report import Report, report
+from zero.scripts import ParameterCount, count_parameters, full_state_dict, unwrap
 from zero.sdp import ShardedDDP
-from zero.setup import full_state_dict, setup
+from zero.setup import setup
 
 show_as_asked()
 warn_if_untested()
@@ -32,15 +34,20 @@ __all__ = [
     "MEMORY_FIRST",
     "MixedPrecision",
     "OSS",
+    "ParameterCount",
     "Prefetch",
+    "Report",
     "SPEED_FIRST",
     "ShardedDDP",
     "ShardingStrategy",
     "checkpoint",
     "comm",
     "Traffic",
+    "count_parameters",
     "full_state_dict",
     "plan",
+    "report",
     "setup",
     "traffic",
+    "unwrap",
 ]
