@@ -34,7 +34,7 @@ SOME = [  # each fault at each place, with one that stops at two of them: these 
 
 def seconds_to_end(case):
     if case.fault == "stopped" or (case.stage == 1 and case.fault in SLIPS):  # where DistributedDataParallel waits
-        return GROUP_TIMEOUT + SOON
+        return GROUP_TIMEOUT * (1 if case.transport == "host memory" else 2) + SOON  # Gloo: to receive, then to send
     return SOON
 
 
