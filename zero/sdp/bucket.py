@@ -19,12 +19,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from zero._torch import profiler_range
 from zero.comm import Comm, Handle
 from zero.comm.packing import joined
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_sparse
 from zero.oss.layout import Span
+from zero.oss.shown import shown
 from zero.sdp.routes import Routes
 
 _LARGE = 1 << 18
@@ -137,7 +137,7 @@ class GradBucket:
         self._used_here = frozenset(self._taken)
         self._forget_taken()
         comm = self.flat.comm
-        with profiler_range(f"zero::reduce {self.flat.label}"):
+        with shown("reduce", self.flat.label, self.flat.comm.rank):
             self._handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
 
     def _large_message(self, index: int) -> tuple[Tensor, list[int]]:
@@ -176,7 +176,7 @@ class GradBucket:
         """
         assert self._handle is not None
         handle, self._handle = self._handle, None
-        with profiler_range(f"zero::wait_for_reduce {self.flat.label}"):
+        with shown("wait_for_reduce", self.flat.label, self.flat.comm.rank):
             sums: Tensor = handle.wait()
         self.phase = Phase.FILLING
         if self._replicas is not None:
