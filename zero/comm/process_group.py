@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero._torch import all_gather_of_one_tensor, all_to_all_of_one_tensor
 from zero.comm.handle import Handle
-from zero.comm.order import BROADCAST, COLLECTION, Order
+from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, GATHER, REDUCTION, Order
 from zero.comm.sums import sum_in_rank_order
 from zero.comm.transport import Message, Transport
 
@@ -45,8 +45,9 @@ class ProcessGroupTransport(Transport):
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, operation: int | None) -> Handle:
         own = [counts[self._rank] for _, counts in messages]
         received = [message.new_empty(self._world, n) for n, (message, _) in zip(own, messages, strict=True)]
+        named = REDUCTION if operation is None else operation  # it is not compared here
         works = self._launch(
-            None,
+            named,
             (messages, received),
             lambda: [
                 all_to_all_of_one_tensor(
@@ -57,7 +58,7 @@ class ProcessGroupTransport(Transport):
         )
 
         def finish() -> Tensor:
-            self._wait(works, None, (messages, received))
+            self._wait(works, named, (messages, received))
             sums = sum_in_rank_order([[*rows] for rows in received], times)
             return sums if into is None else into.copy_(sums)
 
@@ -89,7 +90,7 @@ class ProcessGroupTransport(Transport):
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
         received = [torch.empty_like(tensor) for _ in range(self._world)]
-        self._run(None, (received, tensor), lambda: self._group.allgather([received], [tensor]))
+        self._run(COMPARISON, (received, tensor), lambda: self._group.allgather([received], [tensor]))
         return received
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
@@ -101,16 +102,14 @@ class ProcessGroupTransport(Transport):
         """Every rank's shard to every rank."""
         return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
 
-    def _launch(
-        self, number: int | None, buffers: object, launch: Callable[[], Sequence[dist.Work]]
-    ) -> Sequence[dist.Work]:
+    def _launch(self, number: int, buffers: object, launch: Callable[[], Sequence[dist.Work]]) -> Sequence[dist.Work]:
         with self._order.transfer(number, buffers):
             return launch()
 
-    def _run(self, number: int | None, buffers: object, launch: Callable[[], dist.Work]) -> None:
+    def _run(self, number: int, buffers: object, launch: Callable[[], dist.Work]) -> None:
         self._wait(self._launch(number, buffers, lambda: [launch()]), number, buffers)
 
-    def _wait(self, works: Sequence[dist.Work], number: int | None, buffers: object) -> None:
+    def _wait(self, works: Sequence[dist.Work], number: int, buffers: object) -> None:
         with self._order.transfer(number, buffers):
             for work in works:
                 work.wait()
@@ -128,8 +127,8 @@ class Gloo(ProcessGroupTransport):
     def gather(self, full: Tensor, bounds: Sequence[int], operation: int | None) -> Handle:
         shards = [full[low:high] for low, high in pairwise(bounds)]
         if operation is None:
-            works = self._launch(None, full, lambda: self._broadcasts(shards))
-            return Handle(lambda: self._wait(works, None, full))
+            works = self._launch(GATHER, full, lambda: self._broadcasts(shards))
+            return Handle(lambda: self._wait(works, GATHER, full))
         # The first bytes of each shard travel with what is compared; of small shards that is all.
         as_bytes = [shard.view(torch.uint8) for shard in shards]
         compare = self._launch_comparison(operation, as_bytes[self._rank])
@@ -191,12 +190,13 @@ class Overlapping(ProcessGroupTransport):
         compared = None if operation is None else self._checks.agree(operation)
         shards = [full[low:high] for low, high in pairwise(bounds)]
         equal = len({len(shard) for shard in shards}) == 1
-        works = self._launch(operation, full, lambda: self._whole(full, shards) if equal else self._broadcasts(shards))
+        named = GATHER if operation is None else operation
+        works = self._launch(named, full, lambda: self._whole(full, shards) if equal else self._broadcasts(shards))
 
         def finish() -> None:
             if compared is not None:
                 compared.wait()
-            self._wait(works, operation, full)
+            self._wait(works, named, full)
 
         return Handle(finish)
 
