@@ -28,9 +28,9 @@ fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 t
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, and all steps that plans are compared with
 	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan -k "any_stage or killed or two_percent" $(ARGS)
 
-faults: $(READY)  ## Every way in which a rank may fail, 30 kills under torchrun, 2,000 altered checkpoints
-	@ZERO_FAULTS=1 $(BIN)/pytest -q tests/test_faults.py tests/test_resume.py tests/checkpoint/test_checkpoint_hostile.py \
-		tests/checkpoint/test_checkpoint_torch_distributed.py $(ARGS)
+faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills under torchrun, 4,000 altered checkpoints
+	@ZERO_FAULTS=1 $(BIN)/pytest -q tests/test_faults.py tests/test_resume.py tests/test_two_hosts.py \
+		tests/checkpoint/test_checkpoint_hostile.py tests/checkpoint/test_checkpoint_torch_distributed.py $(ARGS)
 
 stages: $(READY)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)
