@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help check test faults fuzz matrix stages bench peers clean
+.PHONY: help check test faults fuzz matrix soak stages bench peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -28,8 +28,12 @@ fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 t
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, and all steps that plans are compared with
 	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan -k "any_stage or killed or two_percent" $(ARGS)
 
-faults: $(READY)  ## Every way in which a rank may fail, 30 kills under torchrun, 2,000 altered checkpoints
-	@ZERO_FAULTS=1 $(BIN)/pytest -q tests/test_faults.py tests/test_resume.py tests/checkpoint/test_checkpoint_hostile.py $(ARGS)
+faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills under torchrun, 4,000 altered checkpoints
+	@ZERO_FAULTS=1 $(BIN)/pytest -q tests/test_faults.py tests/test_resume.py tests/test_two_hosts.py \
+		tests/checkpoint/test_checkpoint_hostile.py tests/checkpoint/test_checkpoint_torch_distributed.py $(ARGS)
+
+soak: $(READY)  ## 3,000 steps at every stage and transport: nothing grows; STEPS=10000 takes more
+	@ZERO_SOAK=$(or $(STEPS),3000) $(BIN)/pytest -q -s -p no:xdist tests/test_soak.py $(ARGS)
 
 stages: $(READY)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)

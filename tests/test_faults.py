@@ -6,12 +6,19 @@
 import math
 import os
 import re
+import sys
+from datetime import timedelta
 from itertools import product
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import faults
 import ranks
+import zero
 from faults import ENDS, GROUP_TIMEOUT, PLACES, SLIPS, VICTIM, WORLD, Case
 from transports import TRANSPORTS
 
@@ -34,7 +41,7 @@ SOME = [  # each fault at each place, with one that stops at two of them: these 
 
 def seconds_to_end(case):
     if case.fault == "stopped" or (case.stage == 1 and case.fault in SLIPS):  # where DistributedDataParallel waits
-        return GROUP_TIMEOUT + SOON
+        return GROUP_TIMEOUT * (1 if case.transport == "host memory" else 2) + SOON  # Gloo: to receive, then to send
     return SOON
 
 
@@ -63,3 +70,30 @@ def test_when_one_rank_fails_all_others_end_and_say_where(case, tmp_path):
         assert re.match(f"(ValueError: .*|CheckpointError: .*)?{expected_text(case)}", text, re.DOTALL), text
         assert not math.isnan(seconds), f"the fault never came, but: {text}"
         assert seconds < seconds_to_end(case), text
+
+
+def closed_without_the_victim(rank: int, world: int) -> list[str]:
+    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT))
+    model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+    optimizer = zero.OSS(model.parameters(), torch.optim.SGD, group, lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(1, 4)).sum()
+        if rank == VICTIM:
+            os._exit(0)
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except RuntimeError as error:
+        return error.__notes__
+    return []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 errors have no notes")
+def test_an_error_of_distributed_data_parallel_in_a_closure_says_what_this_rank_waited_for():
+    with pytest.raises(ranks.RankError) as raised:
+        ranks.run(closed_without_the_victim, 2)
+    (note,) = raised.value.outcomes[0].value
+    assert re.match(r"Rank 0 was in the closure of a step of OSS\. If .* of the group of 2 has stopped or did", note)

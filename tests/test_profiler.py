@@ -1,6 +1,8 @@
-"""What torch's profiler shows of a step: the units and buckets by name."""
+"""What torch's profiler, and the log at DEBUG, show of a step: the units and buckets by name."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
@@ -14,13 +16,16 @@ import zero
 from atstage import at_stage
 
 
-def names(rank: int, world: int, stage: int) -> set[str]:
+def built(stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if stage == 3:
-        model: nn.Module = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        optimizer: torch.optim.Optimizer = SGD(model.parameters(), 0.1)
-    else:
-        model, optimizer = at_stage(stage, net, SGD, lr=0.1)
+        model = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        return model, SGD(model.parameters(), 0.1)
+    return at_stage(stage, net, SGD, lr=0.1)
+
+
+def names(rank: int, world: int, stage: int) -> set[str]:
+    model, optimizer = built(stage)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -38,3 +43,43 @@ def test_units_are_named_where_they_are_unsharded_resharded_and_reduced():
 def test_buckets_are_named_where_they_are_reduced_and_gathered():
     for found in ranks.run(names, 2, args=(2,)):
         assert {name.split()[0] for name in found} >= {"zero::reduce", "zero::unshard", "zero::wait_for_unshard"}
+
+
+class Lines(logging.Handler):
+    """The messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def logged(rank: int, world: int, stage: int, level: int) -> list[str]:
+    model, optimizer = built(stage)
+    logger, lines = logging.getLogger("zero"), Lines()
+    logger.addHandler(lines)
+    logger.setLevel(level)
+    try:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(logging.NOTSET)
+    return lines.lines
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_rank_logs_what_a_step_does_to_each_unit_and_bucket(stage):
+    expected = {1: {"unshard"}, 2: {"reduce", "unshard"}, 3: {"unshard", "reshard", "reduce"}}[stage]
+    of = {"unit '0'", "unit '1'"} if stage == 3 else set()
+    for rank, lines in enumerate(ranks.run(logged, 2, args=(stage, logging.DEBUG))):
+        assert all(line.startswith(f"rank {rank}: ") for line in lines)
+        told = {tuple(line.removeprefix(f"rank {rank}: ").split(" ", 1)) for line in lines}
+        assert {act for act, _ in told} >= expected
+        assert not of or {(act, unit) for act in expected for unit in of} <= told
+
+
+def test_nothing_is_logged_of_steps_above_debug():
+    assert ranks.run(logged, 2, args=(3, logging.INFO)) == [[], []]

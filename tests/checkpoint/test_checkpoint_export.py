@@ -119,7 +119,6 @@ def test_extra_state_that_is_no_tensor_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("seen", [torch.arange(3.0), {"steps": 3}])
-@pytest.mark.filterwarnings("ignore:.*are pickles:UserWarning")
 def test_dcp_has_extra_state(seen, tmp_path):
     model, other = nn.Sequential(Counting(seen)), nn.Sequential(Counting())
     zero.checkpoint.save(tmp_path / "run", model)

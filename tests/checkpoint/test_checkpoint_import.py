@@ -115,7 +115,7 @@ def test_numbers_that_shapes_contradict_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["torch.save", "distributed"])
 @pytest.mark.parametrize("optim", [adam(), torch.optim.SGD])
-@pytest.mark.filterwarnings("ignore:.*are pickles:UserWarning", "ignore:torch.distributed is:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_numbers_that_cannot_be_mistaken_pass_without_a_word(kind, optim, tmp_path):
     """Because all shapes differ, or nothing is kept by parameter."""
     model = net(4, 3, 2)
@@ -214,7 +214,7 @@ class Counting(nn.Linear):
         ("safetensors", torch.arange(3.0)),  # which hold tensors only
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*are pickles:UserWarning", "ignore:torch.distributed is:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_import_of_extra_state(kind, seen, tmp_path):
     model, other = nn.Sequential(Counting()), nn.Sequential(Counting())
     model[0].seen = seen

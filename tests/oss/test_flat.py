@@ -180,12 +180,12 @@ def _cycle(rank, world, cut, dtype, part_in_whole):
     of_part = part.nbytes()
     assert of_part == group.part.nbytes
     views = None
-    for agreed in (False, True, False):
+    for _ in range(3):
         assert storage.nbytes() == 0
         assert part.nbytes() == of_part
         assert_is_part(group, values)
         assert group.reclaim() is None
-        gathered(group, agreed=agreed)
+        gathered(group)
         assert group.full.untyped_storage().data_ptr() == storage.data_ptr()
         assert storage.nbytes() == group.full.nbytes
         assert part.nbytes() == (0 if part_in_whole else of_part)

@@ -444,3 +444,36 @@ def test_an_optimizer_that_cannot_be_built_on_one_rank_raises_on_all():
     first, second = ranks.run(_failing_factory, 2, timeout=8)
     assert "no room here" in second
     assert "no room here" in first, first or "nothing was raised"
+
+
+class Failing(SGD):
+    """Raises in its second step, where it is told to."""
+
+    fails = False
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.fails and self.steps == 2:
+            raise ValueError("no room here")
+        return super().step(closure)
+
+
+def _failing_step(rank, world, where):
+    model = built()
+    optimizer = OSS(model.parameters(), Failing, lr=0.1)
+    optimizer.optim.fails = rank in where
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    return [refusal(optimizer.step), refusal(optimizer.step)]
+
+
+def test_an_optimizer_that_raises_on_one_rank_raises_on_all_and_none_waits():
+    first, second = ranks.run(_failing_step, 2, args=([1],), timeout=8)
+    assert second[0] == "ValueError: no room here"
+    assert "out of step: rank 0 is in the step of OSS, but rank 1 in a step of OSS in which its optimizer" in first[0]
+    assert first[1].startswith("RuntimeError: ranks are out of step"), "it went on"
+
+
+def test_an_optimizer_that_raises_on_every_rank_raises_there():
+    assert ranks.run(_failing_step, 2, args=([0, 1],), timeout=8) == [["ValueError: no room here", ""]] * 2

@@ -1,7 +1,7 @@
 """Checkpoints of others, made into one of zero's: plain files of torch.save, safetensors, torch's distributed ones.
 
-Nothing is unpickled but by torch.load(weights_only=True), with one exception, which warns: torch's distributed
-checkpoints keep their metadata, and what is no tensor, as pickles.
+Nothing is unpickled but by torch.load(weights_only=True). The pickle in torch's distributed checkpoints is not loaded
+either (torch_distributed.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from zero.checkpoint.parts import Held
 from zero.checkpoint.rank_files import seal, write_rank_file
 from zero.checkpoint.save_plan import SavePlan
 from zero.checkpoint.storage import Local, Place, mounted, place
+from zero.checkpoint.torch_distributed import METADATA, NotPlain, Stored, read_directory
 from zero.checkpoint.values import encode
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -69,7 +70,7 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
     Raises ValueError for what is none of these.
     """
     given = mounted(source, "what is imported")
-    if given.is_dir() and (given / ".metadata").is_file():
+    if given.is_dir() and (given / METADATA).is_file():
         found = _of_dcp(given)
     elif given.is_dir() or given.suffix == ".safetensors":
         found = _of_safetensors(given)
@@ -316,45 +317,25 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _of_dcp(path: Path) -> Found:
     """Its tensors by the paths that they had in the dictionary that was saved: ("model", name), ("optim", ...)."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    warnings.warn(
-        f"{path} is a torch distributed checkpoint: its metadata, and values that are no tensors, are pickles, which "
-        "can run code when they are read. Import only what you trust.",
-        stacklevel=4,
-    )
-    metadata = dcp.FileSystemReader(path).read_metadata()
-
-    class Reader(dcp.FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return metadata
-
-    def read(key: str, target: Any) -> Any:
-        told = {key: target}
-        dcp.load(told, storage_reader=Reader(path), no_dist=True)
-        return told[key]
-
     nested: dict[str, Any] = {}
-    keys: dict[Tensor, str] = {}
-    for key, described in metadata.state_dict_metadata.items():
-        atoms = (metadata.planner_data or {}).get(key, (key,))
-        if isinstance(described, TensorStorageMetadata):
-            value: Any = torch.empty(described.size, dtype=described.properties.dtype, device="meta")
-            keys[value] = key
-            if not described.size or any(_is_extra_state(str(atom)) for atom in atoms):
-                value = read(key, torch.empty(described.size, dtype=described.properties.dtype))
+    homes: dict[Tensor, Stored] = {}
+    for stored in read_directory(path):
+        if stored.dtype is None or not stored.size or any(_is_extra_state(str(atom)) for atom in stored.path):
+            try:
+                _place(nested, stored.path, stored.read())
+            except NotPlain as error:
+                if stored.path[0] in (*_MODEL_KEYS, *_OPTIMIZER_KEYS):
+                    raise
+                warnings.warn(f"left out: {error}", stacklevel=4)
         else:
-            value = read(key, None)
-        _place(nested, atoms, value)
+            value = torch.empty(stored.size, dtype=stored.dtype, device="meta")
+            homes[value] = stored
+            _place(nested, stored.path, value)
     found = _of_dictionary(_listed(nested), str(path))
-    by_path = {path: keys[tensor] for path, tensor in found.tensors.items() if tensor in keys}
 
     def load(path: str) -> Tensor:
         tensor = found.tensors[path]
-        if not tensor.is_meta:
-            return tensor
-        return read(by_path[path], torch.empty(tensor.shape, dtype=tensor.dtype))  # type: ignore[no-any-return]
+        return homes[tensor].read() if tensor in homes else tensor
 
     found.load = load
     return found
@@ -363,6 +344,8 @@ def _of_dcp(path: Path) -> Found:
 def _place(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
     for atom in path[:-1]:
         nested = nested.setdefault(atom, {})
+        if not isinstance(nested, dict):
+            raise ValueError(f"{'.'.join(map(str, path))} lies in what is no dictionary.")
     nested[path[-1]] = value
 
 

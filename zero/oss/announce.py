@@ -1,6 +1,7 @@
 """What a construction says of itself: one line of the `zero` logger, at INFO, from the first rank of the group.
 
-`ZERO_LOG=info` in the environment shows it where the program does not set up logging itself.
+`ZERO_LOG=info` in the environment shows it where the program does not set up logging itself; `debug` shows also what
+steps do (shown.py).
 """
 
 from __future__ import annotations

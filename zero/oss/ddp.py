@@ -7,13 +7,16 @@ communicates: the last moment at which all ranks can refuse.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import averaged_by, join_mark
+from zero.comm import Comm
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 _refusals: list[Callable[[nn.Module, Collection[str]], str | None]] = []
@@ -39,6 +42,22 @@ def replaced(params: Collection[nn.Parameter]) -> bool:
         any(param in params for param in averaged_by(ddp)) and not any(param in params for param in ddp.parameters())
         for ddp in _alive
     )
+
+
+def evaluated(closure: Callable[[], Any], params: Collection[nn.Parameter], comm: Comm) -> Any:
+    """What the closure of a step returns. An error of DistributedDataParallel's, which tells of connections and times,
+    gets a note of what this rank waited for (Python 3.11)."""
+    with torch.enable_grad():
+        try:
+            return closure()
+        except RuntimeError as error:
+            if hasattr(error, "add_note") and any(param in params for ddp in _alive for param in _averaged(ddp)):
+                error.add_note(
+                    f"Rank {comm.rank} was in the closure of a step of OSS. If the error is of DistributedDataParallel "
+                    f"having waited for others, one of the group of {comm.world} has stopped or did not come to this "
+                    "backward. Look for the first error of any rank."
+                )
+            raise
 
 
 def ddp_within(module: nn.Module, without: Iterable[nn.Parameter] = ()) -> str | None:

@@ -21,11 +21,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero._torch import profiler_range, wraps_others, writes_so_far
+from zero._torch import wraps_others, writes_so_far
 from zero.comm import Comm, Handle
 from zero.measure.shapes import part_shape
 from zero.oss.lane import lane_of
 from zero.oss.layout import ALIGNMENT, Layout, Span
+from zero.oss.shown import shown
 
 _CHUNK = 2**18
 """Elements that are compared at a time, so that no copy of a part is made."""
@@ -181,7 +182,7 @@ class FlatGroup:
             unknown = self.full.new_full((), torch.nan)
             self._bind([unknown.expand(shape) for shape in self._shapes])
             self.residence = Residence.GATHERING
-        with profiler_range(f"zero::unshard {self.label}"), self._lane or nullcontext():
+        with shown("unshard", self.label, self.comm.rank), self._lane or nullcontext():
             if self._frees:
                 with torch.no_grad():
                     own = self.full[self.layout.segment(self.comm.rank)]
@@ -211,7 +212,7 @@ class FlatGroup:
         """Waits for the gather that is in flight; the parameters are whole afterwards."""
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
-        with profiler_range(f"zero::wait_for_unshard {self.label}"):
+        with shown("wait_for_unshard", self.label, self.comm.rank):
             handle.wait()
         if self._lane is not None:
             self._lane.join()
@@ -237,7 +238,7 @@ class FlatGroup:
         What was written into the parameters while they were whole stays: each element as its owner wrote it.
         """
         assert self._own_part and self._handle is None
-        with profiler_range(f"zero::reshard {self.label}"):
+        with shown("reshard", self.label, self.comm.rank):
             own = self.full[self.layout.segment(self.comm.rank)]
             if self._part_in_whole:
                 self.part.untyped_storage().resize_(self.part.nbytes)

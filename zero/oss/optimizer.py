@@ -31,7 +31,7 @@ from zero.measure.param_groups import called, options, told_options
 from zero.oss import norm, state
 from zero.oss.agreed import Agreed
 from zero.oss.announce import announce
-from zero.oss.ddp import replaced
+from zero.oss.ddp import evaluated, replaced
 from zero.oss.flat import FlatGroup
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import refuse_unreduced, take_gradients
@@ -125,6 +125,7 @@ class OSS(ShardedOptimizer, Joinable):
         self._scaling = Scaling(self._comm, "clip_grad_norm(max_norm) of the optimizer")
         self._step_channel = self._comm.channel("the step of OSS")
         self._edited_channel = self._comm.channel("a step of OSS that it refuses, as its param_groups were edited")
+        self._failed_channel = self._comm.channel("a step of OSS in which its optimizer raised an error")
 
         self._joining = Joining(self._comm)
         Joinable.__init__(self)
@@ -297,8 +298,8 @@ class OSS(ShardedOptimizer, Joinable):
         it is called before. Others are given it, and each time they call it parameters are gathered before.
 
         Raises RuntimeError where parameters were moved or replaced, where gradients were left unreduced by no_sync, and
-        on every rank where param_groups were edited on one, where the optimizer wrote other numbers into its own on
-        another, where another rank does something else, or inside of `ddp.join()`.
+        on every rank where param_groups were edited on one, where the optimizer raised on another, or wrote other
+        numbers into its own, where another rank does something else, or inside of `ddp.join()`.
         """
         by_inner = closure is not None and type(self.optim) not in ELEMENTWISE
         if by_inner and self._joining.within(self):
@@ -314,10 +315,9 @@ class OSS(ShardedOptimizer, Joinable):
             loss = self.optim.step(closure=self._for_inner(closure), **options)
         else:
             if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+                loss = evaluated(closure, self._parts, self._comm)
             self._begin_step()
-            step_in_slices(self.optim, **options)
+            self._step_parts(**options)
         self._end_step()
         return cast("float | None", loss)
 
@@ -339,6 +339,14 @@ class OSS(ShardedOptimizer, Joinable):
         self._share_options(self.param_groups, self.optim.param_groups)
         if self._agreed is not None:
             self._agreed.before_step(self.optim)
+
+    def _step_parts(self, **options: Any) -> None:
+        try:
+            step_in_slices(self.optim, **options)
+        except Exception:
+            with suppress(RuntimeError):
+                self._comm.agree(self._failed_channel)  # the others would wait for this rank
+            raise
 
     def _end_step(self) -> None:
         """Collective. All that comes after the inner optimizer's step."""
@@ -368,8 +376,7 @@ class OSS(ShardedOptimizer, Joinable):
                 self._gather(self._stepped_groups())
                 self.finish_gathers()
             called = True
-            with torch.enable_grad():
-                loss = closure()
+            loss: float = evaluated(closure, self._parts, self._comm)
             self._refuse_changes()
             self._refuse_replaced(self._take_gradients())
             self._parts.masters.refresh()
@@ -443,7 +450,7 @@ class OSS(ShardedOptimizer, Joinable):
     @torch.no_grad()
     def _step_joined(self) -> None:
         self._begin_step(joined=True)
-        step_in_slices(self.optim)
+        self._step_parts()
         self._end_step()
 
     @property

@@ -20,12 +20,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from zero._torch import copy_all, profiler_range
+from zero._torch import copy_all
 from zero.comm import Comm, Handle
 from zero.comm.packing import joined
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_sparse
 from zero.oss.layout import Span
+from zero.oss.shown import shown
 from zero.sdp.routes import Routes
 
 _LARGE = 1 << 18
@@ -155,7 +156,7 @@ class GradBucket:
         self.used |= self._sent
         self.missing = self.missing or not self.complete
         self._forget_taken()
-        with profiler_range(f"zero::reduce {self.flat.label}"):
+        with shown("reduce", self.flat.label, self.flat.comm.rank):
             self._handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
 
     def _in_layout_order(self) -> Tensor:
@@ -196,7 +197,7 @@ class GradBucket:
         None where this rank has not used it, for `decide` to tell."""
         assert self._handle is not None
         handle, self._handle = self._handle, None
-        with profiler_range(f"zero::wait_for_reduce {self.flat.label}"):
+        with shown("wait_for_reduce", self.flat.label, self.flat.comm.rank):
             sums: Tensor = handle.wait()
         self.phase = Phase.FILLING
         if self._replicas is not None:
