@@ -144,6 +144,16 @@ def classes_to_ignore(precision: Any) -> tuple[type[nn.Module], ...]:
     return tuple(precision._module_classes_to_ignore)
 
 
+def recomputed_in_backward(module: nn.Module) -> nn.Module:
+    """The module in a wrapper that keeps its inputs and recomputes the rest in backward, under the module's own names.
+
+    PyTorch's FSDP is used with this wrapper, which lies in a private module. torch.utils.checkpoint is for functions.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module)
+
+
 # -------------------------------------------------------------------------------------------- torch.compile
 
 _WRAPPED = "_orig_mod"
