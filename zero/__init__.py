@@ -17,8 +17,9 @@ from zero.fsdp import (
 from zero.oss import OSS, GradScaler
 from zero.oss.announce import show_as_asked
 from zero.plan import plan
+from zero.scripts import ParameterCount, count_parameters, full_state_dict, unwrap
 from zero.sdp import ShardedDDP
-from zero.setup import full_state_dict, setup
+from zero.setup import setup
 
 show_as_asked()
 warn_if_untested()
@@ -32,6 +33,7 @@ __all__ = [
     "MEMORY_FIRST",
     "MixedPrecision",
     "OSS",
+    "ParameterCount",
     "Prefetch",
     "SPEED_FIRST",
     "ShardedDDP",
@@ -39,8 +41,10 @@ __all__ = [
     "checkpoint",
     "comm",
     "Traffic",
+    "count_parameters",
     "full_state_dict",
     "plan",
     "setup",
     "traffic",
+    "unwrap",
 ]

@@ -1,4 +1,4 @@
-"""The stages by number, and whole weights at each of them."""
+"""The stages by number."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.comm import Comm
-from zero.fsdp import FSDP, whole
-from zero.fsdp.summon import units_of
+from zero.fsdp import FSDP
 from zero.oss import OSS
 from zero.oss.averaging import average_by_reading
 from zero.oss.kinds import finding_of, known, title
@@ -74,14 +73,3 @@ def setup(
     wrapped = DistributedDataParallel(model, process_group=process_group, gradient_as_bucket_view=True)
     average_by_reading(wrapped, comm)
     return wrapped, optimizer
-
-
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Collective. The full weights on every rank, as copies, under the module's own names, whatever wraps it.
-
-    Of FSDP, ShardedDDP, DistributedDataParallel, plain modules, and modules inside of these. Tied parameters share one
-    copy.
-    """
-    inner = model.module if isinstance(model, (DistributedDataParallel, FSDP)) else model
-    weights: dict[str, Any] = whole.state_dict(inner, units_of(inner))
-    return weights

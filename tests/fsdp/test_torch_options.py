@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ranks
@@ -16,6 +17,7 @@ import zero
 from sidebyside import data
 from zero.fsdp.offload import as_offload
 from zero.fsdp.prefetch import as_prefetch
+from zero.fsdp.torch_options import from_torch
 
 WIDTH = 6
 BF16 = torch.bfloat16
@@ -137,6 +139,93 @@ def test_a_model_trains_with_all_of_them():
     ranks.run(with_all)
 
 
+def by_fsdp1_names(rank: int, world: int) -> None:
+    """As the call of torch.distributed.fsdp.FullyShardedDataParallel would be written."""
+    given = trained(
+        rank,
+        cpu_offload=fsdp.CPUOffload(offload_params=True),
+        backward_prefetch=BOTH.BACKWARD_PRE,
+        forward_prefetch=True,
+        limit_all_gathers=True,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        ignored_states=None,
+    )
+    own = trained(rank)
+    assert all(torch.equal(given[name], own[name]) for name in own)
+
+
+def test_a_model_trains_with_the_names_of_fsdp1():
+    ranks.run(by_fsdp1_names)
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({}, zero.Prefetch()),
+        ({"limit_all_gathers": True}, zero.Prefetch()),
+        ({"limit_all_gathers": False}, zero.Prefetch(limit=3)),
+        ({"forward_prefetch": True}, zero.Prefetch(forward_prefetch=True)),
+        ({"backward_prefetch": None}, zero.Prefetch(None)),
+        ({"backward_prefetch": BOTH.BACKWARD_PRE, "forward_prefetch": True}, zero.Prefetch("BACKWARD_PRE", True)),
+    ],
+    ids=str,
+)
+def test_names_of_fsdp1_say_what_is_gathered_ahead(given, own):
+    assert from_torch(given, None, None, [], []).prefetch == own
+
+
+def test_names_of_fsdp1_say_where_shards_lie():
+    given = {"cpu_offload": fsdp.CPUOffload(offload_params=True)}
+    assert from_torch(given, None, None, [], []).offload == zero.CPUOffload()
+    assert from_torch({"cpu_offload": False}, None, zero.CPUOffload(), [], []).offload == zero.CPUOffload()
+
+
+def ignored(rank: int, world: int) -> list[bool]:
+    net = Net()
+    model = zero.FSDP(net, ignored_states=[net.head, net.blocks[0].norm.weight])
+    sharded = {param for group in model.flat_groups for param in group.params}
+    return [param in sharded for param in (net.head.weight, net.blocks[0].norm.weight, net.blocks[0].norm.bias)]
+
+
+def test_ignored_states_are_modules_or_parameters():
+    assert ranks.run(ignored) == [[False, False, True]] * 2
+
+
+class Shares(nn.Module):
+    """Tells which dtypes its parameters are computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtypes += [self.linear.weight.dtype, self.norm.weight.dtype, x.dtype]
+        return self.norm(self.linear(x.to(self.linear.weight.dtype)))
+
+
+def as_fsdp2(rank: int, world: int, cast_inputs: bool) -> None:
+    policy = fsdp.MixedPrecisionPolicy(BF16, torch.float32, cast_forward_inputs=cast_inputs)
+    given = data(8, WIDTH, rank=rank)
+    theirs = fsdp.fully_shard(Shares(), mp_policy=policy, mesh=init_device_mesh("cpu", (world,)))
+    own = zero.FSDP(Shares(), mixed_precision=policy, offload=fsdp.OffloadPolicy(), broadcast_buffers=False)
+    expected, found = theirs(given), own(given)
+    assert own.module.dtypes == theirs.dtypes
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("cast_inputs", [True, False])
+def test_a_precision_policy_is_that_of_fsdp2(cast_inputs):
+    ranks.run(as_fsdp2, args=(cast_inputs,))
+
+
+def test_offload_policies_are_those_of_fsdp2():
+    assert as_offload(fsdp.OffloadPolicy()) is None
+    assert as_offload(fsdp.CPUOffloadPolicy(pin_memory=False)) == zero.CPUOffload(pin_memory=False)
+
+
 def on_rank_1_otherwise(rank: int, world: int, options: dict[str, Any]) -> None:
     zero.FSDP(Net(), **(options if rank else {}))
 
@@ -149,9 +238,27 @@ def on_rank_1_otherwise(rank: int, world: int, options: dict[str, Any]) -> None:
         ({"offload": True}, ["offload=True", r"zero.CPUOffload\(\)", "None"]),
         ({"prefetch": "BACKWARD"}, ["prefetch='BACKWARD'", "zero.Prefetch", "BackwardPrefetch"]),
         ({"prefetch": [2]}, [r"prefetch=\[2\]", "zero.Prefetch"]),
+        (
+            {"mixed_precision": fsdp.MixedPrecisionPolicy(BF16, output_dtype=BF16)},
+            ["output_dtype=torch.bfloat16", "cast"],
+        ),
+        ({"reshard_after_forward": 4}, ["reshard_after_forward=4", "True or False", "HYBRID_SHARD"]),
+        ({"prefetch": zero.MEMORY_FIRST, "forward_prefetch": True}, ["prefetch and forward_prefetch both"]),
+        ({"limit_all_gathers": 2}, ["limit_all_gathers=2", "zero.Prefetch"]),
+        ({"backward_prefetch": "LATER"}, ["backward_prefetch='LATER'", "BACKWARD_PRE"]),
+        ({"offload": zero.CPUOffload(), "cpu_offload": zero.CPUOffload()}, ["offload and cpu_offload both"]),
+        ({"cpu_offload": True}, ["offload=True", r"zero.CPUOffload\(\)"]),
+        ({"device_id": 0}, ["device_id=0", "there are 0"]),
+        ({"use_orig_params": "yes"}, ["use_orig_params='yes'", "always original"]),
+        ({"ignored_states": ["head"]}, ["ignored_states holds a str"]),
         ({"sharding_strategy": ["FULL_SHARD"]}, [r"sharding_strategy=\['FULL_SHARD'\]", "FULL_SHARD, SHARD_GRAD_OP"]),
     ],
     ids=lambda value: "-".join(map(str, value)),
 )
 def test_what_is_none_of_them_is_refused_on_every_rank(options, words):
     ranks.expect_error(on_rank_1_otherwise, 2, ValueError, *words, r"\(on rank 1\)", args=(options,), timeout=8)
+
+
+def test_a_name_that_neither_has_is_refused():
+    with pytest.raises(TypeError, match=r"unexpected argument 'shard'.*cpu_offload"):
+        zero.FSDP(Net(), shard=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.choice import Choice
 from zero.fsdp.materialise import Materialiser
@@ -52,7 +53,7 @@ class Builder:
 
     param_init_fn: gives values to modules that were built on the meta device.
     `disk`: where parts lie, if in files.
-    `cast_buffers`: those that were cast to another dtype.
+    `cast_buffers`: those that were cast to another dtype; `hooks`: what was put on modules for mixed precision.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Builder:
         self._materialiser = Materialiser(choice.module, param_init_fn, self._undo, initialises=placement.first)
         self._loads = [0] * placement.comm.world
         self.cast_buffers: list[CastBuffer] = []
+        self.hooks: list[RemovableHandle] = []
         self._can_fail = False
 
     def build(self) -> list[Unit]:
@@ -86,7 +88,7 @@ class Builder:
                 self._materialiser.materialise(self._choice.ignored)
                 self._agree()
             self._undo.pop_all()
-        self.cast_buffers = self._options.precision.prepare(self._choice.modules)
+        self.cast_buffers, self.hooks = self._options.precision.prepare(self._choice.modules)
         if self._options.synced:
             self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
         return units

@@ -19,16 +19,18 @@ from zero.fsdp.choice import Choice
 from zero.fsdp.compiled import BETWEEN_UNITS
 from zero.fsdp.forward import Forward
 from zero.fsdp.guard import Guard, guarded
-from zero.fsdp.offload import CPUOffload, DiskOffload, as_offload
+from zero.fsdp.offload import CPUOffload, DiskOffload
 from zero.fsdp.optim_state import SteppingParts, refuse_other_parts
 from zero.fsdp.precision import MixedPrecision, as_precision
-from zero.fsdp.prefetch import BackwardPrefetch, Prefetch, as_prefetch
+from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.sentry import NO_COPIES, Sentry
 from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.summon import Summons, summon
+from zero.fsdp.torch_options import from_torch, refuse_number_of_ranks, refuse_unknown
 from zero.fsdp.tracing import Gradients
 from zero.fsdp.unit import Unit
+from zero.fsdp.unwrap import give_back, refuse_forward
 from zero.fsdp.wrap import Policy
 from zero.oss import norm, state
 from zero.oss.announce import announce
@@ -37,6 +39,7 @@ from zero.oss.flat import FlatGroup
 from zero.oss.joining import NO_JOIN
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
+from zero.sdp.unwrapped import refuse_steps
 from zero.sdp.wrapper import Wrapper
 
 _GIVEN = "the models given to FSDP"
@@ -78,6 +81,8 @@ class FSDP(Wrapper):
         get memory one at a time, values on rank 0 only, and are never whole anywhere else than there.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
+    of_torch: options of PyTorch's FSDP1 that have another name here: backward_prefetch, cpu_offload, device_id,
+        forward_prefetch, ignored_states, limit_all_gathers, use_orig_params. See zero.fsdp.torch_options.
 
     A penalty that is added to the loss, such as the sum of squares, is computed after forward from what `parameters()`
     or `named_parameters()` of this gives then: it sees this rank's parts, and adds its gradient to theirs. It must be a
@@ -106,33 +111,37 @@ class FSDP(Wrapper):
         ignored_parameters: Iterable[nn.Parameter] = (),
         partition: Partition = "auto",
         sharding_strategy: ShardingStrategy | str = "FULL_SHARD",
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = True,
         mixed_precision: MixedPrecision | None = None,
         prefetch: Prefetch | BackwardPrefetch | None = None,
         offload: CPUOffload | DiskOffload | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,
+        **of_torch: Any,
     ) -> None:
         super().__init__()
         self.module = module
-        ignored_modules = [*ignored_modules]
+        refuse_unknown(of_torch)
         strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh)
         self._comm = self._placement.comm
         try:
+            refuse_number_of_ranks(reshard_after_forward)
+            asked = from_torch(of_torch, prefetch, offload, ignored_modules, ignored_parameters)
             options = Options(
                 partition,
                 as_precision(mixed_precision),
-                stays=strategy.keeps_parameters or not reshard_after_forward,
+                stays=strategy.keeps_parameters or reshard_after_forward is False,
                 synced=sync_module_states,
-                offload=as_offload(offload),
-                prefetch=as_prefetch(prefetch),
+                offload=asked.offload,
+                prefetch=asked.prefetch,
             )
         except ValueError as error:
             self._placement.compare(_GIVEN, [], str(error))
             raise
+        asked.move(module)
         inside = _inside(module)
-        choice = Choice(module, inside, _parameters_in(inside), _ignored(ignored_modules, ignored_parameters))
+        choice = Choice(module, inside, _parameters_in(inside), asked.ignored)
         problem = (
             problem
             or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
@@ -146,19 +155,20 @@ class FSDP(Wrapper):
 
         builder = Builder(choice, self._placement, options, param_init_fn)
         self._units = builder.build()  # the last that can fail
-        self._cast_buffers = builder.cast_buffers
+        self._cast_buffers, self._hooks = builder.cast_buffers, builder.hooks
         for name, one in inside.items():
             self._units += one._hand_over(module, name)
             self._cast_buffers += one._cast_buffers
+            self._hooks += one._hooks
         self._guard = Guard(
             module,
             self._units,
             self._comm,
-            ignored=ignored_modules,
+            ignored=asked.ignored_modules,
             partition=partition,
             disk=builder.disk,
         )
-        self._summons = Summons(self._units, self._guard, self._placement)
+        self._summons = Summons(self._units, self._guard, self._placement, self._cast_buffers)
         self._sentry = Sentry(self._units)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
         self._schedule = Schedule(self._units, self._comm, options.prefetch, after_backward=self._guard.after_backward)
@@ -182,10 +192,7 @@ class FSDP(Wrapper):
 
     def _hand_over(self, root: nn.Module, name: str) -> list[Unit]:
         """To the FSDP around this one: the units, and in the root the place at which this one stands."""
-        self._schedule.remove()
-        self._guard.dismiss()
-        self._summons.dismiss()
-        self._sentry.dismiss()
+        self._dismiss()
         for parent in root.modules():
             for child, module in children_of(parent).items():
                 if module is self:
@@ -193,6 +200,20 @@ class FSDP(Wrapper):
         for unit in self._units:
             unit.move_below(name)
         return self._units
+
+    def _dismiss(self) -> None:
+        self._schedule.remove()
+        for one in (self._guard, self._summons, self._sentry):
+            one.dismiss()
+
+    def unwrap(self) -> nn.Module:
+        """Collective. The module, plain again, with full parameters and without gradients; see zero.unwrap."""
+        self._guard.refuse_strays()
+        give_back(self._units, self._cast_buffers, self._hooks)
+        self._dismiss()
+        refuse_steps(self._guard.optimizers)
+        self._before_forward = refuse_forward
+        return self.module
 
     # --------------------------------------------------------------------------------------------- running
 
@@ -418,7 +439,3 @@ def _inside(module: nn.Module) -> dict[str, FSDP]:
 def _parameters_in(inside: dict[str, FSDP]) -> set[nn.Parameter]:
     """What is sharded already."""
     return {param for one in inside.values() for group in one.flat_groups for param in group.params}
-
-
-def _ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [*dict.fromkeys([*(param for module in modules for param in module.parameters()), *params])]

@@ -89,6 +89,11 @@ class Guard:
         """Looks at no more steps."""
         _guards[:] = [known for known in _guards if known() is not self]
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped these parameters."""
+        return [*self._known_optimizers]
+
     def before_forward(self) -> None:
         """To be called before the model's forward. Raises RuntimeError as `refuse_strays` does."""
         self.refuse_strays()

@@ -64,16 +64,20 @@ class DiskOffload:
 
 
 def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
-    """Takes PyTorch's CPUOffload too. Raises ValueError for what is none."""
+    """Takes PyTorch's CPUOffload and offload policies too. Raises ValueError for what is none."""
     if given is None or isinstance(given, CPUOffload | DiskOffload):
         return given
     from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
 
     if isinstance(given, fsdp.CPUOffload):
         return CPUOffload() if given.offload_params else None
+    if isinstance(given, fsdp.CPUOffloadPolicy):
+        return CPUOffload(pin_memory=given.pin_memory)
+    if type(given) is fsdp.OffloadPolicy:  # PyTorch's word for none
+        return None
     raise ValueError(
-        f"offload={given!r}: pass zero.CPUOffload(), zero.DiskOffload(path), torch.distributed.fsdp.CPUOffload, or "
-        "None, which offloads nothing."
+        f"offload={given!r}: pass zero.CPUOffload(), zero.DiskOffload(path), torch.distributed.fsdp.CPUOffload or "
+        "CPUOffloadPolicy, or None, which offloads nothing."
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero._torch import BATCH_NORM, buffers_of, classes_to_ignore
 from zero.sdp.tensors import map_tensors
@@ -70,18 +71,18 @@ class MixedPrecision:
                     if buffer.is_floating_point():
                         yield CastBuffer(module, name, buffer.dtype)
 
-    def prepare(self, modules: Iterable[nn.Module]) -> list[CastBuffer]:
-        """Casts buffers, and has the modules that are kept in float32 cast what they take and return."""
+    def prepare(self, modules: Iterable[nn.Module]) -> tuple[list[CastBuffer], list[RemovableHandle]]:
+        """Casts buffers, and has the modules that are kept in float32 cast what they take and return, by hooks."""
         modules = [*modules]
-        found = [*self.buffers_to_cast(modules)]
+        found, hooks = [*self.buffers_to_cast(modules)], []
         for one in found:
             buffers_of(one.module)[one.name] = one.tensor.to(self.buffer_dtype)
-            one.module.register_state_dict_post_hook(_Uncast(one.name, one.dtype))
+            hooks.append(one.module.register_state_dict_post_hook(_Uncast(one.name, one.dtype)))
         for module in modules:
             if self.param_dtype is not None and isinstance(module, self.keep_fp32):
-                module.register_forward_pre_hook(_cast_arguments, with_kwargs=True)
-                module.register_forward_hook(_cast_output(self.param_dtype))
-        return found
+                hooks.append(module.register_forward_pre_hook(_cast_arguments, with_kwargs=True))
+                hooks.append(module.register_forward_hook(_cast_output(self.param_dtype)))
+        return found, hooks
 
 
 class CastBuffer(NamedTuple):
@@ -110,17 +111,22 @@ class _Uncast:
 
 
 def as_precision(given: Any) -> MixedPrecision:
-    """Takes PyTorch's MixedPrecision too. Raises ValueError for what is none, and for what zero does not do."""
+    """Takes PyTorch's MixedPrecision and MixedPrecisionPolicy too.
+
+    Raises ValueError for what is none, and for what zero does not do.
+    """
     if given is None:
         return MixedPrecision()
     if isinstance(given, MixedPrecision):
         return given
     from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
 
+    if isinstance(given, fsdp.MixedPrecisionPolicy):
+        return _of_policy(given)
     if not isinstance(given, fsdp.MixedPrecision):
         raise ValueError(
             f"mixed_precision={given!r}: pass a zero.MixedPrecision, such as zero.MixedPrecision(param_dtype="
-            "torch.bfloat16), torch.distributed.fsdp.MixedPrecision, or None."
+            "torch.bfloat16), torch.distributed.fsdp.MixedPrecision or MixedPrecisionPolicy, or None."
         )
     if given.keep_low_precision_grads:
         raise ValueError(
@@ -134,6 +140,18 @@ def as_precision(given: Any) -> MixedPrecision:
         cast_forward_inputs=given.cast_forward_inputs,
         cast_root_forward_inputs=given.cast_root_forward_inputs,
         keep_fp32=classes_to_ignore(given),
+    )
+
+
+def _of_policy(given: Any) -> MixedPrecision:
+    """FSDP2's MixedPrecisionPolicy, which makes no exception of batch normalisation."""
+    if given.output_dtype is not None:
+        raise ValueError(
+            f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available: leave it out, and cast what "
+            "forward returns."
+        )
+    return MixedPrecision(
+        given.param_dtype, given.reduce_dtype, cast_forward_inputs=given.cast_forward_inputs, keep_fp32=()
     )
 
 

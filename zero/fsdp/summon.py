@@ -10,6 +10,7 @@ from torch import nn
 
 from zero.fsdp import whole
 from zero.fsdp.guard import Guard, strayed
+from zero.fsdp.precision import CastBuffer
 from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
 
@@ -20,10 +21,16 @@ _alive: list[ReferenceType[Summons]] = []
 class Summons:
     """Makes units of one FSDP whole, as long as it lives or until it is dismissed."""
 
-    def __init__(self, units: Sequence[Unit], guard: Guard, placement: Placement) -> None:
-        self._units, self._guard, self._placement = units, guard, placement
+    def __init__(
+        self, units: Sequence[Unit], guard: Guard, placement: Placement, cast_buffers: Sequence[CastBuffer]
+    ) -> None:
+        self._units, self._guard, self.placement, self.cast_buffers = units, guard, placement, cast_buffers
         _alive[:] = [known for known in _alive if known() is not None]
         _alive.append(ref(self))
+
+    def refuse_strays(self) -> None:
+        """As Guard.refuse_strays."""
+        self._guard.refuse_strays()
 
     def dismiss(self) -> None:
         """Another FSDP has the units."""
@@ -48,12 +55,18 @@ class Summons:
             yield
             if writeback:
                 groups = [group for unit in units for group in unit.groups]
-                self._placement.compare("the whole parameters of FSDP", [], strayed(groups))
+                self.placement.compare("the whole parameters of FSDP", [], strayed(groups))
 
 
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of any FSDP that hold parameters of the module, in the same order on every rank."""
-    return [unit for one in _living() for unit in one.units_of(module, recurse=True)]
+    return [unit for _, units in summons_of(module) for unit in units]
+
+
+def summons_of(module: nn.Module) -> list[tuple[Summons, list[Unit]]]:
+    """The same by FSDP."""
+    found = [(one, one.units_of(module, recurse=True)) for one in _living()]
+    return [(one, units) for one, units in found if units]
 
 
 @contextmanager

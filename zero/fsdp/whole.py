@@ -36,12 +36,7 @@ def summoned(
             "rank0_only=True with writeback=True: what rank 0 writes would not reach the owners of the parts. Pass "
             "writeback=False, or make the parameters whole on all ranks."
         )
-    busy = [unit.title for unit in units if unit.stage is not Stage.IDLE or unit.depth or unit.summoned]
-    if busy:
-        raise RuntimeError(
-            f"summon_full_params() was called while {busy[0]} is whole already: within forward, backward or another "
-            "summon_full_params(). Call it between steps, and once."
-        )
+    refuse_busy(units, "summon_full_params()")
     groups = [group for unit in units for group in unit.groups]
     gradients: list[_Gradients] = []
     keep = False
@@ -62,6 +57,16 @@ def summoned(
                 group.dismiss(keep=keep)
         for shown in gradients:
             shown.end(keep=keep)
+
+
+def refuse_busy(units: Sequence[Unit], call: str) -> None:
+    """Raises RuntimeError where `call` comes within forward, backward or summon_full_params()."""
+    busy = [unit.title for unit in units if unit.stage is not Stage.IDLE or unit.depth or unit.summoned]
+    if busy:
+        raise RuntimeError(
+            f"{call} was called while {busy[0]} is whole already: within forward, backward or another "
+            "summon_full_params(). Call it between steps, and once."
+        )
 
 
 class _Gradients:
@@ -102,11 +107,7 @@ def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: A
     units: those that hold the module's parameters. Hooks of the module see full parameters too. Inside
     summon_full_params the values are those that this rank sees there.
     """
-    if any(unit.summoned and not unit.whole for unit in units):
-        raise RuntimeError(
-            "state_dict() on a rank that has only shards: inside summon_full_params(rank0_only=True) only rank 0 of "
-            "the group has full parameters. Call it there on rank 0 alone, or outside on every rank."
-        )
+    refuse_elsewhere(units)
     destination = kwargs.get("destination", args[0] if args else None)
     before = dict(destination or {})
     resting = [unit for unit in units if not unit.summoned]
@@ -123,6 +124,15 @@ def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: A
                 place = (value.data_ptr(), value.shape, value.stride(), value.dtype)  # of tied parameters the same
                 found[key] = copies.setdefault(place, value.detach().clone())
     return found
+
+
+def refuse_elsewhere(units: Sequence[Unit]) -> None:
+    """Raises RuntimeError where only another rank has full parameters."""
+    if any(unit.summoned and not unit.whole for unit in units):
+        raise RuntimeError(
+            "state_dict() on a rank that has only shards: inside summon_full_params(rank0_only=True) only rank 0 of "
+            "the group has full parameters. Call it there on rank 0 alone, or outside on every rank."
+        )
 
 
 def _uncast(cast_buffers: Sequence[CastBuffer]) -> dict[Tensor, Tensor]:

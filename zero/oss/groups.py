@@ -27,6 +27,9 @@ def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> t
         if _has_no_order(group.get("params", ())):
             return [], _unordered(f"group {position}", group["params"])
     groups = [{**group, "params": _listed(group.get("params"))} for group in groups]
+    if any("param_names" in group or isinstance(entry, tuple) for group in groups for entry in group["params"][:1]):
+        # torch has all groups named or none, and an empty one shows no names.
+        groups = [group if group["params"] else {**group, "param_names": []} for group in groups]
     seen = set(seen or ())
     found: dict[nn.Parameter, str] = {}
     for position, group in enumerate(groups):

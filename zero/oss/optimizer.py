@@ -29,6 +29,7 @@ from zero.oss import norm, state
 from zero.oss.announce import announce
 from zero.oss.ddp import replaced
 from zero.oss.flat import FlatGroup
+from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.oss.groups import as_groups, called, describe, devices_of, master_problem, options, sent_dtype, told_options
 from zero.oss.joining import NO_JOIN, Joining
@@ -135,6 +136,14 @@ class OSS(ShardedOptimizer, Joinable):
         announce(f"OSS({called(optim)})", self._comm, self.flat_groups, sharded="optimizer state")
 
     # -------------------------------------------------------------------------------------- construction
+
+    @classmethod
+    def from_optimizer(
+        cls, optimizer: Optimizer, group: torch.distributed.ProcessGroup | None = None, **options: Any
+    ) -> OSS:
+        """Collective. An OSS in the place of an optimizer that was built of full parameters; see
+        zero.oss.from_optimizer."""
+        return from_optimizer(cls, optimizer, group, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective. Shards the group's parameters too, balanced with what each rank owns already."""

@@ -40,7 +40,8 @@ class Reducer:
         self._hooks_on_leaves: list[RemovableHandle] = []
         self._ran_trained: set[Tensor] = set()
         """What was trained in some forward since the last backward, and may have been frozen since."""
-        self._replaced = False
+        self._retired: str | None = None
+        """Why it takes no gradients any more."""
         self._in_backward = False
         self._launched = 0
         self._in_flight: int | None = None
@@ -48,7 +49,7 @@ class Reducer:
         for param in self._places:
             before = _reducers[param]() if param in _reducers else None
             if before is not None:
-                before._retire()
+                before.retire(_REPLACED)
             _reducers[param] = ref(self)
         self._hook_trained()
 
@@ -68,11 +69,8 @@ class Reducer:
         self._largest_param = max(param.nbytes for param in self._places)
 
     def before_forward(self) -> None:
-        if self._replaced:
-            raise RuntimeError(
-                "this ShardedDDP was replaced by another around the same parameters, which has their gradients now. "
-                "Call the new one, and drop this one and its optimizer."
-            )
+        if self._retired is not None:
+            raise RuntimeError(self._retired.format("ShardedDDP"))
         if self._in_backward and not in_a_backward():
             self._abandon()
         if not self._in_backward:
@@ -111,9 +109,9 @@ class Reducer:
             trained = [bucket.flat.names[index] for bucket in self._buckets for index in bucket.trained]
             self._comm.compare("the parameters that are trained", trained)
 
-    def _retire(self) -> None:
-        """Another ShardedDDP has the parameters."""
-        self._replaced = True
+    def retire(self, reason: str) -> None:
+        """Takes no gradients any more, because the parameters are another's. reason: what a forward raises then."""
+        self._retired = reason
         for hook in [*self._hooks.values(), *self._hooks_on_leaves]:
             hook.remove()
 
@@ -207,6 +205,11 @@ class Reducer:
         self._in_flight = None
         self._in_backward = False
 
+
+_REPLACED = (
+    "this {} was replaced by another around the same parameters, which has their gradients now. Call the new one, and "
+    "drop this one and its optimizer."
+)
 
 _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By parameter, the Reducer that takes its gradients."""

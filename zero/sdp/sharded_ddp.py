@@ -25,6 +25,7 @@ from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
 from zero.sdp.gathers import PendingGathers
 from zero.sdp.reducer import Reducer
+from zero.sdp.unwrapped import UNWRAPPED, refuse_steps
 from zero.sdp.wrapper import Wrapper
 
 
@@ -179,6 +180,14 @@ class ShardedDDP(Wrapper):
     def sync_buffers(self) -> None:
         """Collective. Overwrites the buffers by those of rank 0 now."""
         self._comm.broadcast([*self._inner.buffers()])
+
+    def unwrap(self) -> nn.Module:
+        """Collective. The module, plain again and without gradients; see zero.unwrap."""
+        self.zero_grad()
+        module = self.module  # whose parameters have arrived
+        self._reducer.retire(UNWRAPPED)
+        refuse_steps(self._optimizers)
+        return module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients everywhere: the parameters' and the optimizers' parts."""

@@ -1,0 +1,184 @@
+"""`OSS.from_optimizer`: an optimizer that was built already trains on, sharded, as it would have by itself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+import ranks
+import zero
+from sidebyside import average_over_ranks, data
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def groups(model: nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
+    """As the Trainer of transformers makes them."""
+    decayed = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
+    others = [(n, p) for n, p in model.named_parameters() if p.dim() <= 1]
+    made: list[dict[str, Any]] = []
+    for pairs, decay in ((decayed, 0.1), (others, 0.0)):
+        made.append({"params": [p for _, p in pairs], "weight_decay": decay})
+        if named:
+            made[-1]["param_names"] = [n for n, _ in pairs]
+    return made
+
+
+def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: int, first: int = 0, scheduler: Any = None) -> None:
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        model(data(4, 6, rank=rank, step=step)).square().sum().backward()
+        for param in model.parameters():
+            param.grad = average_over_ranks(param, param.grad)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+class Odd(SGD):
+    """Hands all its arguments on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+BUILT = {
+    "one group": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "groups of their own": lambda model: AdamW(groups(model), lr=0.01, betas=(0.8, 0.9)),
+    "named groups": lambda model: Adam(groups(model, named=True), lr=0.01, amsgrad=True),
+    "handed on": lambda model: Odd(groups(model), lr=0.1, nesterov=True, momentum=0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize("name", BUILT)
+def test_it_trains_on_as_the_optimizer_would(name: str) -> None:
+    ranks.run(trains_on, args=(name,))
+
+
+def trains_on(rank: int, world: int, name: str) -> None:
+    """With what it was built with, the state that it has, and the scheduler that was made for it."""
+    plain, model = net(), net()
+    expected, given = BUILT[name](plain), BUILT[name](model)
+    schedulers = [ExponentialLR(one, 0.5) for one in (expected, given)]
+    for each, optimizer, scheduler in zip((plain, model), (expected, given), schedulers, strict=True):
+        train(each, optimizer, rank, 2, scheduler=scheduler)
+    optimizer = zero.OSS.from_optimizer(given)
+    assert not given.state
+    train(plain, expected, rank, 2, first=2, scheduler=schedulers[0])
+    train(model, optimizer, rank, 2, first=2, scheduler=schedulers[1])
+    assert_same(model, plain)
+    optimizer.consolidate_state_dict(to=None)
+    found, wanted = optimizer.state_dict(), expected.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def with_an_empty_group(rank: int, world: int) -> None:
+    """As under LoRA, where nothing is left that does not decay."""
+    plain, model = net(), net()
+    built = []
+    for each in (plain, model):
+        for param in each.parameters():
+            param.requires_grad_(param.dim() > 1)
+        made = groups(each, named=True)
+        made[1]["params"], made[1]["param_names"] = [], []
+        built.append(Adam(made, lr=0.01))
+    optimizer = zero.OSS.from_optimizer(built[1], partition="whole")
+    assert [group["param_names"] for group in optimizer.param_groups] == [["0.weight", "2.weight"], []]
+    for each, one in ((plain, built[0]), (model, optimizer)):
+        one.zero_grad()
+        each(data(4, 6, rank=0)).square().sum().backward()
+        one.step()
+    assert_same(model, plain)
+
+
+def test_named_groups_stand_beside_empty_ones():
+    ranks.run(with_an_empty_group)
+
+
+def pairs_beside_an_empty_group(rank: int, world: int) -> list[list[str]]:
+    model = net()
+    optimizer = zero.OSS([{"params": [*model.named_parameters()]}, {"params": []}], Adam, lr=0.1)
+    return [group["param_names"] for group in optimizer.param_groups]
+
+
+def test_oss_takes_pairs_beside_an_empty_group():
+    names = [name for name, _ in net().named_parameters()]
+    assert ranks.run(pairs_beside_an_empty_group) == [[names, []]] * 2
+
+
+def given_away(rank: int, world: int) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    zero.OSS.from_optimizer(optimizer)
+    model(data(4, 6, rank=0)).sum().backward()
+    optimizer.step()
+
+
+def test_the_optimizer_that_was_given_away_steps_no_more():
+    ranks.expect_error(given_away, 2, RuntimeError, "SGD was given to OSS.from_optimizer", "Step the OSS")
+
+
+class Forgetful(SGD):
+    """Does not keep what it was built with."""
+
+    def __init__(self, params: Any, lr: float = 0.1, scale: float = 1.0) -> None:
+        super().__init__(params, lr=lr * scale)
+
+
+def forgetful(rank: int, world: int, optim: Any) -> list[Tensor]:
+    model = net()
+    optimizer = zero.OSS.from_optimizer(Forgetful(model.parameters(), scale=2.0), optim=optim)
+    train(model, optimizer, rank, 1)
+    return [*model.parameters()]
+
+
+def test_what_an_optimizer_does_not_keep_is_asked_for():
+    ranks.expect_error(forgetful, 2, ValueError, "Forgetful does not keep", "scale", "functools.partial", args=(None,))
+    found = ranks.run(forgetful, args=(functools.partial(Forgetful, scale=2.0),))[0]
+    model = net()
+    before = [param.clone() for param in model.parameters()]
+    assert all(not torch.equal(one, other) for one, other in zip(found, before, strict=True))
+
+
+def unfit(rank: int, world: int, what: str) -> None:
+    model = net()
+    optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if what == "on one rank no optimizer" and rank == 1:
+        optimizer = model
+    if what == "an OSS":
+        optimizer = zero.OSS(model.parameters(), SGD, lr=0.1)
+    if what == "state on one rank" and rank == 1:
+        model(data(4, 6, rank=0)).sum().backward()
+        optimizer.step()
+    if what == "state of another model":
+        optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones(7, 5)
+    zero.OSS.from_optimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("on one rank no optimizer", ["given a Sequential", r"\(on rank 1\)"]),
+        ("an OSS", ["given an OSS"]),
+        ("state on one rank", ["state of 0 parameters", "state of 4 parameters"]),
+        ("state of another model", ["momentum_buffer", r"\[7, 5\]"]),
+    ],
+)
+def test_what_cannot_be_taken_over_is_refused_on_every_rank(what, words):
+    ranks.expect_error(unfit, 2, ValueError, *words, args=(what,), timeout=10)

@@ -1,0 +1,276 @@
+"""What scripts ask of a model at any stage: full weights on one rank, how many parameters it has, the plain module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import Adam
+
+import ranks
+import zero
+from models import FeedForward
+from sidebyside import data
+from zero.plan.meter import Meter
+
+STAGES = [0, 1, 2, 3]
+
+
+class Net(nn.Module):
+    """With tied weights, a buffer and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3))
+        self.head = nn.Linear(6, 6)
+        self.head.weight = self.blocks[0][0].weight
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def at_stage(stage: int, model: nn.Module) -> tuple[nn.Module, Any]:
+    return zero.setup(model, Adam, stage=stage, lr=0.01)
+
+
+def step(model: nn.Module, optimizer: Any, rank: int, number: int = 0) -> float:
+    loss = model(data(8, 6, rank=rank, step=number)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+# ---------------------------------------------------------------------------------------------------- full weights
+
+
+def weights_of(rank: int, world: int, stage: int) -> None:
+    model, optimizer = at_stage(stage, Net())
+    step(model, optimizer, rank)
+    everywhere = zero.full_state_dict(model)
+    on_cpu = zero.full_state_dict(model, to=1, device="cpu")
+    inside = zero.full_state_dict(model.module.blocks[1], to=0)
+    assert list(on_cpu) == (list(everywhere) if rank == 1 else [])
+    assert list(inside) == ([*Net().blocks[1].state_dict()] if rank == 0 else [])
+    for name, value in everywhere.items():
+        assert value.untyped_storage().nbytes() == value.nbytes
+        assert rank == 0 or torch.equal(on_cpu[name], value)
+    given = on_cpu or everywhere
+    assert given["head.weight"] is given["blocks.0.0.weight"]
+    Net().load_state_dict(everywhere)
+    assert not any(value.requires_grad for value in everywhere.values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_gets_the_weights_that_every_rank_would(stage):
+    ranks.run(weights_of, args=(stage,))
+
+
+class Merged(nn.Linear):
+    """Saves another tensor than it trains, as layers do that were fused."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_state_dict_post_hook(halved)
+
+
+def halved(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    top, bottom = state_dict.pop(f"{prefix}weight").view(2, 3, 6)
+    state_dict[f"{prefix}top"], state_dict[f"{prefix}bottom"] = top, bottom
+
+
+def hooked(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Merged(), nn.Linear(6, 6))
+    expected = copy.deepcopy(plain).state_dict()
+    found = zero.full_state_dict(zero.FSDP(plain), to=0)
+    assert list(found) == (list(expected) if rank == 0 else [])
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_hooks_of_modules_see_full_parameters():
+    ranks.run(hooked)
+
+
+def cast_buffers(rank: int, world: int) -> None:
+    precision = zero.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, keep_fp32=())
+    model = zero.FSDP(Net(), mixed_precision=precision)
+    assert model.module.blocks[0][1].running_mean.dtype == torch.bfloat16
+    for name, value in zero.full_state_dict(model, to=0).items():
+        assert value.dtype == Net().state_dict()[name].dtype
+
+
+def test_weights_have_their_own_dtypes():
+    ranks.run(cast_buffers)
+
+
+def by_replica(rank: int, world: int, strategy: str) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = zero.FSDP(Net(), sharding_strategy=strategy, device_mesh=mesh if strategy == "HYBRID_SHARD" else None)
+    return [len(zero.full_state_dict(model, to=to)) for to in range(4)]
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+def test_replicas_count_one_after_another(strategy):
+    names = len(Net().state_dict())
+    found = ranks.run(by_replica, 4, args=(strategy,))
+    assert found == [[names * (rank == to) for to in range(4)] for rank in range(4)]
+
+
+BLOCKS = 8
+
+
+def peaks(rank: int, world: int) -> tuple[int, int, int]:
+    """Bytes of the model, of a unit, and what full_state_dict(to=0) adds at its peak."""
+    inner = nn.Sequential(*(FeedForward(64, 512) for _ in range(BLOCKS)))
+    size = sum(param.nbytes for param in inner.parameters())
+    with Meter() as meter:
+        model = zero.FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({FeedForward}))
+        meter.reset_peak()
+        before = meter.live()
+        found = zero.full_state_dict(model, to=0, device="cpu")
+        assert bool(found) == (rank == 0)
+        return size, model.unit_bytes, meter.peak() - before
+
+
+def test_ranks_that_get_nothing_hold_nothing():
+    (size, unit, first), (_, _, second) = ranks.run(peaks)
+    assert size == pytest.approx(BLOCKS * unit, rel=0.01)
+    assert second <= unit / 2  # its shard, where that is sent
+    assert size <= first <= size + 2 * unit
+
+
+def wrong_rank(rank: int, world: int, stage: int) -> None:
+    zero.full_state_dict(at_stage(stage, Net())[0], to=2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_is_none_is_refused(stage):
+    ranks.expect_error(wrong_rank, 2, ValueError, "to=2", "no rank of the group of 2", args=(stage,), timeout=10)
+
+
+# ------------------------------------------------------------------------------------------------------- counting
+
+
+def counts(rank: int, world: int, stage: int) -> Any:
+    model, _ = at_stage(stage, Net())
+    assert zero.count_parameters(model) == zero.count_parameters(model.module)
+    return tuple(zero.count_parameters(model))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_counted_in_full(stage):
+    everything = sum(param.numel() for param in Net().parameters())
+    found = ranks.run(counts, args=(stage,))
+    for whole, trained, _ in found:
+        assert (whole, trained) == (everything, everything - 6)
+    here = [count for _, _, count in found]
+    assert sum(here) == everything if stage == 3 else here == [everything] * 2
+
+
+# ----------------------------------------------------------------------------------------------------- unwrapping
+
+
+def unwrapped(rank: int, world: int, first: int, second: int) -> None:
+    """A model trains at one stage, comes back plain, and trains on at another as at stage 0."""
+    results = []
+    for stages in ((0, 0), (first, second)):
+        plain = Net()
+        before = [*plain.parameters()]
+        model, optimizer = at_stage(stages[0], plain)
+        step(model, optimizer, rank)
+        weights = zero.full_state_dict(model)
+        model = zero.unwrap(model)
+        assert model is plain
+        assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+        assert model.state_dict().keys() == weights.keys()
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+        model(data(8, 6, rank=rank)).sum().backward()
+        assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
+        model.zero_grad()
+        model, optimizer = at_stage(stages[1], model)
+        losses = [step(model, optimizer, rank, number) for number in (1, 2)]
+        results.append((losses, zero.full_state_dict(model)))
+    (losses, weights), (found, other) = results
+    assert found == losses
+    assert all(torch.equal(other[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 3), (1, 2), (2, 1), (2, 2), (2, 3), (3, 0), (3, 2), (3, 3)])
+def test_the_plain_module_comes_back_and_can_be_wrapped_again(first, second):
+    ranks.run(unwrapped, args=(first, second))
+
+
+def with_precision(rank: int, world: int) -> None:
+    """Nothing is left on the module, also not where it was compiled or held by another."""
+    plain = Net()
+    expected = [copy.deepcopy(plain)(data(8, 6, rank=0)), plain.blocks[0][1].running_mean.dtype]
+    precision = zero.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    holder = nn.ModuleDict({"net": torch.compile(zero.FSDP(plain, mixed_precision=precision), backend="eager")})
+    assert zero.unwrap(holder) is holder
+    assert holder["net"] is plain
+    assert torch.equal(plain(data(8, 6, rank=0)), expected[0])
+    assert plain.blocks[0][1].running_mean.dtype == expected[1]
+    for module in plain.modules():
+        hooks = [value for name, value in vars(module).items() if name.endswith("_hooks") and value]
+        assert not hooks
+
+
+def test_nothing_is_left_on_the_module():
+    ranks.run(with_precision)
+
+
+def forward_again(model: nn.Module, optimizer: Any) -> None:
+    model(data(8, 6, rank=0))
+
+
+def step_again(model: nn.Module, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def used_after(rank: int, world: int, stage: int, use: Callable[..., None]) -> None:
+    model, optimizer = at_stage(stage, Net())
+    step(model, optimizer, rank)
+    zero.unwrap(model)
+    use(model, optimizer)
+
+
+@pytest.mark.parametrize("use", [forward_again, step_again])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_left_of_a_wrapper_is_refused(stage, use):
+    words = "was unwrapped by zero.unwrap()"
+    ranks.expect_error(used_after, 2, RuntimeError, words.replace("()", r"\(\)"), args=(stage, use), timeout=10)
+
+
+def within(rank: int, world: int) -> None:
+    model = zero.FSDP(Net())
+    with model.summon_full_params():
+        zero.unwrap(model)
+
+
+def test_nothing_is_unwrapped_within_a_step():
+    ranks.expect_error(within, 2, RuntimeError, r"zero.unwrap\(\) was called while", "between steps", timeout=10)
+
+
+def alone(rank: int, world: int) -> None:
+    assert not dist.is_initialized()
+    model = zero.FSDP(Net())
+    assert list(zero.full_state_dict(model, to=0)) == list(Net().state_dict())
+    plain = zero.unwrap(model)
+    assert zero.full_state_dict(plain, to=0).keys() == Net().state_dict().keys()
+    assert zero.count_parameters(plain).all == sum(param.numel() for param in plain.parameters())
+
+
+def test_one_process_without_a_group_does_the_same():
+    ranks.run(alone, bare=True)

@@ -1,0 +1,106 @@
+"""An OSS in the place of an optimizer that was built already: with its groups, options, names and state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from zero.comm import Comm
+from zero.oss.groups import called
+
+_Sharded = TypeVar("_Sharded", bound=Optimizer)
+
+
+def from_optimizer(
+    sharded: Callable[..., _Sharded],
+    optimizer: Optimizer,
+    group: torch.distributed.ProcessGroup | None,
+    *,
+    optim: Callable[..., Optimizer] | None = None,
+    **options: Any,
+) -> _Sharded:
+    """Collective. OSS over the parameters of `optimizer`, which gives everything to it and raises if it is stepped.
+
+    Groups, also empty ones, keep their options and names; a scheduler of `optimizer` goes on to set the rates. State,
+    the same on every rank, is taken over and cleared there.
+
+    optimizer: built of full parameters, before ShardedDDP or DistributedDataParallel wraps the model or after.
+    group, options: as of OSS.
+    optim: how to build the optimizer again, for classes that do not keep what they were built with: the class, or a
+        functools.partial of it with the arguments that differ from its defaults.
+
+    Raises ValueError, on every rank, for what is no torch optimizer or an OSS already, for arguments that the optimizer
+    does not keep, and for state that does not fit; TypeError for unknown options.
+    """
+    kept: dict[str, Any] = {}
+    problem = _unfit(optimizer)
+    if problem is None and optim is None:
+        kept, missing = _arguments(optimizer)
+        problem = _not_kept(optimizer, missing) if missing else None
+    states = len(optimizer.state) if problem is None else 0
+    told = [f"optimizer {type(optimizer).__name__} with state of {states} parameters"]
+    Comm(group).compare("the optimizers given to OSS.from_optimizer", told, problem)
+    found = optimizer.state_dict() if states else None
+    groups = [{**one, "params": [*one["params"]]} for one in optimizer.param_groups]
+    built = sharded(groups, optim or type(optimizer), group, **options, **kept)
+    if found is not None:
+        built.load_state_dict(found)
+    optimizer.state.clear()
+    optimizer.param_groups = built.param_groups  # into which its schedulers go on to write
+    optimizer.register_step_pre_hook(_refuse_step)
+    return built
+
+
+def _unfit(optimizer: object) -> str | None:
+    if not isinstance(optimizer, Optimizer):
+        return f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
+    if hasattr(optimizer, "flat_groups"):
+        return "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
+    return None
+
+
+def _arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """What the optimizer was built with, as far as it keeps it, and the names of the arguments that it does not."""
+    names = [*_named_arguments(type(optimizer))]
+    kept = {name: _value(optimizer, name) for name in names if _keeps(optimizer, name)}
+    return kept, [name for name in names if name not in kept]
+
+
+def _keeps(optimizer: Optimizer, name: str) -> bool:
+    return name in optimizer.defaults or name in vars(optimizer)
+
+
+def _value(optimizer: Optimizer, name: str) -> Any:
+    return optimizer.defaults[name] if name in optimizer.defaults else vars(optimizer)[name]
+
+
+def _named_arguments(kind: type) -> Iterable[str]:
+    """Those of the constructor after the parameters, and of those that it hands further arguments to."""
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        signature: Mapping[str, inspect.Parameter] = inspect.signature(vars(base)["__init__"]).parameters
+        named = [one for one in signature.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        positional = [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
+        yield from [one.name for one in named if one.name not in positional[:2]]  # self and the parameters
+        if not any(one.kind is one.VAR_KEYWORD for one in signature.values()):
+            return
+
+
+def _not_kept(optimizer: Optimizer, missing: list[str]) -> str:
+    name = called(type(optimizer))
+    return (
+        f"{name} does not keep what it was built with: {', '.join(missing)} is neither in its defaults nor an "
+        f"attribute. Pass optim={name}, or a functools.partial of it with the arguments that are not its defaults."
+    )
+
+
+def _refuse_step(optimizer: Optimizer, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"this {type(optimizer).__name__} was given to OSS.from_optimizer, and would step full parameters on each rank "
+        "by itself. Step the OSS that it returned."
+    )
