@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -18,19 +17,21 @@ from accelerate.utils import DistributedType, DynamoBackend, compile_regions
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
+from zero._torch import follow
 from zero.integrations.accelerate import states
 from zero.integrations.accelerate.choosing import (
     agreed,
     ask_for_ram_efficient_loading,
     chosen_plugin,
     hidden_environment,
-    refuse_dummy,
+    refuse_dummies,
     refuse_other_parallelism,
 )
 from zero.integrations.accelerate.optimizer import ShardedAcceleratedOptimizer
 from zero.integrations.accelerate.plugin import ZeroPlugin
-from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together
+from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
 from zero.oss import GradScaler
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,6 +52,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     `clip_grad_norm_`, `get_state_dict`, `save_model`, `save_state`, `load_state`, and a prepared optimizer's `step`.
     Raises ValueError, on every rank, for what a configuration asks for that is not available.
     """
+
+    scaler: Any
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    _save_model_state_pre_hook: OrderedDict[Any, Any]
+    _load_model_state_pre_hook: OrderedDict[Any, Any]
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
@@ -79,8 +86,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "itself. Build zero.integrations.accelerate.Accelerator first, or alone."
             )
         self.zero_plugin = plugin
-        hosts = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
-        self._sharding = Sharding(plugin, self.device, hosts)
+        ranks_of_a_host = int(os.environ.get("LOCAL_WORLD_SIZE") or self.num_processes)
+        self._sharding = Sharding(plugin, self.device, ranks_of_a_host)
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
@@ -92,6 +99,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Collective. As Accelerate's. A model and its optimizer belong in one call."""
+        refuse_dummies(args)
         self._check_batches(args)
         if self.zero_plugin.stage == 0:
             return super().prepare(*args, device_placement=device_placement)
@@ -99,7 +107,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _sharded(self, args: Sequence[Any], device_placement: Sequence[bool] | None) -> list[Any]:
         """The objects, with what is to be sharded in its new form."""
-        moved = device_placement or [None] * len(args)
+        moved: Sequence[bool | None] = device_placement or [None] * len(args)
         ready: list[Any] = [*args]
         for number, (one, move) in enumerate(zip(args, moved, strict=True)):
             if isinstance(one, nn.Module) and not self._is_sharded(one):
@@ -107,7 +115,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         of: dict[Optimizer, Optimizer] = {}
         for number, one in enumerate(args):
             if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
-                refuse_dummy(one)
                 ready[number] = of[one] = self._sharding.shard(one)
                 self._sharding.remember_optimizer(of[one])
         for number, one in enumerate(ready):
@@ -116,7 +123,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     one = ready[number] = self._sharding.wrap(one, [*of.values()], self._ddp_options())
                 self._keep(one)
             elif isinstance(one, LRScheduler) and one.optimizer in of:
-                one.optimizer = of[one.optimizer]
+                follow(one, of[one.optimizer])
         return ready
 
     def prepare_model(
@@ -162,7 +169,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Collective below stage 3. As Accelerate's."""
         if self.zero_plugin.stage == 0 or isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        refuse_dummy(optimizer)
         optimizer = self._sharding.shard(optimizer)
         prepared = ShardedAcceleratedOptimizer(optimizer, self.scaler, self._before_step, self._sharding.wrapper_of)
         self._optimizers.append(prepared)
@@ -175,20 +181,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         options = dict(self.ddp_handler.to_kwargs())
         for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
             options.pop(name, None)
-        if self.ddp_handler.comm_hook.value != "no":
+        hook = getattr(self.ddp_handler.comm_hook, "value", self.ddp_handler.comm_hook)
+        if hook != "no":
             if self.zero_plugin.stage > 1:
                 raise ValueError(
-                    f"DistributedDataParallelKwargs(comm_hook={self.ddp_handler.comm_hook.value!r}) is for stage 1. "
-                    "At stages 2 and 3 set reduce_dtype of the ZeroPlugin."
+                    f"DistributedDataParallelKwargs(comm_hook={hook!r}) is for stage 1. At stages 2 and 3 set "
+                    "reduce_dtype of the ZeroPlugin."
                 )
             options["register_comm_hook"] = self.ddp_handler.register_comm_hook
         return options
 
     def _check_batches(self, args: Iterable[Any]) -> None:
-        loaders = [one for one in args if isinstance(one, torch.utils.data.DataLoader) and one.batch_size is not None]
+        sizes = [one.batch_size for one in args if isinstance(one, DataLoader) and one.batch_size is not None]
         expected = self.zero_plugin.micro_batch_size
-        if loaders and expected is not None:
-            found = min(loader.batch_size for loader in loaders) // (self.num_processes if self.split_batches else 1)
+        if sizes and expected is not None:
+            found = min(sizes) // (self.num_processes if self.split_batches else 1)
             if found != expected:
                 raise ValueError(
                     f"train_micro_batch_size_per_gpu is {expected}, but the data loaders have batches of {found}. Set "
@@ -213,7 +220,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Raises RuntimeError for a part of a model's.
         """
-        params = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        params: list[Any] = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         clips = self._sharding.clips(params)
         if not clips:
             return super().clip_grad_norm_(params, max_norm, norm_type)
@@ -224,7 +231,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As Accelerate's. Raises RuntimeError at stages 2 and 3, where a rank has gradients of its shards only."""
         params = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         held = {
-            param for model in self._sharding.wrapped if isinstance(model, WRAPPERS) for param in model.parameters()
+            param
+            for model in self._sharding.wrapped
+            if isinstance(model, WRAPPERS)
+            for param in model.module.parameters()
         }
         if any(param in held for param in params):
             raise RuntimeError(
@@ -239,19 +249,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.unscale_gradients(optimizer)
             holder = self._sharding.wrapper_of(optimizer)
             of = [param for group in optimizer.param_groups for param in group["params"]]
-            self.clip_grad_norm_(of if holder is None else holder.module.parameters(), limit)
+            self.clip_grad_norm_(of if holder is None else inside(holder).parameters(), limit)
         self._unscaled.discard(optimizer)
-
-    @contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Collective. As Accelerate's: gradients of forwards under no_sync are reduced at the end."""
-        if isinstance(model, WRAPPERS):
-            with model.no_sync():
-                yield
-            model.reduce()
-        else:
-            with super().trigger_sync_in_backward(model):
-                yield
 
     # --------------------------------------------------------------------------------------------- weights
 

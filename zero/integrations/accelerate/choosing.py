@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate.utils import DummyOptim
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
 from zero.integrations.accelerate.plugin import ZeroPlugin
 
@@ -87,7 +87,11 @@ def refuse_other_parallelism(config: Any) -> None:
         )
 
 
-def refuse_dummy(optimizer: Any) -> None:
-    """Raises ValueError for what stands for an optimizer that DeepSpeed would build."""
-    if isinstance(optimizer, DummyOptim):
-        raise ValueError("accelerate.utils.DummyOptim builds no optimizer. Build one, such as torch.optim.AdamW.")
+def refuse_dummies(prepared: Iterable[Any]) -> None:
+    """Raises ValueError for what stands for an optimizer or a scheduler that DeepSpeed would build."""
+    for one in prepared:
+        if isinstance(one, (DummyOptim, DummyScheduler)):
+            raise ValueError(
+                f"accelerate.utils.{type(one).__name__} stands for what DeepSpeed would build. Build an "
+                "optimizer, such as torch.optim.AdamW, and a scheduler in the script."
+            )

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from zero.fsdp import FSDP
 
 
-class ShardedAcceleratedOptimizer(AcceleratedOptimizer):
+class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Takes full state, at every stage. Nothing is moved: state lies where the shards are.
 
     before_step: called where a step is taken, and not in the steps between that only accumulate.

@@ -193,7 +193,7 @@ class Sharding:
                     "At stages 2 and 3 a norm is that of a whole model: pass all of model.parameters()."
                 )
             left -= own
-            found += clips_of(wrapped, own, self._all_optimizers())
+            found += _clips_of(wrapped, own, self._all_optimizers())
         if found and left:
             raise RuntimeError(
                 f"gradients were to be clipped of a prepared model and of {len(left)} parameters that are in none. "
@@ -213,12 +213,17 @@ class Sharding:
         """What holds the optimizer's parameters."""
         params = _params(optimizer)
         for wrapped in self.wrapped:
-            if any(param in params for param in wrapped.module.parameters()):
+            if any(param in params for param in inside(wrapped).parameters()):
                 return wrapped
         return None
 
 
-def clips_of(wrapped: nn.Module, own: set[nn.Parameter], optimizers: Iterable[OSS]) -> list[Clip]:
+def inside(model: nn.Module) -> nn.Module:
+    """The module that a wrapper of any stage holds; of other modules the module itself."""
+    return model.module if isinstance(model, (*WRAPPERS, DistributedDataParallel)) else model
+
+
+def _clips_of(wrapped: nn.Module, own: set[nn.Parameter], optimizers: Iterable[OSS]) -> list[Clip]:
     if isinstance(wrapped, FSDP):
         return [wrapped.clip_grad_norm_]
     return [one.clip_grad_norm for one in optimizers if _params(one) & own]
@@ -229,7 +234,7 @@ def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> T
     if len(clips) == 1:
         return clips[0](max_norm, norm_type)
     norms = torch.stack([clip(math.inf, norm_type) for clip in clips])
-    total = torch.linalg.vector_norm(norms, norm_type)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     if total > max_norm:
         for clip, norm in zip(clips, norms, strict=True):
             clip(float(max_norm * norm / total), norm_type)

@@ -21,12 +21,11 @@ from accelerate.utils import (
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero import checkpoint
 from zero.fsdp import FSDP
-from zero.integrations.accelerate.sharding import WRAPPERS, Sharding
+from zero.integrations.accelerate.sharding import Sharding, inside
 from zero.oss import OSS
 from zero.scripts import full_state_dict
 
@@ -94,9 +93,8 @@ def load_weights(model: nn.Module, folder: str, number: int, **options: Any) -> 
         weights = load_file(safe)
     else:
         weights = load(Path(folder, WEIGHTS_NAME.replace(".", f"_{number}.") if number else WEIGHTS_NAME))
-    inner = model.module if isinstance(model, (*WRAPPERS, DistributedDataParallel)) else model
-    target = model if isinstance(model, FSDP) else inner
-    target.load_state_dict(with_ties(inner, weights), **options)
+    target = model if isinstance(model, FSDP) else inside(model)
+    target.load_state_dict(with_ties(inside(model), weights), **options)
 
 
 def with_ties(module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def _place(folder: str, number: int) -> str:
 
 
 def _of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    params = {*(model.module if isinstance(model, WRAPPERS) else model).parameters()}
+    params = {*inside(model).parameters()}
     return [
         one for one in optimizers if any(param in params for group in one.param_groups for param in group["params"])
     ]

@@ -1,0 +1,40 @@
+"""Ranks of tests as `accelerate launch` would have started them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+@contextmanager
+def launched(rank: int, world: int, **environment: str) -> Iterator[None]:
+    """In here Accelerate finds this rank of the process group, on the CPU, and nothing of runs before."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in {**started, **where, **environment}.items()})
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`log_with`", UserWarning)
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._shared_state.clear()
+
+
+def shared_folder(folder: str, name: str) -> Path:
+    """A folder that rank 0 makes for all ranks."""
+    path = Path(folder, name)
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    return path
