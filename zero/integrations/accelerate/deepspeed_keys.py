@@ -73,8 +73,7 @@ _REFUSED = {
     "autotuning compression_training data_efficiency curriculum_learning quantize_training progressive_layer_drop "
     "eigenvalue hybrid_engine weight_quantization compile msamp": "zero has no counterpart. Remove the section.",
 }
-_FP16_WITHOUT_EFFECT = "hysteresis min_loss_scale consecutive_hysteresis fp16_master_weights_and_grads auto_cast \
-loss_scale"
+_FP16_WITHOUT_EFFECT = "hysteresis min_loss_scale consecutive_hysteresis fp16_master_weights_and_grads auto_cast"
 _BF16_WITHOUT_EFFECT = "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states \
 check_grad_overflow auto_cast"
 
@@ -261,8 +260,7 @@ def _precision(keys: Keys, section: str) -> dict[str, Any]:
             if found:
                 raise ValueError(f"{section}: bf16 and fp16 are both enabled. Enable one of them.")
             found["mixed_precision"] = name
-    if fp16.says("loss_scale"):
-        fp16.refuse("loss_scale", "zero.GradScaler finds the scale. Set it to 0.")
+    fp16.refuse("loss_scale", "zero.GradScaler finds the scale. Set it to 0.")
     scaler = {
         "init_scale": fp16.take("initial_scale_power", lambda power: 2.0 ** count(power)),
         "growth_interval": fp16.take("loss_scale_window", count),

@@ -49,7 +49,7 @@ def of_yaml(path: Path) -> dict[str, Any]:
 
 
 def _with_precision(found: dict[str, Any], given: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    said = given.get("mixed_precision") or ("fp16" if given.get("fp16") else None)
+    said = given.get("mixed_precision", "fp16" if given.get("fp16") else None)
     said = "no" if said is False else said  # YAML reads `no` as false
     known = found.get("mixed_precision")
     if said is not None and known not in (None, said):
