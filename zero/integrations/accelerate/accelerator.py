@@ -87,7 +87,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         self.zero_plugin = plugin
         ranks_of_a_host = int(os.environ.get("LOCAL_WORLD_SIZE") or self.num_processes)
-        self._sharding = Sharding(plugin, self.device, ranks_of_a_host)
+        self.sharding = Sharding(plugin, self.device, ranks_of_a_host)
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
@@ -115,12 +115,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         of: dict[Optimizer, Optimizer] = {}
         for number, one in enumerate(args):
             if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
-                ready[number] = of[one] = self._sharding.shard(one)
-                self._sharding.remember_optimizer(of[one])
+                ready[number] = of[one] = self.sharding.shard(one)
+                self.sharding.remember_optimizer(of[one])
         for number, one in enumerate(ready):
             if isinstance(one, nn.Module):
                 if not self._is_sharded(one):
-                    one = ready[number] = self._sharding.wrap(one, [*of.values()], self._ddp_options())
+                    one = ready[number] = self.sharding.wrap(one, [*of.values()], self._ddp_options())
                 self._keep(one)
             elif isinstance(one, LRScheduler) and one.optimizer in of:
                 follow(one, of[one.optimizer])
@@ -134,7 +134,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
         if not self._is_sharded(model) and not evaluation_mode:
             inner = self._prepared_inside(model, device_placement)
-            model = self._sharding.wrap(inner, [], self._ddp_options())
+            model = self.sharding.wrap(inner, [], self._ddp_options())
         elif evaluation_mode:
             model = self._prepared_inside(model, device_placement)
         self._keep(model)
@@ -143,7 +143,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _prepared_inside(self, model: nn.Module, device_placement: bool | None) -> nn.Module:
         """The model in its place, with autocast and compilation, which belong inside of what shards it."""
         if self.device_placement if device_placement is None else device_placement:
-            self._sharding.place(model)
+            self.sharding.place(model)
         before, plugin = [*self._models], self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO
         try:
@@ -157,11 +157,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return model
 
     def _is_sharded(self, model: nn.Module) -> bool:
-        return isinstance(model, WRAPPERS) or any(model is one for one in self._sharding.wrapped)
+        return isinstance(model, WRAPPERS) or any(model is one for one in self.sharding.wrapped)
 
     def _keep(self, model: nn.Module) -> None:
         if self._is_sharded(model):
-            self._sharding.remember(model)
+            self.sharding.remember(model)
         if all(model is not other for other in self._models):
             self._models.append(model)
 
@@ -169,8 +169,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Collective below stage 3. As Accelerate's."""
         if self.zero_plugin.stage == 0 or isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        optimizer = self._sharding.shard(optimizer)
-        prepared = ShardedAcceleratedOptimizer(optimizer, self.scaler, self._before_step, self._sharding.wrapper_of)
+        optimizer = self.sharding.shard(optimizer)
+        prepared = ShardedAcceleratedOptimizer(optimizer, self.scaler, self._before_step, self.sharding.wrapper_of)
         self._optimizers.append(prepared)
         return prepared
 
@@ -221,7 +221,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises RuntimeError for a part of a model's.
         """
         params: list[Any] = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        clips = self._sharding.clips(params)
+        clips = self.sharding.clips(params)
         if not clips:
             return super().clip_grad_norm_(params, max_norm, norm_type)
         self.unscale_gradients()
@@ -232,7 +232,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         params = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         held = {
             param
-            for model in self._sharding.wrapped
+            for model in self.sharding.wrapped
             if isinstance(model, WRAPPERS)
             for param in model.module.parameters()
         }
@@ -247,7 +247,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         limit = self.zero_plugin.gradient_clipping
         if limit is not None:
             self.unscale_gradients(optimizer)
-            holder = self._sharding.wrapper_of(optimizer)
+            holder = self.sharding.wrapper_of(optimizer)
             of = [param for group in optimizer.param_groups for param in group["params"]]
             self.clip_grad_norm_(of if holder is None else inside(holder).parameters(), limit)
         self._unscaled.discard(optimizer)
@@ -263,11 +263,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Collective. The full weights on every rank, as copies, under the model's own names."""
         if self._gathered is not None:
             return self._gathered
-        return states.full_weights(model, None, self._saved_dtype)
+        return states.full_weights(model, None, self.saved_dtype)
 
     def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Collective. As Accelerate's."""
-        weights = states.full_weights(model, self._writer, self._saved_dtype)
+        weights = states.full_weights(model, self._writer, self.saved_dtype)
         if weights:
             self._gathered = OrderedDict(weights)
             try:
@@ -279,7 +279,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Collective. A prepared optimizer's full state in the plain optimizer's format on the ranks that write."""
         inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        return states.full_state(self._sharding, inner, self._writer)
+        return states.full_state(self.sharding, inner, self._writer)
 
     @property
     def _writer(self) -> int | None:
@@ -287,7 +287,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return None if self.project_configuration.save_on_each_node else 0
 
     @property
-    def _saved_dtype(self) -> torch.dtype | None:
+    def saved_dtype(self) -> torch.dtype | None:
         return _DTYPES.get(self.mixed_precision) if self.zero_plugin.save_16bit_model else None
 
     # ------------------------------------------------------------------------------------------ whole states
