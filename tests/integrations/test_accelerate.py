@@ -15,6 +15,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
+import zero
 from launched import launched, shared_folder
 from models import CONTEXT, GPT, VOCABULARY
 
@@ -103,7 +104,7 @@ def compared(rank: int, world: int) -> list[str]:
             expected_weights = expected.weights()
         recomputing = ZeroPlugin(stage=3, activation_checkpointing=True)
         hybrid = ZeroPlugin(stage=3, sharding_strategy="HYBRID_SHARD", shard_size=1)
-        for plugin in (*STAGES, *([recomputing, hybrid] if how == "plainly" else [])):
+        for plugin in (*STAGES, *([0, recomputing, hybrid] if how == "plainly" else [])):
             with launched(rank, world):
                 got = Script(build(3, **options, zero_plugin=plugin), **script).train()
                 if got.losses != expected.losses or farthest(got.weights(), expected_weights):
@@ -293,6 +294,55 @@ def reduced_late(accelerator: Any) -> Weights:
 @pytest.mark.parametrize("stage", STAGES)
 def test_calls_beside_the_loop(stage: int) -> None:
     ranks.run(called, args=(stage,))
+
+
+def built_elsewhere(rank: int, world: int) -> list[bool]:
+    """Models that are prepared in another order than the usual one, or have their values on rank 0 only."""
+    right = []
+    for stage in STAGES:
+        with launched(rank, world):
+            accelerator = build(stage)
+            model = GPT()
+            optimizer = accelerator.prepare(AdamW(model.parameters(), lr=1e-2))
+            model = accelerator.prepare(model)
+            before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+            tokens = torch.randint(VOCABULARY, (2, CONTEXT))
+            accelerator.backward(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+            optimizer.step()
+            after = accelerator.get_state_dict(model)
+            right.append(all(not torch.equal(before[name], after[name]) for name in before if "bias" not in name))
+            right.append(zero.count_parameters(model).all == sum(param.numel() for param in GPT().parameters()))
+    with launched(rank, world):
+        torch.manual_seed(0)
+        expected = GPT().state_dict()
+        torch.manual_seed(0)
+        with torch.device("meta") if rank else nullcontext():
+            model = GPT()
+        accelerator = build(3)
+        model, _ = accelerator.prepare(model, AdamW(model.parameters()))
+        right.append(farthest(accelerator.get_state_dict(model), expected) == 0)
+    return right
+
+
+def test_other_orders_and_values_on_rank_0_only() -> None:
+    for right in ranks.run(built_elsewhere):
+        assert all(right), right
+
+
+def compiled(rank: int, world: int) -> list[float]:
+    """Autocast and torch.compile lie inside of what shards the model."""
+    found = []
+    for stage in (0, *STAGES):
+        with launched(rank, world):
+            script = Script(build(stage, dynamo_backend="eager", mixed_precision="bf16")).train(stop=2)
+            assert stage == 0 or script.accelerator.unwrap_model(script.model)._compiled_call_impl is not None
+            found.append(script.losses[-1])
+    return found
+
+
+def test_torch_compile_lies_inside() -> None:
+    for found in ranks.run(compiled):
+        assert len({*found}) == 1, found
 
 
 def refused(rank: int, world: int) -> dict[str, str]:

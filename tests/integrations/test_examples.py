@@ -1,4 +1,4 @@
-"""The scripts of docs/examples for Accelerate and the Trainer, and `accelerate launch`, by configurations as people have."""
+"""The scripts of docs/examples for Accelerate and the Trainer, and `accelerate launch`."""
 
 from __future__ import annotations
 

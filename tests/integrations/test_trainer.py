@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import ranks
 import zero
 from launched import launched
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+if find_spec("transformers") is None or find_spec("accelerate") is None:
+    pytest.skip("needs transformers and accelerate", allow_module_level=True)
 
 STAGES = (1, 2, 3)
 VOCABULARY = 61
@@ -114,7 +115,9 @@ def trained(rank: int, world: int, folder: str) -> list[str]:
                 got = build(stage, folder, log_level="info", **options)
                 got.train()
                 exact = losses(got) == losses(expected) and same(weights(got), expected_weights)
-                close = all(torch.allclose(weights(got)[name], expected_weights[name], atol=1e-6) for name in expected_weights)
+                close = all(
+                    torch.allclose(weights(got)[name], expected_weights[name], atol=1e-6) for name in expected_weights
+                )
                 count = f"trainable parameters = {sum(value.numel() for value in gpt2().parameters()):,}"
                 told = {
                     "weights": exact or (close and how == "clipping"),
@@ -145,7 +148,11 @@ def resumed(rank: int, world: int, folder: str) -> list[str]:
         expected.train()
         expected_weights = weights(expected)
     sharded = {stage: ZeroPlugin(stage=stage, state_dict_type="SHARDED_STATE_DICT") for stage in (2, 3)}
-    places = {"0": 0, **{str(stage): stage for stage in STAGES}, **{f"sharded{stage}": one for stage, one in sharded.items()}}
+    places = {
+        "0": 0,
+        **{str(stage): stage for stage in STAGES},
+        **{f"sharded{stage}": one for stage, one in sharded.items()},
+    }
     wrong = []
     for place, plugin in places.items():
         if place != "0":
@@ -175,7 +182,13 @@ def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(tmp_path: P
 def trained_on(rank: int, world: int, folder: str) -> list[str]:
     """What people do with a Trainer after train(), against DDP."""
     wrong, best = [], {}
-    options = {"max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options = {
+        "max_grad_norm": 0.5,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     for stage in (0, *STAGES):
         with launched(rank, world):
             trainer = build(
@@ -263,8 +276,8 @@ def adapted(rank: int, world: int, folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 def test_lora_by_peft_is_trained_saved_and_resumed(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     assert ranks.run(adapted, args=(str(tmp_path),), timeout=100) == [[], []]
 
 
@@ -288,7 +301,11 @@ def generated(rank: int, world: int, folder: str) -> dict[int, Any]:
                 **{**QUIET, "max_steps": 3, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2},
             )
             kinds = {0: transformers.Seq2SeqTrainer}
-            given = {"model": transformers.T5ForConditionalGeneration(config), "args": args, "train_dataset": examples()}
+            given = {
+                "model": transformers.T5ForConditionalGeneration(config),
+                "args": args,
+                "train_dataset": examples(),
+            }
             extra = {"zero_plugin": stage} if stage else {}
             trainer = kinds.get(stage, Seq2SeqTrainer)(**given, **extra)
             trainer.train()
@@ -299,6 +316,41 @@ def generated(rank: int, world: int, folder: str) -> dict[int, Any]:
 def test_predict_with_generate(tmp_path: Path) -> None:
     for found in ranks.run(generated, args=(str(tmp_path),), timeout=100):
         assert all(found[stage] == found[0] for stage in STAGES)
+
+
+def loaded_on_rank_0(rank: int, world: int, folder: str) -> list[bool]:
+    """`from_pretrained` as the launcher asks for it by default; then texts of other lengths on each rank."""
+    import transformers
+
+    from zero.integrations.accelerate import Accelerator
+
+    if rank == 0:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+        )
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    torch.distributed.barrier()
+    plain = transformers.LlamaForCausalLM.from_pretrained(folder)
+    tokens = examples(2)[rank]["input_ids"][None]
+    right = []
+    for stage in (None, 2):
+        asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+        with launched(rank, world, **asked):
+            accelerator = Accelerator(cpu=True, zero_plugin=stage)
+            model = transformers.LlamaForCausalLM.from_pretrained(folder)
+            model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            right.append(same(zero.full_state_dict(model), dict(plain.state_dict())))
+            right.append(bool(model(input_ids=tokens).logits.equal(plain(input_ids=tokens).logits)))
+            length = {"max_new_tokens": 2 + 3 * rank, "do_sample": False, "pad_token_id": 0}
+            texts = [one.generate(tokens, **length) for one in (accelerator.unwrap_model(model), plain)]
+            right.append(texts[0].equal(texts[1]))
+    return right
+
+
+def test_a_model_that_rank_0_loads_and_that_ranks_generate_by(tmp_path: Path) -> None:
+    for right in ranks.run(loaded_on_rank_0, args=(str(tmp_path),)):
+        assert all(right), right
 
 
 def tuned(rank: int, world: int, folder: str) -> list[bool]:
@@ -315,7 +367,10 @@ def tuned(rank: int, world: int, folder: str) -> list[bool]:
     for stage in (0, *STAGES):
         with launched(rank, world):
             args = trl.SFTConfig(
-                output_dir=folder, max_length=None, per_device_train_batch_size=2, **{**QUIET, "max_steps": 3, "max_grad_norm": 0.0}
+                output_dir=folder,
+                max_length=None,
+                per_device_train_batch_size=2,
+                **{**QUIET, "max_steps": 3, "max_grad_norm": 0.0},
             )
             dataset = datasets.Dataset.from_list([{"input_ids": one["input_ids"].tolist()} for one in examples(16)])
             given = {"model": gpt2(), "args": args, "train_dataset": dataset, "processing_class": tokenizer()}
@@ -334,9 +389,9 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>", pad_token="<end>")
 
 
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL's default
 def test_trls_sft_trainer_by_the_mixin(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
     for found in ranks.run(tuned, args=(str(tmp_path),), timeout=100):
         assert all(found), found
 

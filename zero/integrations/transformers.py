@@ -75,12 +75,7 @@ class ZeroTrainerMixin:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self._full_numel is None and isinstance(self.model, PreTrainedModel):
             self._full_numel = self.model.num_parameters(exclude_embeddings=True)
-        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(self.model_wrapped, FSDP):
-            for module in self.model.modules():
-                if isinstance(module, PreTrainedModel):
-                    vars(module)["_is_fsdp_managed_module"] = True  # ranks generate until all have ended
-        return prepared
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with _full_parameters_counted():

@@ -25,6 +25,7 @@ from zero.integrations.accelerate.choosing import (
     agreed,
     ask_for_ram_efficient_loading,
     chosen_plugin,
+    ddp_options,
     hidden_environment,
     refuse_dummies,
     refuse_other_parallelism,
@@ -120,7 +121,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, one in enumerate(ready):
             if isinstance(one, nn.Module):
                 if not self._is_sharded(one):
-                    one = ready[number] = self.sharding.wrap(one, [*of.values()], self._ddp_options())
+                    one = ready[number] = self.sharding.wrap(
+                        one, [*of.values()], ddp_options(self.ddp_handler, self.zero_plugin.stage)
+                    )
                 self._keep(one)
             elif isinstance(one, LRScheduler) and one.optimizer in of:
                 follow(one, of[one.optimizer])
@@ -134,7 +137,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
         if not self._is_sharded(model) and not evaluation_mode:
             inner = self._prepared_inside(model, device_placement)
-            model = self.sharding.wrap(inner, [], self._ddp_options())
+            model = self.sharding.wrap(inner, [], ddp_options(self.ddp_handler, self.zero_plugin.stage))
         elif evaluation_mode:
             model = self._prepared_inside(model, device_placement)
         self._keep(model)
@@ -173,23 +176,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared = ShardedAcceleratedOptimizer(optimizer, self.scaler, self._before_step, self.sharding.wrapper_of)
         self._optimizers.append(prepared)
         return prepared
-
-    def _ddp_options(self) -> dict[str, Any]:
-        """What the script wants of DistributedDataParallel."""
-        if self.ddp_handler is None:
-            return {}
-        options = dict(self.ddp_handler.to_kwargs())
-        for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
-            options.pop(name, None)
-        hook = getattr(self.ddp_handler.comm_hook, "value", self.ddp_handler.comm_hook)
-        if hook != "no":
-            if self.zero_plugin.stage > 1:
-                raise ValueError(
-                    f"DistributedDataParallelKwargs(comm_hook={hook!r}) is for stage 1. At stages 2 and 3 set "
-                    "reduce_dtype of the ZeroPlugin."
-                )
-            options["register_comm_hook"] = self.ddp_handler.register_comm_hook
-        return options
 
     def _check_batches(self, args: Iterable[Any]) -> None:
         sizes = [one.batch_size for one in args if isinstance(one, DataLoader) and one.batch_size is not None]

@@ -75,6 +75,28 @@ def ask_for_ram_efficient_loading(wanted: bool) -> None:
         os.environ[_RAM_EFFICIENT] = "false"  # the launcher writes `true` unasked: ranks would load without values
 
 
+def ddp_options(handler: Any, stage: int) -> dict[str, Any]:
+    """What DistributedDataParallelKwargs, or None, say of a model at a stage.
+
+    Under "register_comm_hook" is what gives a DistributedDataParallel its hook. Raises ValueError for a hook that
+    nobody would call.
+    """
+    if handler is None:
+        return {}
+    options = dict(handler.to_kwargs())
+    for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
+        options.pop(name, None)
+    hook = getattr(handler.comm_hook, "value", handler.comm_hook)
+    if hook != "no":
+        if stage > 1:
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_hook={hook!r}) is for stage 1. At stages 2 and 3 set reduce_dtype "
+                "of the ZeroPlugin."
+            )
+        options["register_comm_hook"] = handler.register_comm_hook
+    return options
+
+
 def refuse_other_parallelism(config: Any) -> None:
     """Raises ValueError for what is no data parallelism."""
     asked = [

@@ -138,6 +138,9 @@ class Sharding:
             units = [*unit_modules(model, policy, as_one_unit).values()][1:]
             _recompute(model, units)
             policy = CustomPolicy(lambda module: module in units)
+        for module in model.modules():
+            if callable(getattr(module, "generate", None)):  # of transformers: ranks generate until all have ended
+                vars(module)["_is_fsdp_managed_module"] = True
         return FSDP(
             model,
             device_mesh=self._mesh(),
