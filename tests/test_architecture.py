@@ -22,6 +22,8 @@ COMMUNICATING = "zero/comm/"
 KNOWS_TORCH = "zero/_torch.py"
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PYTHONS_OWN = {"_getframe", "_fields", "_replace", "_asdict"}
+OTHER_LIBRARIES = {"_no_split_modules", "_is_fsdp_managed_module"}
+"""Private names of what zero/integrations/ knows."""
 COMMUNICATION = re.compile(
     "all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|gather|i?recv|i?send|monitored_barrier"
     "|new_group|new_subgroups|reduce|scatter|split_group|_coalescing_manager|ProcessGroup[A-Z]\\w*"
@@ -105,6 +107,8 @@ def private_names_of_torch(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST,
     if path.as_posix() == KNOWS_TORCH:
         return
     own = PYTHONS_OWN | {*assigned(tree)} | defined_in(path.parent)
+    if path.as_posix().startswith("zero/integrations/"):
+        own |= OTHER_LIBRARIES
     for node, name, _ in imports(path, tree):
         if name.split(".")[0] == "torch" and private(name):
             yield node, f"only {KNOWS_TORCH} may use {name}"

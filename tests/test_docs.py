@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
+from zero.integrations.accelerate import ZeroPlugin
 from zero.plan import Options
 from zero.plan.command import main as plan_command
 
@@ -175,6 +176,7 @@ OPTIONS = {
     "memory": [zero.Prefetch, zero.CPUOffload, zero.DiskOffload],
     "checkpoints": [zero.checkpoint.save, zero.checkpoint.load],
     "plan": [zero.plan, Options],
+    "integrations": [ZeroPlugin],
 }
 
 

@@ -13,9 +13,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 from torch.utils import _python_dispatch, _pytree
 
@@ -144,6 +146,16 @@ def classes_to_ignore(precision: Any) -> tuple[type[nn.Module], ...]:
     return tuple(precision._module_classes_to_ignore)
 
 
+def recomputed_in_backward(module: nn.Module) -> nn.Module:
+    """The module in a wrapper that keeps its inputs and recomputes the rest in backward, under the module's own names.
+
+    PyTorch's FSDP is used with this wrapper, which lies in a private module. torch.utils.checkpoint is for functions.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module)
+
+
 # -------------------------------------------------------------------------------------------- torch.compile
 
 _WRAPPED = "_orig_mod"
@@ -252,6 +264,28 @@ def averaged_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 def divides_by_ranks_with_data(model: nn.Module | None) -> bool:
     """Whether DistributedDataParallel was told to, by Join(divide_by_initial_world_size=False)."""
     return not getattr(model, "_divide_by_initial_world_size", True)
+
+
+# ----------------------------------------------------------------------------------------------- schedulers
+
+
+def follow(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Has a scheduler, and those that it consists of, go on with this optimizer in the place of its own.
+
+    A scheduler's constructor marks the step of its optimizer, and the scheduler warns where it finds another.
+    """
+    for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        one.optimizer = optimizer
+    step, held = type(optimizer).step, ref(optimizer)
+
+    @wraps(step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        stepped = held()
+        stepped._opt_called = True  # type: ignore[union-attr]
+        return step(stepped, *args, **kwargs)  # type: ignore[arg-type]
+
+    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marked  # type: ignore[method-assign]
 
 
 # -------------------------------------------------------------------------------------------------- tensors

@@ -1,0 +1,390 @@
+"""Scripts as Accelerate's users write them, at stages 1, 2 and 3, against Accelerate itself, which is DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, TensorDataset
+
+import ranks
+import zero
+from launched import launched, shared_folder
+from models import CONTEXT, GPT, VOCABULARY
+
+STAGES = (1, 2, 3)
+Weights = dict[str, Tensor]
+
+
+def build(stage: int, **options: Any) -> Any:
+    """Accelerate's own Accelerator at stage 0."""
+    import accelerate
+
+    from zero.integrations.accelerate import Accelerator
+
+    if stage == 0:
+        return accelerate.Accelerator(cpu=True, **options)
+    return Accelerator(cpu=True, **{"zero_plugin": stage, **options})
+
+
+class Script:
+    """A training script: each rank draws other weights and takes its share of the batches."""
+
+    def __init__(self, accelerator: Any, *, model: Callable[[], nn.Module] = GPT, optim: Any = AdamW) -> None:
+        self.accelerator = accelerator
+        torch.manual_seed(1)
+        tokens = torch.randint(VOCABULARY, (16, CONTEXT + 1))
+        torch.manual_seed(accelerator.process_index)
+        plain = model()
+        optimizer = optim([param for param in plain.parameters() if param.requires_grad], lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        loader = DataLoader(TensorDataset(tokens), batch_size=2)
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            plain, optimizer, loader, scheduler
+        )
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def train(self, clip: float | None = None, *, start: int = 0, stop: int | None = None) -> Script:
+        for (tokens,) in [*self.loader][start:stop]:
+            with self.accelerator.accumulate(self.model):
+                loss = self.loss(tokens)
+                self.accelerator.backward(loss)
+                if clip is not None and self.accelerator.sync_gradients:
+                    self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), clip)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return self
+
+    def weights(self) -> Weights:
+        found = self.accelerator.get_state_dict(self.model)
+        return {name: value.detach().clone() for name, value in found.items()}
+
+
+def farthest(one: Weights, other: Weights) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+class WithDropout(GPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(CONTEXT))
+        for block in self.blocks:
+            x = F.dropout(torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), 0.2, self.training)
+        return self.head(self.norm(x))
+
+
+def compared(rank: int, world: int) -> list[str]:
+    """What differs from DDP, in words."""
+    from zero.integrations.accelerate import ZeroPlugin
+
+    differences = []
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "plainly": ({}, {}),
+        "accumulating": ({"gradient_accumulation_steps": 2}, {}),
+        "in bf16": ({"mixed_precision": "bf16"}, {}),
+        "with dropout and checkpoints": ({}, {"model": WithDropout}),
+    }
+    for how, (options, script) in ways.items():
+        with launched(rank, world):
+            torch.manual_seed(0)
+            expected = Script(build(0, **options), **script).train()
+            expected_weights = expected.weights()
+        recomputing = ZeroPlugin(stage=3, activation_checkpointing=True)
+        hybrid = ZeroPlugin(stage=3, sharding_strategy="HYBRID_SHARD", shard_size=1)
+        for plugin in (*STAGES, *([0, recomputing, hybrid] if how == "plainly" else [])):
+            with launched(rank, world):
+                got = Script(build(3, **options, zero_plugin=plugin), **script).train()
+                if got.losses != expected.losses or farthest(got.weights(), expected_weights):
+                    differences.append(f"stage {plugin}, {how}")
+    return differences
+
+
+def test_losses_and_weights_are_those_of_ddp_bit_for_bit() -> None:
+    assert ranks.run(compared) == [[], []]
+
+
+def clipped(rank: int, world: int) -> list[tuple[float, float]]:
+    from zero.integrations.accelerate import ZeroPlugin
+
+    with launched(rank, world):
+        expected = Script(build(0)).train(clip=0.1)
+        expected_weights = expected.weights()
+    found = []
+    for stage in STAGES:
+        with launched(rank, world):
+            got = Script(build(stage))
+            got.accelerator._models.clear()  # as free_memory() does before each Trainer.train()
+            got.train(clip=0.1)
+            norms = max(abs(one - other) for one, other in zip(got.norms, expected.norms, strict=True))
+            found.append((norms, farthest(got.weights(), expected_weights)))
+        with launched(rank, world):  # as scripts for DeepSpeed, which call no clip_grad_norm_
+            plugin = ZeroPlugin(stage=stage, gradient_clipping=0.1)
+            got = Script(build(stage, zero_plugin=plugin)).train()
+            found.append((0.0, farthest(got.weights(), expected_weights)))
+    return found
+
+
+def test_clipping_gives_the_norms_and_weights_of_ddp() -> None:
+    for found in ranks.run(clipped):
+        assert all(norms <= 1e-5 and weights <= 1e-6 for norms, weights in found), found
+
+
+# --------------------------------------------------------------------------------------------------- states
+
+
+def resumed(rank: int, world: int, folder: str) -> list[str]:
+    from zero.integrations.accelerate import ZeroPlugin
+
+    with launched(rank, world):
+        expected = Script(build(0)).train()
+        expected_weights = expected.weights()
+    wrong = []
+
+    def go_on(stage: int, kind: str, place: Path, title: str) -> None:
+        plugin = {"zero_plugin": ZeroPlugin(stage=stage, state_dict_type=kind)} if stage else {}
+        with launched(rank, world):
+            again = Script(build(stage, **plugin))
+            again.accelerator.load_state(str(place))
+            again.train(start=2)
+            if again.losses != expected.losses[2:] or farthest(again.weights(), expected_weights):
+                wrong.append(f"{title} at stage {stage}")
+
+    for kind, stages in {"FULL_STATE_DICT": (0, *STAGES), "SHARDED_STATE_DICT": STAGES}.items():
+        for stage in stages:
+            place = shared_folder(folder, f"{kind}{stage}")
+            plugin = {"zero_plugin": ZeroPlugin(stage=stage, state_dict_type=kind)} if stage else {}
+            with launched(rank, world):
+                script = Script(build(stage, **plugin)).train(stop=2)
+                script.accelerator.save_state(str(place))
+                script.accelerator.wait_for_everyone()
+            for other in stages:
+                go_on(other, kind, place, f"{kind} of stage {stage}")
+    return wrong
+
+
+def test_a_state_goes_on_bit_for_bit_at_any_stage_and_without_zero(tmp_path: Path) -> None:
+    assert ranks.run(resumed, args=(str(tmp_path),), timeout=100) == [[], []]
+
+
+def saved(rank: int, world: int, folder: str) -> dict[Any, dict[str, Tensor]]:
+    """What `save_model` has written, by stage, and at last in parts."""
+    from safetensors.torch import load_file
+
+    from zero.integrations.accelerate import ZeroPlugin
+
+    found = {}
+    sixteen = ZeroPlugin(stage=3, save_16bit_model=True, mixed_precision="bf16")
+    for title, plugin in {1: 1, 2: 2, 3: 3, "16 bits": sixteen}.items():
+        with launched(rank, world):
+            script = Script(build(3, zero_plugin=plugin)).train(stop=1)
+            place = Path(folder, str(title))
+            script.accelerator.save_model(script.model, str(place), max_shard_size="20KB" if title == 3 else "1GB")
+            found[title] = {
+                name: value for file in sorted(place.glob("*.safetensors")) for name, value in load_file(file).items()
+            }
+            expected = script.weights()
+            plain = script.accelerator.unwrap_model(script.model)
+            assert type(plain) is GPT
+            names = {name for name in expected if name != "head.weight"}  # tied to the embedding
+            assert found[title].keys() == names, found[title].keys() ^ names
+            assert title == "16 bits" or all(torch.equal(found[title][name], expected[name]) for name in names)
+    return found
+
+
+def test_saved_weights_are_all_there_and_load_into_the_plain_model(tmp_path: Path) -> None:
+    for found in ranks.run(saved, args=(str(tmp_path),)):
+        assert len({frozenset(weights) for weights in found.values()}) == 1
+        assert len([*(tmp_path / "3").glob("*.safetensors")]) > 1
+        assert {value.dtype for value in found["16 bits"].values()} == {torch.bfloat16}
+        model = GPT()
+        missing, unexpected = model.load_state_dict(found[2], strict=False)
+        assert (missing, unexpected) == (["head.weight"], [])
+        assert torch.equal(model.state_dict()["blocks.0.mlp.0.weight"], found[2]["blocks.0.mlp.0.weight"])
+
+
+# ------------------------------------------------------------------------------------------- other calls
+
+
+def called(rank: int, world: int, stage: int) -> None:
+    """Calls of scripts beside the loop, each compared with what it gives under DDP."""
+    with launched(rank, world):
+        two_models(build(0)), (expected := two_models(build(0)))
+    with launched(rank, world):
+        got = two_models(build(stage))
+        assert all(farthest(one, other) <= 1e-6 for one, other in zip(got, expected, strict=True))
+    with launched(rank, world):
+        expected_weights = reduced_late(build(0))
+    with launched(rank, world):
+        assert farthest(reduced_late(build(stage)), expected_weights) <= 1e-6
+    with launched(rank, world):
+        accelerator = build(stage)
+        script = Script(accelerator)
+        hooked = []
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: hooked.append((models, len(weights))))
+        part = [*script.model.parameters()][:2]
+        script.loss(next(iter(script.loader))[0]).backward()
+        if stage > 1:
+            assert "of a whole model" in ranks.refusal(lambda: accelerator.clip_grad_norm_(part, 1.0))
+            assert "shards" in ranks.refusal(lambda: accelerator.clip_grad_value_(part, 1.0))
+        else:
+            accelerator.clip_grad_norm_(part, 1.0)
+            accelerator.clip_grad_value_(part, 1.0)
+        assert accelerator.prepare(script.model) is script.model
+        assert len(accelerator._models) == 1
+        evaluated = GPT().eval().requires_grad_(False)
+        assert accelerator.prepare_model(evaluated, evaluation_mode=True) is evaluated
+        accelerator._models.pop()
+        with launched_folder() as folder:
+            accelerator.save_state(folder)
+        assert hooked == [([script.model], 1)]
+        model, optimizer = accelerator.free_memory(script.model, script.optimizer)
+        assert model is None and optimizer is None and accelerator._models == []
+
+
+def launched_folder() -> Any:
+    import tempfile
+
+    return tempfile.TemporaryDirectory() if torch.distributed.get_rank() == 0 else nullcontext("/tmp")
+
+
+def two_models(accelerator: Any) -> list[Weights]:
+    """Two models that train at once, whose gradients are clipped as one vector."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+    for step in range(3):
+        torch.manual_seed(2 * step + accelerator.process_index)
+        x = torch.randn(4, 5)
+        accelerator.backward((first(x) - second(x)).square().sum())
+        accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [{name: value.clone() for name, value in accelerator.get_state_dict(one).items()} for one in (first, second)]
+
+
+def reduced_late(accelerator: Any) -> Weights:
+    """Several forwards under no_sync, of which the last backward sends the gradients."""
+    script = Script(accelerator, optim=torch.optim.SGD)  # Adam's steps would be far apart for gradients that are not
+    for (tokens,) in script.loader:
+        with accelerator.no_sync(script.model):
+            losses = [script.loss(part) for part in tokens.chunk(2)]
+        accelerator.backward(losses[0])
+        with accelerator.trigger_sync_in_backward(script.model):
+            accelerator.backward(losses[1])
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script.weights()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_calls_beside_the_loop(stage: int) -> None:
+    ranks.run(called, args=(stage,))
+
+
+def built_elsewhere(rank: int, world: int) -> list[bool]:
+    """Models that are prepared in another order than the usual one, or have their values on rank 0 only."""
+    right = []
+    for stage in STAGES:
+        with launched(rank, world):
+            accelerator = build(stage)
+            model = GPT()
+            optimizer = accelerator.prepare(AdamW(model.parameters(), lr=1e-2))
+            model = accelerator.prepare(model)
+            before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+            tokens = torch.randint(VOCABULARY, (2, CONTEXT))
+            accelerator.backward(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+            optimizer.step()
+            after = accelerator.get_state_dict(model)
+            right.append(all(not torch.equal(before[name], after[name]) for name in before if "bias" not in name))
+            right.append(zero.count_parameters(model).all == sum(param.numel() for param in GPT().parameters()))
+    with launched(rank, world):
+        torch.manual_seed(0)
+        expected = GPT().state_dict()
+        torch.manual_seed(0)
+        with torch.device("meta") if rank else nullcontext():
+            model = GPT()
+        accelerator = build(3)
+        model, _ = accelerator.prepare(model, AdamW(model.parameters()))
+        right.append(farthest(accelerator.get_state_dict(model), expected) == 0)
+    return right
+
+
+def test_other_orders_and_values_on_rank_0_only() -> None:
+    for right in ranks.run(built_elsewhere):
+        assert all(right), right
+
+
+def compiled(rank: int, world: int) -> list[float]:
+    """Autocast and torch.compile lie inside of what shards the model."""
+    found = []
+    for stage in (0, *STAGES):
+        with launched(rank, world):
+            script = Script(build(stage, dynamo_backend="eager", mixed_precision="bf16")).train(stop=2)
+            assert stage == 0 or script.accelerator.unwrap_model(script.model)._compiled_call_impl is not None
+            found.append(script.losses[-1])
+    return found
+
+
+def test_torch_compile_lies_inside() -> None:
+    for found in ranks.run(compiled):
+        assert len({*found}) == 1, found
+
+
+def refused(rank: int, world: int) -> dict[str, str]:
+    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils.deepspeed import DummyOptim
+
+    from zero.integrations.accelerate import ZeroPlugin
+
+    def trying(call: Callable[[], Any]) -> str:
+        with launched(rank, world):
+            return ranks.refusal(call)
+
+    def wrapping(**plugin: Any) -> str:
+        return trying(lambda: Script(build(3, zero_plugin=ZeroPlugin(stage=3, **plugin))))
+
+    loader = DataLoader(range(8), batch_size=2)
+    transformer = "TRANSFORMER_BASED_WRAP"
+    model = GPT()
+    hook = DistributedDataParallelKwargs(comm_hook="fp16")
+    return {
+        "Prepare both in one call": trying(lambda: build(2).prepare(GPT())),
+        "DummyOptim stands for": trying(lambda: build(2).prepare(model, DummyOptim(model.parameters()))),
+        "nothing says at which stage": trying(lambda: build(2, zero_plugin=None)),
+        "parallelism_config is not available": trying(lambda: build(2, parallelism_config=object())),
+        "'fp8' is not available": trying(lambda: build(2, mixed_precision="fp8")),
+        "mixed_precision='bf16' was passed": trying(
+            lambda: build(2, mixed_precision="bf16", zero_plugin=ZeroPlugin(stage=2, mixed_precision="no"))
+        ),
+        "train_micro_batch_size_per_gpu is 4": trying(
+            lambda: build(2, zero_plugin=ZeroPlugin(stage=2, micro_batch_size=4)).prepare(loader)
+        ),
+        "is for stage 1": trying(lambda: Script(build(2, kwargs_handlers=[hook]))),
+        "names Blok, of which GPT has no module": wrapping(
+            auto_wrap_policy=transformer, transformer_cls_names_to_wrap=("Blok",)
+        ),
+        "it names none": wrapping(auto_wrap_policy=transformer),
+        "shards within 3 ranks": wrapping(sharding_strategy="HYBRID_SHARD", shard_size=3),
+        "both say how to shard": trying(lambda: build(2, fsdp_plugin=object())),
+    }
+
+
+def test_what_cannot_be_is_refused_on_every_rank() -> None:
+    for found in ranks.run(refused):
+        for expected, error in found.items():
+            assert error.startswith("ValueError") and expected in error, error

@@ -1,0 +1,386 @@
+"""Configurations of Accelerate and DeepSpeed: every key is honoured, refused by name, or named as without an effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils import launch as accelerate_launch
+from torch.distributed import fsdp
+
+from zero import SPEED_FIRST, BackwardPrefetch, CPUOffload, DiskOffload, MixedPrecision, Prefetch
+from zero.fsdp.precision import as_precision
+from zero.integrations.accelerate import ZeroPlugin, fsdp_keys
+
+PRE = BackwardPrefetch.BACKWARD_PRE
+
+FSDP: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "fsdp_version": [(1, {"stage": 3}), ("2", {"stage": 3})],
+    "fsdp_sharding_strategy": [
+        ("SHARD_GRAD_OP", {"sharding_strategy": "SHARD_GRAD_OP"}),
+        (4, {"sharding_strategy": "HYBRID_SHARD"}),
+        ("3", {"sharding_strategy": "NO_SHARD"}),
+    ],
+    "fsdp_reshard_after_forward": [
+        (False, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("HYBRID_SHARD_ZERO2", {"sharding_strategy": "HYBRID_SHARD_ZERO2"}),
+    ],
+    "fsdp_offload_params": [(True, {"offload": CPUOffload()}), ("false", {"offload": None})],
+    "fsdp_auto_wrap_policy": [("NO_WRAP", {"auto_wrap_policy": "NO_WRAP"})],
+    "fsdp_transformer_layer_cls_to_wrap": [("A, B", {"transformer_cls_names_to_wrap": ("A", "B")})],
+    "fsdp_min_num_params": [(2000, {"min_num_params": 2000}), ("1e8", {"min_num_params": 10**8})],
+    "fsdp_backward_prefetch": [
+        ("BACKWARD_PRE", {"prefetch": Prefetch(PRE)}),
+        (2, {"prefetch": Prefetch()}),
+        ("NO_PREFETCH", {"prefetch": Prefetch(None)}),
+    ],
+    "fsdp_backward_prefetch_policy": [("BACKWARD_PRE", {"prefetch": Prefetch(PRE)})],
+    "fsdp_forward_prefetch": [(True, {"prefetch": Prefetch(forward_prefetch=True)})],
+    "fsdp_state_dict_type": [("SHARDED_STATE_DICT", {"state_dict_type": "SHARDED_STATE_DICT"})],
+    "fsdp_use_orig_params": [(True, {}), (False, {})],
+    "fsdp_sync_module_states": [(False, {"sync_module_states": False})],
+    "fsdp_cpu_ram_efficient_loading": [("true", {"cpu_ram_efficient_loading": True})],
+    "fsdp_activation_checkpointing": [("True", {"activation_checkpointing": True})],
+    "fsdp_activation_checkpointing_offload": [(False, {})],
+    "fsdp_ignored_modules": [(r"blocks\.\d", {"ignored_modules": r"blocks\.\d"})],
+}
+BESIDE = {
+    "fsdp_transformer_layer_cls_to_wrap": {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+    "fsdp_min_num_params": {"fsdp_auto_wrap_policy": "size_based_wrap"},
+}
+
+
+def from_yaml(tmp_path: Path, **sections: Any) -> ZeroPlugin:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        json.dumps({"compute_environment": "LOCAL_MACHINE", "num_processes": 2, **sections})
+    )  # JSON is YAML
+    return ZeroPlugin.from_yaml(path)
+
+
+@pytest.mark.parametrize("key", FSDP)
+def test_every_key_of_fsdp_config_is_honoured(key: str, tmp_path: Path) -> None:
+    for value, expected in FSDP[key]:
+        plugin = from_yaml(tmp_path, fsdp_config={key: value, **BESIDE.get(key, {})})
+        assert plugin.stage == 3
+        assert {name: getattr(plugin, name) for name in expected} == expected
+
+
+def test_no_key_of_accelerate_is_forgotten() -> None:
+    options = {name for action in launch_command_parser()._actions for name in action.option_strings}
+    assert {name.removeprefix("--") for name in options if name.startswith("--fsdp_")} <= FSDP.keys()
+    written = re.findall(r'current_env\["FSDP_(\w+)"\]', inspect.getsource(accelerate_launch))
+    assert {name.lower() for name in written} == {*fsdp_keys.LAUNCHED}
+    given = {one.name for one in dataclasses.fields(FullyShardedDataParallelPlugin)}
+    assert given == PLUGIN.keys()
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"fsdp_activation_checkpointing_offload": True}, "activation_checkpointing_offload=True is not available"),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "expected one of FULL_STATE_DICT, SHARDED_STATE_DICT"),
+        ({"fsdp_speed": 3}, "fsdp_speed is not known"),
+        ({"fsdp_sharding_strategy": "FULL"}, "expected one of FULL_SHARD"),
+        ({"fsdp_sharding_strategy": 6}, "expected 1 to 5"),
+        ({"fsdp_version": 3}, "expected 1 or 2"),
+        ({"fsdp_offload_params": "maybe"}, "fsdp_offload_params='maybe': expected true or false"),
+        ({"fsdp_auto_wrap_policy": "WRAP"}, "expected one of TRANSFORMER_BASED_WRAP"),
+        ({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": False}, "say different things"),
+        ({"fsdp_sharding_strategy": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, "say different things"),
+        ({"fsdp_backward_prefetch": 1, "fsdp_backward_prefetch_policy": 2}, "two names of one option"),
+        ({"fsdp_cpu_ram_efficient_loading": True, "fsdp_sync_module_states": False}, "nobody loaded"),
+    ],
+)
+def test_what_fsdp_config_cannot_have_is_refused_by_name(section: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=told):
+        from_yaml(tmp_path, fsdp_config=section)
+
+
+def test_a_key_that_another_one_makes_idle_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="fsdp_min_num_params \\(SIZE_BASED_WRAP reads it\\)"):
+        from_yaml(tmp_path, fsdp_config={"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_min_num_params": 5})
+
+
+def test_sections_beside_one_another_are_refused(tmp_path: Path) -> None:
+    both = {"fsdp_config": {"fsdp_version": 2}, "deepspeed_config": {"zero_stage": 2}}
+    with pytest.raises(ValueError, match="fsdp_config and deepspeed_config"):
+        from_yaml(tmp_path, **both)
+    with pytest.raises(ValueError, match="neither fsdp_config nor deepspeed_config"):
+        from_yaml(tmp_path, mixed_precision="bf16")
+    for name in ("parallelism_config", "megatron_lm_config", "fp8_config"):
+        with pytest.raises(ValueError, match=f"{name} is not available"):
+            from_yaml(tmp_path, **{name: {"tp_size": 2}, "fsdp_config": {"fsdp_version": 2}})
+    with pytest.raises(ValueError, match="tensor_config is not known"):
+        from_yaml(tmp_path, tensor_config={}, fsdp_config={"fsdp_version": 2})
+    assert from_yaml(tmp_path, mixed_precision="bf16", fsdp_config={"fsdp_version": 2}).mixed_precision == "bf16"
+    assert from_yaml(tmp_path, mixed_precision=False, fsdp_config={"fsdp_version": 2}).mixed_precision == "no"
+
+
+def launched(**named: str) -> dict[str, str]:
+    """What `accelerate launch` writes where a configuration names these."""
+    parsed = launch_command_parser().parse_args([*(f"--fsdp_{key}={value}" for key, value in named.items()), "x.py"])
+    given = {name: getattr(parsed, f"fsdp_{OTHER_OPTION.get(name, name)}", None) for name in fsdp_keys.LAUNCHED}
+    written = {f"FSDP_{name.upper()}": str(value) for name, value in given.items() if value is not None}
+    return {"ACCELERATE_USE_FSDP": "true", **written}
+
+
+OTHER_OPTION = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
+
+
+def test_what_the_launcher_adds_is_not_taken_for_asked() -> None:
+    assert ZeroPlugin.from_environment({}) is None
+    plugin = ZeroPlugin.from_environment(launched())
+    assert plugin == ZeroPlugin(stage=3, cpu_ram_efficient_loading=True)
+    for asked, expected in [
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),  # Accelerate drops it: its own default wins
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),
+        ({"version": "2", "reshard_after_forward": "false"}, "SHARD_GRAD_OP"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD"),
+    ]:
+        plugin = ZeroPlugin.from_environment(launched(**asked))
+        assert plugin is not None and plugin.sharding_strategy == expected
+    plugin = ZeroPlugin.from_environment(launched(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params="7"))
+    assert plugin is not None and (plugin.auto_wrap_policy, plugin.min_num_params) == ("SIZE_BASED_WRAP", 7)
+
+
+BF16 = as_precision(fsdp.MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16))
+PLUGIN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fsdp_version": (2, {"stage": 3}),
+    "sharding_strategy": (fsdp.ShardingStrategy.SHARD_GRAD_OP, {"sharding_strategy": "SHARD_GRAD_OP"}),
+    "reshard_after_forward": ("FULL_SHARD", {"sharding_strategy": "FULL_SHARD"}),
+    "backward_prefetch": ("BACKWARD_PRE", {"prefetch": Prefetch(PRE)}),
+    "mixed_precision_policy": ("bf16", {"mixed_precision_policy": BF16}),
+    "auto_wrap_policy": ("transformer_based_wrap", {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
+    "cpu_offload": (True, {"offload": CPUOffload()}),
+    "ignored_modules": ("head", {"ignored_modules": "head"}),
+    "state_dict_type": ("SHARDED_STATE_DICT", {"state_dict_type": "SHARDED_STATE_DICT"}),
+    "state_dict_config": (None, {}),
+    "optim_state_dict_config": (None, {}),
+    "limit_all_gathers": (False, {"prefetch": Prefetch(None, limit=3)}),
+    "use_orig_params": (True, {}),
+    "param_init_fn": (torch.nn.Module.eval, {"param_init_fn": torch.nn.Module.eval}),
+    "sync_module_states": (None, {"sync_module_states": False}),
+    "forward_prefetch": (True, {"prefetch": Prefetch(None, forward_prefetch=True)}),
+    "activation_checkpointing": (True, {"activation_checkpointing": True}),
+    "activation_checkpointing_offload": (False, {}),
+    "cpu_ram_efficient_loading": (None, {"cpu_ram_efficient_loading": False}),
+    "transformer_cls_names_to_wrap": (["A"], {"transformer_cls_names_to_wrap": ("A",)}),
+    "min_num_params": (9, {"min_num_params": 9}),
+}
+BESIDE_PLUGIN = {
+    "transformer_cls_names_to_wrap": {"auto_wrap_policy": "transformer_based_wrap"},
+    "min_num_params": {"auto_wrap_policy": "size_based_wrap"},
+}
+
+
+@pytest.mark.parametrize("name", PLUGIN)
+def test_every_field_of_accelerates_plugin_is_honoured(name: str) -> None:
+    value, expected = PLUGIN[name]
+    plugin = ZeroPlugin.from_fsdp_plugin(FullyShardedDataParallelPlugin(**{name: value, **BESIDE_PLUGIN.get(name, {})}))
+    assert {one: getattr(plugin, one) for one in expected} == expected
+
+
+def test_what_the_plugin_cannot_have_is_refused() -> None:
+    on_device = fsdp.FullStateDictConfig(offload_to_cpu=False)
+    with pytest.raises(ValueError, match="state_dict_config"):
+        ZeroPlugin.from_fsdp_plugin(FullyShardedDataParallelPlugin(state_dict_config=on_device))
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float16)
+    with pytest.raises(ValueError, match="output_dtype"):
+        ZeroPlugin.from_fsdp_plugin(FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy))
+
+
+# ------------------------------------------------------------------------------------------------ DeepSpeed
+
+ZERO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "stage": (3, 3, {"stage": 3}),
+    "reduce_bucket_size": (2, 5e8, {"reduce_bucket_size": 500_000_000}),
+    "offload_optimizer": (3, {"device": "cpu", "pin_memory": True}, {"offload": CPUOffload()}),
+    "offload_param": (3, {"device": "nvme", "nvme_path": "/scratch"}, {"offload": DiskOffload("/scratch")}),
+    "cpu_offload": (3, True, {"offload": CPUOffload(pin_memory=False)}),
+    "cpu_offload_param": (3, True, {"offload": CPUOffload(pin_memory=False)}),
+    "overlap_comm": (3, True, {"prefetch": SPEED_FIRST}),
+    "stage3_prefetch_bucket_size": (3, 5e7, {"prefetch": Prefetch(PRE, forward_prefetch=True)}),
+    "prefetch_bucket_size": (3, 0, {"prefetch": Prefetch(None)}),
+    "stage3_gather_16bit_weights_on_model_save": (3, True, {"save_16bit_model": True}),
+    "stage3_gather_fp16_weights_on_model_save": (3, True, {"save_16bit_model": True}),
+    "zero_hpz_partition_size": (3, 8, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 8}),
+    "mics_shard_size": (3, 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 4}),
+    "leaf_module": (3, {"classes": ["Moe"]}, {"as_one_unit": ("Moe",)}),
+    "ignore_unused_parameters": (2, True, {}),
+}
+IDLE_SWITCHES = (
+    "contiguous_gradients allgather_partitions allgather_bucket_size reduce_scatter sub_group_size "
+    "use_multi_rank_bucket_allreduce round_robin_gradients legacy_stage1 stage3_param_persistence_threshold "
+    "stage3_model_persistence_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
+    "stage3_module_granularity_threshold mics_hierarchical_params_gather memory_efficient_linear "
+    "override_module_apply stage3_max_live_parameters stage3_max_reuse_distance "
+    "stage3_partition_stream_chunk_size load_from_fp32_weights elastic_checkpoint "
+    "pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks "
+    "save_muon_momentum_buffer_in_memory"
+)
+IDLE = {**dict.fromkeys(IDLE_SWITCHES.split(), True), "reduce_bucket_size": 5e8}
+REFUSED = (
+    "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param zenflow"
+)
+
+
+def of_zero(stage: int, **keys: Any) -> ZeroPlugin:
+    return ZeroPlugin.from_json({"zero_optimization": {"stage": stage, **keys}, "train_batch_size": "auto"})
+
+
+@pytest.mark.parametrize("key", ZERO)
+def test_every_key_of_zero_optimization_is_honoured(key: str) -> None:
+    stage, value, expected = ZERO[key]
+    plugin = of_zero(**{"stage": stage, key: value})
+    assert {name: getattr(plugin, name) for name in expected} == expected
+    assert of_zero(**{"stage": stage, key: stage if key == "stage" else "auto"}).stage == stage
+
+
+def test_keys_that_mean_nothing_here_are_named() -> None:
+    with pytest.warns(UserWarning, match="without an effect here") as warned:
+        assert of_zero(3, **IDLE) == of_zero(3)
+    assert len(warned) == 1
+    assert all(name in str(warned[0].message) for name in IDLE)
+    with pytest.warns(UserWarning, match="offload_param is for stage 3"):
+        assert of_zero(2, offload_param={"device": "cpu"}).offload is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        *(({"stage": 3, key: {"x": 1}}, key) for key in REFUSED.split()),
+        ({"stage": 3, "zero_fast": True}, "zero_fast is not known"),
+        ({"stage": 4}, "stage=4"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "set nvme_path"),
+        ({"stage": 3, "offload_param": {"device": "tape"}}, "expected one of NONE, CPU, NVME"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "ratio"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "at stage 1 is not available"),
+        ({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}, "at stage 2 is not available"),
+        ({"stage": 2, "ignore_unused_parameters": False}, "ignore_unused_parameters=false"),
+        ({"stage": 3, "leaf_module": {"names": ["a"]}}, "names=\\['a'\\] is not available"),
+    ],
+)
+def test_what_zero_optimization_cannot_have_is_refused_by_name(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        of_zero(**keys)
+
+
+def test_the_rest_of_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = {
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 500, "loss_scale": 0},
+        "bf16": {"enabled": False},
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": 2,
+        "train_batch_size": 24,
+        "communication_data_type": "bf16",
+        "steps_per_print": 2000,
+        "optimizer": "auto",
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="steps_per_print"):
+        plugin = ZeroPlugin.from_json(path)
+    expected = ZeroPlugin(
+        stage=2,
+        mixed_precision="fp16",
+        gradient_clipping=1.0,
+        gradient_accumulation_steps=2,
+        micro_batch_size=3,
+        reduce_dtype=torch.bfloat16,
+        scaler={"init_scale": 1024.0, "growth_interval": 500},
+    )
+    assert plugin == expected
+    in_yaml = {"deepspeed_config_file": str(path), "zero3_init_flag": False}
+    with pytest.warns(UserWarning, match="steps_per_print"):
+        assert from_yaml(tmp_path, mixed_precision="fp16", deepspeed_config=in_yaml) == expected
+    for key, value, told in [
+        ("train_batch_size", 25, "train_batch_size=25"),
+        ("optimizer", {"type": "AdamW"}, "build the optimizer in the script"),
+        ("scheduler", {"type": "WarmupLR"}, "build the scheduler in the script"),
+        ("amp", {"enabled": True}, "amp"),
+        ("tensor_parallel", {"autotp_size": 2}, "data-parallel training only"),
+        ("bf16", {"enabled": True}, "both enabled"),
+        ("fp16", {"enabled": True, "loss_scale": 128}, "loss_scale=128 is not available"),
+        ("wings", 2, "wings is not known"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            ZeroPlugin.from_json({**config, "steps_per_print": None, key: value})
+
+
+def test_accelerates_own_words_for_deepspeed(tmp_path: Path) -> None:
+    section = {
+        "zero_stage": 3,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "nvme",
+        "offload_param_nvme_path": "/scratch",
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+        "deepspeed_moe_layer_cls_names": "Moe,Other",
+    }
+    expected = ZeroPlugin(
+        stage=3,
+        offload=DiskOffload("/scratch"),
+        gradient_accumulation_steps=4,
+        gradient_clipping=0.5,
+        cpu_ram_efficient_loading=True,
+        save_16bit_model=True,
+        as_one_unit=("Moe", "Other"),
+    )
+    assert from_yaml(tmp_path, deepspeed_config=section) == expected
+    written = {**section, "zero3_init_flag": "true", "zero3_save_16bit_model": "true"}
+    of_name = {name: variable for variable, name in _launched_by_deepspeed().items()}
+    environment = {of_name[name]: str(value) for name, value in written.items()}
+    assert ZeroPlugin.from_environment({"ACCELERATE_USE_DEEPSPEED": "true", **environment}) == expected
+    with pytest.warns(UserWarning, match="zero3_init_flag is for stage 3"):
+        from_yaml(tmp_path, deepspeed_config={"zero_stage": 1, "zero3_init_flag": True})
+    with pytest.warns(UserWarning, match="deepspeed_hostfile"):
+        from_yaml(tmp_path, deepspeed_config={"zero_stage": 1, "deepspeed_hostfile": "hosts"})
+    with pytest.raises(ValueError, match="zero_stag is not known"):
+        from_yaml(tmp_path, deepspeed_config={"zero_stag": 1})
+    with pytest.raises(ValueError, match="zero_stage is not known"):
+        from_yaml(tmp_path, deepspeed_config={"deepspeed_config_file": "ds.json", "zero_stage": 1})
+
+
+def _launched_by_deepspeed() -> dict[str, str]:
+    from zero.integrations.accelerate.deepspeed_keys import LAUNCHED
+
+    return LAUNCHED
+
+
+def test_accelerates_plugin_for_deepspeed() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.5, gradient_accumulation_steps=3)
+    expected = ZeroPlugin(stage=2, gradient_clipping=0.5, gradient_accumulation_steps=3)
+    assert ZeroPlugin.from_deepspeed_plugin(plugin) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"stage": 5}, "Choose 0 \\(DDP\\)"),
+        ({"stage": 2, "mixed_precision_policy": MixedPrecision()}, "mixed_precision_policy is an option of stage 3"),
+        ({"stage": 2, "sharding_strategy": "SHARD_GRAD_OP"}, "sharding_strategy is an option of stage 3"),
+        ({"stage": 3, "sharding_strategy": "SOME"}, "sharding_strategy='SOME' is unknown"),
+        ({"stage": 3, "auto_wrap_policy": "SOME"}, "auto_wrap_policy='SOME' is unknown"),
+        ({"stage": 3, "state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type='LOCAL_STATE_DICT'"),
+        ({"stage": 3, "mixed_precision": "fp8"}, "mixed_precision='fp8'"),
+        ({"stage": 3, "partition": "odd"}, "partition='odd'"),
+        ({"stage": 3, "offload": "cpu"}, "offload='cpu'"),
+    ],
+)
+def test_what_a_plugin_cannot_be_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ZeroPlugin(**options)

@@ -1,0 +1,146 @@
+"""The scripts of docs/examples for Accelerate and the Trainer, and `accelerate launch`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ranks
+from launched import launched
+
+pytest.importorskip("accelerate")
+
+ROOT = Path(__file__).parents[2]
+FSDP = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: Block
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_process_port: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+use_cpu: false
+"""
+DEEPSPEED = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  gradient_accumulation_steps: 2
+  gradient_clipping: 1.0
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: false
+  zero3_save_16bit_model: true
+  zero_stage: 2
+distributed_type: DEEPSPEED
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+"""
+SCRIPT = """
+import sys
+
+import torch
+from models import CONTEXT, GPT, VOCABULARY
+
+from zero.integrations.accelerate import Accelerator, ZeroPlugin
+
+
+def train(accelerator):
+    torch.manual_seed(0)
+    model = GPT()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    tokens = torch.randint(VOCABULARY, (2, CONTEXT))
+    losses = []
+    for _ in range(2 * accelerator.gradient_accumulation_steps):
+        with accelerator.accumulate(model):
+            loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    told = type(model).__name__, accelerator.zero_plugin.sharding_strategy, accelerator.gradient_accumulation_steps
+    accelerator.print("TOLD", *told, losses[-1] < losses[0])
+    return model
+
+
+model = train(Accelerator(cpu=True))
+print("UNITS", len({unit for unit in model.flat_groups}), flush=True)
+train(Accelerator(cpu=True, zero_plugin=ZeroPlugin.from_yaml(sys.argv[1])))
+"""
+
+
+def test_accelerate_launch_with_fsdp_config_and_a_file_for_deepspeed(tmp_path: Path) -> None:
+    for name, text in {"fsdp.yaml": FSDP, "deepspeed.yaml": DEEPSPEED, "train.py": SCRIPT}.items():
+        (tmp_path / name).write_text(text)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "fsdp.yaml"]
+    result = subprocess.run(
+        [*launch, "train.py", "deepspeed.yaml"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    told = re.findall("^TOLD (.*)$", result.stdout, re.MULTILINE)
+    assert told == ["FSDP SHARD_GRAD_OP 1 True", "ShardedDDP FULL_SHARD 2 True"], result.stdout + result.stderr
+    assert result.stdout.count("UNITS 4") == 2  # the root and three blocks
+
+
+def example(rank: int, world: int, name: str, runs: list[list[str]]) -> list[str]:
+    """What rank 0 prints in each run."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    printed = []
+    for arguments in runs:
+        with launched(rank, world), contextlib.redirect_stdout(io.StringIO()) as told:
+            module.main(arguments)
+        printed.append(told.getvalue())
+    return printed
+
+
+@pytest.mark.parametrize("name", ["accelerate_train", "trainer_train"])
+def test_an_example_trains_and_goes_on_at_another_stage(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "deepspeed.yaml").write_text(DEEPSPEED)
+    output = ["--output", str(tmp_path)]
+    runs = [
+        ["--config", str(tmp_path / "deepspeed.yaml"), "--steps", "20", *output],
+        ["--stage", "3", "--resume", "--steps", "24", *output],
+    ]
+    for printed, expected in zip(ranks.run(example, args=(name, runs))[0], ["ShardedDDP 20", "FSDP 24"], strict=True):
+        wrapper, loss, steps = re.findall(r"^(\w+): loss (\S+) after (\d+) steps$", printed, re.MULTILINE)[-1]
+        assert f"{wrapper} {steps}" == expected
+        assert float(loss) < 4.5  # of bytes that are drawn from all 256 alike it is 5.5
+    from transformers import GPT2LMHeadModel
+
+    model, told = GPT2LMHeadModel.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.isfinite(param).all() for param in model.parameters())

@@ -1,0 +1,342 @@
+"""Accelerate's Accelerator, which shards what it prepares."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, DynamoBackend, compile_regions
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from zero._torch import follow
+from zero.integrations.accelerate import states
+from zero.integrations.accelerate.choosing import (
+    agreed,
+    ask_for_ram_efficient_loading,
+    chosen_plugin,
+    ddp_options,
+    hidden_environment,
+    refuse_dummies,
+    refuse_other_parallelism,
+)
+from zero.integrations.accelerate.optimizer import ShardedAcceleratedOptimizer
+from zero.integrations.accelerate.plugin import ZeroPlugin
+from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
+from zero.oss import GradScaler
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """accelerate.Accelerator at a stage of ZeRO.
+
+        from zero.integrations.accelerate import Accelerator
+
+        accelerator = Accelerator(zero_plugin=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    zero_plugin: a ZeroPlugin, or a stage. Without one a passed fsdp_plugin or deepspeed_plugin says how to shard, and
+        without these what `accelerate launch` has put into the environment. The other arguments are Accelerate's.
+
+    Losses and weights are those of DistributedDataParallel. Collective, beside what is in Accelerate: `prepare`,
+    `clip_grad_norm_`, `get_state_dict`, `save_model`, `save_state`, `load_state`, and a prepared optimizer's `step`.
+    Raises ValueError, on every rank, for what a configuration asks for that is not available.
+    """
+
+    scaler: Any
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    _save_model_state_pre_hook: OrderedDict[Any, Any]
+    _load_model_state_pre_hook: OrderedDict[Any, Any]
+
+    def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
+        given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
+        plugin = chosen_plugin(zero_plugin, given)
+        for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins"):
+            given.pop(name, None)
+        refuse_other_parallelism(given.get("parallelism_config"))
+        given["mixed_precision"] = agreed("mixed_precision", given.get("mixed_precision"), plugin.mixed_precision)
+        if given["mixed_precision"] == "fp8":
+            raise ValueError("mixed_precision='fp8' is not available. Choose 'no', 'bf16' or 'fp16'.")
+        if plugin.gradient_accumulation_steps is not None:
+            asked = given.get("gradient_accumulation_plugin")
+            steps = asked.num_steps if asked is not None else given.get("gradient_accumulation_steps")
+            steps = agreed("gradient_accumulation_steps", steps, plugin.gradient_accumulation_steps)
+            if asked is None:
+                given["gradient_accumulation_steps"] = steps
+        with hidden_environment():
+            super().__init__(**given)
+        self.set_up(plugin)
+
+    def set_up(self, plugin: ZeroPlugin) -> None:
+        """For a plain Accelerator that has become one of this class; the constructor calls it."""
+        if self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise ValueError(
+                f"another Accelerator has set this process up for {self.distributed_type.value}, which shards models "
+                "itself. Build zero.integrations.accelerate.Accelerator first, or alone."
+            )
+        self.zero_plugin = plugin
+        ranks_of_a_host = int(os.environ.get("LOCAL_WORLD_SIZE") or self.num_processes)
+        self.sharding = Sharding(plugin, self.device, ranks_of_a_host)
+        self._unscaled: WeakSet[Optimizer] = WeakSet()
+        if self.scaler is not None:
+            handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler = GradScaler(self.device.type, **{**plugin.scaler, **handler})
+        self._gathered: dict[str, Any] | None = None
+        ask_for_ram_efficient_loading(plugin.cpu_ram_efficient_loading)
+
+    # ------------------------------------------------------------------------------------------ preparing
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Collective. As Accelerate's. A model and its optimizer belong in one call."""
+        refuse_dummies(args)
+        self._check_batches(args)
+        if self.zero_plugin.stage == 0:
+            return super().prepare(*args, device_placement=device_placement)
+        return super().prepare(*self._sharded(args, device_placement), device_placement=device_placement)
+
+    def _sharded(self, args: Sequence[Any], device_placement: Sequence[bool] | None) -> list[Any]:
+        """The objects, with what is to be sharded in its new form."""
+        moved: Sequence[bool | None] = device_placement or [None] * len(args)
+        ready: list[Any] = [*args]
+        for number, (one, move) in enumerate(zip(args, moved, strict=True)):
+            if isinstance(one, nn.Module) and not self._is_sharded(one):
+                ready[number] = self._prepared_inside(one, move)
+        of: dict[Optimizer, Optimizer] = {}
+        for number, one in enumerate(args):
+            if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
+                ready[number] = of[one] = self.sharding.shard(one)
+                self.sharding.remember_optimizer(of[one])
+        for number, one in enumerate(ready):
+            if isinstance(one, nn.Module):
+                if not self._is_sharded(one):
+                    one = ready[number] = self.sharding.wrap(
+                        one, [*of.values()], ddp_options(self.ddp_handler, self.zero_plugin.stage)
+                    )
+                self._keep(one)
+            elif isinstance(one, LRScheduler) and one.optimizer in of:
+                follow(one, of[one.optimizer])
+        return ready
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Collective. As Accelerate's. With evaluation_mode the model is left whole."""
+        if self.zero_plugin.stage == 0:
+            return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        if not self._is_sharded(model) and not evaluation_mode:
+            inner = self._prepared_inside(model, device_placement)
+            model = self.sharding.wrap(inner, [], ddp_options(self.ddp_handler, self.zero_plugin.stage))
+        elif evaluation_mode:
+            model = self._prepared_inside(model, device_placement)
+        self._keep(model)
+        return model
+
+    def _prepared_inside(self, model: nn.Module, device_placement: bool | None) -> nn.Module:
+        """The model in its place, with autocast and compilation, which belong inside of what shards it."""
+        if self.device_placement if device_placement is None else device_placement:
+            self.sharding.place(model)
+        before, plugin = [*self._models], self.state.dynamo_plugin
+        backend, plugin.backend = plugin.backend, DynamoBackend.NO
+        try:
+            super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        finally:
+            plugin.backend, self._models = backend, before
+        if backend != DynamoBackend.NO:
+            if plugin.use_regional_compilation:
+                return compile_regions(model, **plugin.to_kwargs())  # type: ignore[no-any-return]
+            model.compile(**plugin.to_kwargs())
+        return model
+
+    def _is_sharded(self, model: nn.Module) -> bool:
+        return isinstance(model, WRAPPERS) or any(model is one for one in self.sharding.wrapped)
+
+    def _keep(self, model: nn.Module) -> None:
+        if self._is_sharded(model):
+            self.sharding.remember(model)
+        if all(model is not other for other in self._models):
+            self._models.append(model)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Collective below stage 3. As Accelerate's."""
+        if self.zero_plugin.stage == 0 or isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        optimizer = self.sharding.shard(optimizer)
+        prepared = ShardedAcceleratedOptimizer(optimizer, self.scaler, self._before_step, self.sharding.wrapper_of)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _check_batches(self, args: Iterable[Any]) -> None:
+        sizes = [one.batch_size for one in args if isinstance(one, DataLoader) and one.batch_size is not None]
+        expected = self.zero_plugin.micro_batch_size
+        if sizes and expected is not None:
+            found = min(sizes) // (self.num_processes if self.split_batches else 1)
+            if found != expected:
+                raise ValueError(
+                    f"train_micro_batch_size_per_gpu is {expected}, but the data loaders have batches of {found}. Set "
+                    "it to 'auto', or give the data loader that batch_size."
+                )
+
+    # ----------------------------------------------------------------------------------- between backward and step
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Collective with fp16. As Accelerate's; what is unscaled already stays as it is until its step."""
+        if self.native_amp and self.mixed_precision == "fp16":
+            asked = self._optimizers if optimizer is None else optimizer
+            for one in asked if isinstance(asked, (tuple, list)) else [asked]:
+                while isinstance(one, AcceleratedOptimizer):
+                    one = one.optimizer
+                if one not in self._unscaled:
+                    self.scaler.unscale_(one)
+                    self._unscaled.add(one)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Collective. As Accelerate's; at stages 2 and 3 of all of a model's parameters, or of several models'.
+
+        Raises RuntimeError for a part of a model's.
+        """
+        params: list[Any] = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        clips = self.sharding.clips(params)
+        if not clips:
+            return super().clip_grad_norm_(params, max_norm, norm_type)
+        self.unscale_gradients()
+        return clip_together(clips, float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """As Accelerate's. Raises RuntimeError at stages 2 and 3, where a rank has gradients of its shards only."""
+        params = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        held = {
+            param
+            for model in self.sharding.wrapped
+            if isinstance(model, WRAPPERS)
+            for param in model.module.parameters()
+        }
+        if any(param in held for param in params):
+            raise RuntimeError(
+                f"clip_grad_value_ at stage {self.zero_plugin.stage}: gradients are in shards. Use clip_grad_norm_, or "
+                "stage 1."
+            )
+        super().clip_grad_value_(params, clip_value)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        limit = self.zero_plugin.gradient_clipping
+        if limit is not None:
+            self.unscale_gradients(optimizer)
+            holder = self.sharding.wrapper_of(optimizer)
+            of = [param for group in optimizer.param_groups for param in group["params"]]
+            self.clip_grad_norm_(of if holder is None else inside(holder).parameters(), limit)
+        self._unscaled.discard(optimizer)
+
+    # --------------------------------------------------------------------------------------------- weights
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """As Accelerate's. The module inside; at stage 3 its parameters stay sharded."""
+        inner = model.module if isinstance(model, WRAPPERS) else model
+        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Collective. The full weights on every rank, as copies, under the model's own names."""
+        if self._gathered is not None:
+            return self._gathered
+        return states.full_weights(model, None, self.saved_dtype)
+
+    def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Collective. As Accelerate's."""
+        weights = states.full_weights(model, self._writer, self.saved_dtype)
+        if weights:
+            self._gathered = OrderedDict(weights)
+            try:
+                super().save_model(model, save_directory, *args, **kwargs)
+            finally:
+                self._gathered = None
+        self.wait_for_everyone()
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Collective. A prepared optimizer's full state in the plain optimizer's format on the ranks that write."""
+        inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        return states.full_state(self.sharding, inner, self._writer)
+
+    @property
+    def _writer(self) -> int | None:
+        """The rank that writes; None where one of each host does."""
+        return None if self.project_configuration.save_on_each_node else 0
+
+    @property
+    def saved_dtype(self) -> torch.dtype | None:
+        return _DTYPES.get(self.mixed_precision) if self.zero_plugin.save_16bit_model else None
+
+    # ------------------------------------------------------------------------------------------ whole states
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Collective. As Accelerate's; the ZeroPlugin's state_dict_type says what is written."""
+        write = partial(self._write_state, safe=safe_serialization, hooks=[*self._save_model_state_pre_hook.values()])
+        models, optimizers, hooks = self._models, self._optimizers, self._save_model_state_pre_hook
+        self._models, self._optimizers = [], []
+        self._save_model_state_pre_hook = OrderedDict(zero=lambda _, __, folder: write(models, optimizers, folder))
+        try:
+            location = super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            self._models, self._optimizers, self._save_model_state_pre_hook = models, optimizers, hooks
+        self.wait_for_everyone()
+        return location
+
+    def _write_state(
+        self, models: list[nn.Module], optimizers: list[Any], folder: str, *, safe: bool, hooks: list[Any]
+    ) -> None:
+        sharded = self.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
+        weights = [] if sharded else [states.full_weights(model, self._writer) for model in models]
+        for hook in hooks:
+            hook(models, weights, folder)
+        if sharded:
+            states.save_sharded(folder, models, [one.optimizer for one in optimizers])
+            return
+        each_node = self.project_configuration.save_on_each_node
+        for number, one in enumerate(weights):
+            states.save_weights(one, folder, number, safe=safe, each_node=each_node)
+        for number, optimizer in enumerate(optimizers):
+            states.save_optimizer(self.full_optimizer_state(optimizer), folder, number, each_node=each_node)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Collective. As Accelerate's. Takes what `save_state` wrote at any stage, or Accelerate without zero."""
+        read = partial(self._read_state, hooks=[*self._load_model_state_pre_hook.values()], options=load_kwargs or {})
+        strict = {name: kwargs[name] for name in ("strict",) if name in kwargs}
+        models, optimizers, hooks = self._models, self._optimizers, self._load_model_state_pre_hook
+        self._models, self._optimizers = [], []
+        self._load_model_state_pre_hook = OrderedDict(zero=lambda _, folder: read(models, optimizers, folder, strict))
+        try:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            self._models, self._optimizers, self._load_model_state_pre_hook = models, optimizers, hooks
+
+    def _read_state(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Any],
+        folder: str,
+        strict: dict[str, bool],
+        *,
+        hooks: list[Any],
+        options: dict[str, Any],
+    ) -> None:
+        left = [*models]
+        for hook in hooks:
+            hook(left, folder)
+        if states.is_sharded(folder):
+            states.load_sharded(folder, left, [one.optimizer for one in optimizers])
+            return
+        for number, model in enumerate(models):
+            if any(model is one for one in left):
+                states.load_weights(model, folder, number, **strict)
+        for number, optimizer in enumerate(optimizers):
+            states.load_optimizer(optimizer, folder, number, **options)

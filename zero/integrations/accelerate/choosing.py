@@ -1,0 +1,119 @@
+"""Which ZeroPlugin an Accelerator has, and what keeps Accelerate itself from sharding meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+
+from zero.integrations.accelerate.plugin import ZeroPlugin
+
+_ASKS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+def chosen_plugin(given: ZeroPlugin | int | None, arguments: Mapping[str, Any]) -> ZeroPlugin:
+    """Of an Accelerator that is given these arguments. Raises ValueError where nothing, or too much, says how to shard.
+
+    given: a plugin or a stage.
+    """
+    passed = {
+        name: arguments[name]
+        for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
+        if arguments.get(name) is not None
+    }
+    if (given is not None and passed) or len(passed) > 1:
+        names = " and ".join([*(["zero_plugin"] if given is not None else []), *passed])
+        raise ValueError(f"{names} both say how to shard. Pass one of them.")
+    if isinstance(given, ZeroPlugin):
+        return given
+    if given is not None:
+        return ZeroPlugin(stage=given)
+    if "fsdp_plugin" in passed:
+        return ZeroPlugin.from_fsdp_plugin(passed["fsdp_plugin"])
+    for plugin in passed.values():
+        if isinstance(plugin, Mapping):
+            raise ValueError(
+                "deepspeed_plugins names several plugins. Pass one, or zero_plugin: several models may share it."
+            )
+        return ZeroPlugin.from_deepspeed_plugin(plugin)
+    found = ZeroPlugin.from_environment(os.environ)
+    if found is None:
+        raise ValueError(
+            "nothing says at which stage to shard. Pass zero_plugin=2, a ZeroPlugin, such as "
+            "ZeroPlugin.from_yaml(path), or start by `accelerate launch` with an fsdp_config."
+        )
+    return found
+
+
+def agreed(name: str, passed: Any, planned: Any) -> Any:
+    """What was passed or what a configuration says. Raises ValueError where the two differ."""
+    unsaid = (None, 1) if isinstance(planned, int) else (None,)
+    if planned is not None and passed not in (*unsaid, planned):
+        raise ValueError(f"{name}={passed!r} was passed, but the configuration says {planned!r}. Make them the same.")
+    return passed if planned is None else planned
+
+
+@contextmanager
+def hidden_environment() -> Iterator[None]:
+    """In here Accelerate does not see that the launcher asks it to shard."""
+    kept = {name: os.environ.pop(name) for name in _ASKS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def ask_for_ram_efficient_loading(wanted: bool) -> None:
+    """Says so where `from_pretrained` of transformers looks for it."""
+    if wanted:
+        os.environ.update({_ASKS[0]: "true", _RAM_EFFICIENT: "true"})
+    elif _RAM_EFFICIENT in os.environ:
+        os.environ[_RAM_EFFICIENT] = "false"  # the launcher writes `true` unasked: ranks would load without values
+
+
+def ddp_options(handler: Any, stage: int) -> dict[str, Any]:
+    """What DistributedDataParallelKwargs, or None, say of a model at a stage.
+
+    Under "register_comm_hook" is what gives a DistributedDataParallel its hook. Raises ValueError for a hook that
+    nobody would call.
+    """
+    if handler is None:
+        return {}
+    options = dict(handler.to_kwargs())
+    for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
+        options.pop(name, None)
+    hook = getattr(handler.comm_hook, "value", handler.comm_hook)
+    if hook != "no":
+        if stage > 1:
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_hook={hook!r}) is for stage 1. At stages 2 and 3 set reduce_dtype "
+                "of the ZeroPlugin."
+            )
+        options["register_comm_hook"] = handler.register_comm_hook
+    return options
+
+
+def refuse_other_parallelism(config: Any) -> None:
+    """Raises ValueError for what is no data parallelism."""
+    asked = [
+        name for name in ("PARALLELISM_CONFIG", "MEGATRON_LM") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"
+    ]
+    if config is not None or asked:
+        raise ValueError(
+            f"{', '.join(asked).lower() or 'parallelism_config'} is not available: zero shards over data-parallel "
+            'ranks. Leave it out; for hybrid sharding pass ZeroPlugin(stage=3, sharding_strategy="HYBRID_SHARD").'
+        )
+
+
+def refuse_dummies(prepared: Iterable[Any]) -> None:
+    """Raises ValueError for what stands for an optimizer or a scheduler that DeepSpeed would build."""
+    for one in prepared:
+        if isinstance(one, (DummyOptim, DummyScheduler)):
+            raise ValueError(
+                f"accelerate.utils.{type(one).__name__} stands for what DeepSpeed would build. Build an "
+                "optimizer, such as torch.optim.AdamW, and a scheduler in the script."
+            )

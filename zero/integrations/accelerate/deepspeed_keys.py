@@ -1,0 +1,295 @@
+"""DeepSpeed's words: its JSON, `deepspeed_config` in YAML, what the launcher makes of it, and the plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.fsdp import SPEED_FIRST, BackwardPrefetch, CPUOffload, DiskOffload, Prefetch
+from zero.integrations.accelerate.keys import Keys, count, flag, names, one_of
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
+
+# ------------------------------------------------------------------------------- keys that mean nothing here
+
+_FLAT = "parameters, gradients and state lie in flat buffers"
+_ENGINE = "zero has no engine that measures or logs"
+_ALWAYS = "always so"
+_OTHER_NAMES = {
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+    "model_persistence_threshold": "stage3_model_persistence_threshold",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+    "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "module_granularity_threshold": "stage3_module_granularity_threshold",
+    "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
+    "allgather_sequential": "stage3_allgather_sequential",
+    "partition_stream_chunk_size": "stage3_partition_stream_chunk_size",
+}
+_ZERO_WITHOUT_EFFECT = {
+    _FLAT: "contiguous_gradients allgather_partitions allgather_bucket_size reduce_scatter sub_group_size "
+    "use_multi_rank_bucket_allreduce round_robin_gradients legacy_stage1 stage3_param_persistence_threshold "
+    "stage3_model_persistence_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
+    "stage3_module_granularity_threshold mics_hierarchical_params_gather memory_efficient_linear override_module_apply",
+    "units in flight are counted, by ZeroPlugin(prefetch=zero.Prefetch(limit=))": "stage3_max_live_parameters "
+    "stage3_max_reuse_distance",
+    "units get memory one at a time": "stage3_partition_stream_chunk_size",
+    "checkpoints load on any number of ranks, masters included": "load_from_fp32_weights elastic_checkpoint "
+    "pipeline_loading_checkpoint",
+    "ranks are always compared": "log_trace_cache_warnings enable_sanity_checks",
+    "state is offloaded as one": "save_muon_momentum_buffer_in_memory",
+}
+_QUANTIZED = "zero sends weights and gradients unquantized. Set it to false."
+_ZERO_REFUSED = {
+    "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param": _QUANTIZED,
+    "zenflow": "zero steps all gradients at once. Remove it.",
+}
+_OFFLOAD_WITHOUT_EFFECT = "buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init \
+convert_grad_on_cpu cpuadam_cores_perc"
+_WITHOUT_EFFECT = {
+    _ENGINE: "steps_per_print wall_clock_breakdown dump_state memory_breakdown flops_profiler tensorboard wandb comet "
+    "csv_monitor comms_logger monitor_config timers",
+    "gradients are summed in float32, then divided": "prescale_gradients gradient_predivide_factor",
+    "it is for DeepSpeed's own functions": "activation_checkpointing aio checkpoint disable_allgather "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer nebula load_universal_checkpoint use_node_local_storage "
+    "seq_parallel_communication_data_type",
+}
+_REFUSED = {
+    "optimizer": "build the optimizer in the script, such as torch.optim.AdamW, and remove the section.",
+    "scheduler": "build the scheduler in the script and remove the section.",
+    "amp": "use mixed_precision of the Accelerator and remove the section.",
+    "torch_autocast data_types": "mixed_precision of the Accelerator is autocast. Remove the section.",
+    "sparse_gradients sparse_attention": "gradients are dense. Remove it.",
+    "tensor_parallel pipeline sequence_parallel_size": "zero shards data-parallel training only. Remove it.",
+    "elasticity": "start the ranks by torchrun, which is elastic, and load a zero.checkpoint. Remove the section.",
+    "autotuning compression_training data_efficiency curriculum_learning quantize_training progressive_layer_drop "
+    "eigenvalue hybrid_engine weight_quantization compile msamp": "zero has no counterpart. Remove the section.",
+}
+_FP16_WITHOUT_EFFECT = "hysteresis min_loss_scale consecutive_hysteresis fp16_master_weights_and_grads auto_cast"
+_BF16_WITHOUT_EFFECT = "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states \
+check_grad_overflow auto_cast"
+
+
+def fields(
+    given: Mapping[str, Any],
+    section: str = "DeepSpeed",
+    *,
+    init_flag: bool = False,
+    as_one_unit: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The fields of a ZeroPlugin that a configuration of DeepSpeed asks for. Raises ValueError for what cannot be.
+
+    init_flag, as_one_unit: `zero3_init_flag` and the classes of experts, which only Accelerate's own words have.
+    """
+    keys = Keys(given, section)
+    zero = keys.take("zero_optimization", _mapping, {})
+    found = _zero(zero, f"{section}, zero_optimization")
+    stage = found["stage"]
+    found["as_one_unit"] = (*found.get("as_one_unit", ()), *as_one_unit)
+    if init_flag and stage != 3:
+        warnings.warn(f"{section}: zero3_init_flag is for stage 3, and without an effect at {stage}.", stacklevel=2)
+    found["cpu_ram_efficient_loading"] = init_flag and stage == 3
+    found |= _precision(keys, section)
+    clipping = keys.take("gradient_clipping", float, 0.0)
+    found["gradient_clipping"] = clipping or None
+    found["gradient_accumulation_steps"] = keys.take("gradient_accumulation_steps", count)
+    found["micro_batch_size"] = _micro_batch_size(keys, found["gradient_accumulation_steps"])
+    found["reduce_dtype"] = keys.take("communication_data_type", lambda name: _DTYPES[name])
+    for written, reason in _REFUSED.items():
+        keys.refuse(written, reason)
+    for reason, written in _WITHOUT_EFFECT.items():
+        keys.without_effect(written, reason)
+    keys.done()
+    return found
+
+
+def of_flat(given: Mapping[str, Any], section: str = "deepspeed_config") -> dict[str, Any]:
+    """The same of Accelerate's own words for it, as in its YAML."""
+    keys = Keys(given, section)
+    init_flag = keys.take("zero3_init_flag", flag, False)
+    as_one_unit = keys.take("deepspeed_moe_layer_cls_names", names, ())
+    keys.without_effect(
+        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
+        "accelerate launch or torchrun starts the processes",
+    )
+    file = keys.take("deepspeed_config_file", str)
+    if file is not None:
+        keys.done()  # Accelerate refuses other keys beside it, too
+        return fields(json.loads(Path(file).read_text()), file, init_flag=init_flag, as_one_unit=as_one_unit)
+    device = one_of("NONE", "CPU", "NVME")
+    zero: dict[str, Any] = {"stage": keys.take("zero_stage", count, 2)}
+    for part in ("optimizer", "param"):
+        where, path = keys.take(f"offload_{part}_device", device), keys.take(f"offload_{part}_nvme_path", str)
+        zero[f"offload_{part}"] = {"device": where.lower() if where else "none", "nvme_path": path}
+    zero["stage3_gather_16bit_weights_on_model_save"] = keys.take("zero3_save_16bit_model", flag, False)
+    rest = {name: keys.take(name) for name in ("gradient_accumulation_steps", "gradient_clipping")}
+    keys.done()
+    return fields({"zero_optimization": zero, **rest}, section, init_flag=init_flag, as_one_unit=as_one_unit)
+
+
+LAUNCHED = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+}
+"""What `accelerate launch` 1.15 puts into the environment, and what its plugin reads there."""
+
+
+def of_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The same of what `accelerate launch` has put there; None where it asks for no DeepSpeed."""
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return None
+    given = {name: environment[written] for written, name in LAUNCHED.items() if written in environment}
+    if given.get("deepspeed_config_file", "none") != "none":  # what lies beside it are the launcher's defaults
+        kept = ("deepspeed_config_file", "zero3_init_flag", "deepspeed_moe_layer_cls_names")
+        given = {name: given[name] for name in kept if name in given}
+    return of_flat(given, "ACCELERATE_DEEPSPEED_... in the environment")
+
+
+def of_plugin(plugin: Any) -> dict[str, Any]:
+    """The same of a DeepSpeedPlugin."""
+    config = {name: value for name, value in plugin.deepspeed_config.items() if name != "steps_per_print"}
+    experts = names(plugin.transformer_moe_cls_names or "")
+    return fields(config, "DeepSpeedPlugin", init_flag=bool(plugin.zero3_init_flag), as_one_unit=experts)
+
+
+# ------------------------------------------------------------------------------------------------- sections
+
+
+def _zero(given: Mapping[str, Any], section: str) -> dict[str, Any]:
+    keys = Keys(given, section, _OTHER_NAMES)
+    stage = keys.take("stage", count, 0)
+    found: dict[str, Any] = {"stage": stage, "offload": _offload(keys, stage, section)}
+    found["prefetch"] = _prefetch(keys, stage)
+    keep = keys.take("stage3_gather_16bit_weights_on_model_save", flag, False)
+    found["save_16bit_model"] = keep and stage == 3
+    if stage == 3:
+        keys.without_effect("reduce_bucket_size", "at stage 3 a unit is the bucket")
+        found |= _hybrid(keys)
+    else:
+        found["reduce_bucket_size"] = keys.take("reduce_bucket_size", count)
+        keys.without_effect("zero_hpz_partition_size mics_shard_size", "it is for stage 3")
+    leaf = Keys(keys.take("leaf_module", _mapping, {}), f"{section}, leaf_module")
+    found["as_one_unit"] = leaf.take("classes", names, ())
+    leaf.refuse("names name_suffixes", "name the classes.")
+    leaf.done()
+    if not keys.take("ignore_unused_parameters", flag, True):
+        raise ValueError(
+            f"{section}: ignore_unused_parameters=false is not available: unused parameters have no gradient at every "
+            "stage. Remove it."
+        )
+    for written, reason in _ZERO_REFUSED.items():
+        keys.refuse(written, reason)
+    for reason, written in _ZERO_WITHOUT_EFFECT.items():
+        keys.without_effect(written, reason)
+    keys.done()
+    return found
+
+
+def _offload(keys: Keys, stage: int, section: str) -> CPUOffload | DiskOffload | None:
+    """What of the two is offloaded furthest. Shards, their gradients and the optimizer's state go together."""
+    pinned = keys.take("cpu_offload_use_pin_memory", flag, False)
+    parts: dict[str, tuple[str, str | None, bool]] = {}
+    for name, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
+        given = dict(keys.take(name, _mapping, {}))
+        if keys.take(old, flag, False):
+            given.setdefault("device", "cpu")
+        part = Keys(given, f"{section}, {name}")
+        device = (part.take("device", one_of("NONE", "CPU", "NVME")) or "NONE").lower()
+        parts[name] = (device, part.take("nvme_path", str), part.take("pin_memory", flag, pinned))
+        if part.take("ratio", float, 1.0) != 1.0:
+            raise ValueError(f"{section}, {name}: ratio is not available: all state is offloaded. Remove it.")
+        part.refuse("super_offload", "state is offloaded as torch does it. Remove it.")
+        part.without_effect(_OFFLOAD_WITHOUT_EFFECT, "the operating system buffers files")
+        part.done()
+    if stage < 3 and parts["offload_param"][0] != "none":
+        warnings.warn(f"{section}: offload_param is for stage 3, and without an effect at {stage}.", stacklevel=2)
+        del parts["offload_param"]
+    asked = [part for part in parts.values() if part[0] != "none"]
+    for device, path, _ in asked:
+        if device == "nvme":
+            if path is None:
+                raise ValueError(f"{section}: device nvme needs a folder: set nvme_path.")
+            return DiskOffload(path)
+    return CPUOffload(pin_memory=any(pin for _, _, pin in asked)) if asked else None
+
+
+def _prefetch(keys: Keys, stage: int) -> Prefetch | None:
+    overlap = keys.take("overlap_comm", flag)
+    if stage < 3:
+        keys.without_effect("stage3_prefetch_bucket_size", "it is for stage 3")
+        return None  # gradients are sent while backward runs in any case
+    ahead = keys.take("stage3_prefetch_bucket_size", count)
+    if ahead == 0:
+        return Prefetch(None)
+    if overlap:
+        return SPEED_FIRST
+    return None if ahead is None else Prefetch(BackwardPrefetch.BACKWARD_PRE, forward_prefetch=True)
+
+
+def _hybrid(keys: Keys) -> dict[str, Any]:
+    sizes = {name: keys.take(name, int, 0) for name in ("zero_hpz_partition_size", "mics_shard_size")}
+    asked = {size for size in sizes.values() if size > 1}
+    if len(asked) > 1:
+        raise ValueError(f"{sizes} name two sizes to shard within. Keep one of them.")
+    return {"sharding_strategy": "HYBRID_SHARD", "shard_size": asked.pop()} if asked else {}
+
+
+def _precision(keys: Keys, section: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    bf16 = Keys(keys.take("bf16", _mapping, {}), f"{section}, bf16")
+    fp16 = Keys(keys.take("fp16", _mapping, {}), f"{section}, fp16")
+    for name, part in (("bf16", bf16), ("fp16", fp16)):
+        if part.take("enabled", flag, False):
+            if found:
+                raise ValueError(f"{section}: bf16 and fp16 are both enabled. Enable one of them.")
+            found["mixed_precision"] = name
+    fp16.refuse("loss_scale", "zero.GradScaler finds the scale. Set it to 0.")
+    scaler = {
+        "init_scale": fp16.take("initial_scale_power", lambda power: 2.0 ** count(power)),
+        "growth_interval": fp16.take("loss_scale_window", count),
+    }
+    found["scaler"] = {name: value for name, value in scaler.items() if value is not None}
+    fp16.without_effect(_FP16_WITHOUT_EFFECT, "zero.GradScaler is torch's")
+    bf16.without_effect(_BF16_WITHOUT_EFFECT, "parameters are the float32 masters")
+    for part in (bf16, fp16):
+        part.done()
+    return found
+
+
+def _micro_batch_size(keys: Keys, accumulated: int | None) -> int | None:
+    """Of a rank. Raises ValueError where the three numbers contradict one another."""
+    micro: int | None = keys.take("train_micro_batch_size_per_gpu", count)
+    total: int | None = keys.take("train_batch_size", count)
+    if total is None:
+        return micro
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    size, left = divmod(total, ranks * (accumulated or 1))
+    if left or micro not in (None, size):
+        raise ValueError(
+            f"{keys.title('train_batch_size')}={total} is not train_micro_batch_size_per_gpu={micro} times "
+            f"gradient_accumulation_steps={accumulated} times {ranks} ranks. Set it to 'auto'."
+        )
+    return size
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("expected a section with keys of its own")
+    return value

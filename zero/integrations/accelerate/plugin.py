@@ -1,0 +1,151 @@
+"""What an Accelerator is to do with models and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision, Prefetch
+from zero.fsdp.offload import as_offload
+from zero.fsdp.precision import as_precision
+from zero.fsdp.prefetch import as_prefetch
+from zero.fsdp.strategy import as_strategy
+from zero.integrations.accelerate import deepspeed_keys, files, fsdp_keys
+from zero.oss.partition import Partition, partition_problem
+
+WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+
+
+@dataclass(frozen=True)
+class ZeroPlugin:
+    """How to shard, in Accelerate's names where the meaning is the same.
+
+        accelerator = Accelerator(zero_plugin=ZeroPlugin(stage=3, auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
+
+    stage: 0 (DistributedDataParallel, as Accelerate itself), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).
+    sharding_strategy, shard_size: of FSDP; shard_size is the number of ranks that a hybrid strategy shards within, by
+        default those of a host.
+    auto_wrap_policy: of FSDP; also "TRANSFORMER_BASED_WRAP": the classes named by transformer_cls_names_to_wrap, by
+        default the model's own `_no_split_modules`; "SIZE_BASED_WRAP": modules of min_num_params elements or more;
+        "NO_WRAP": one unit.
+    as_one_unit: names of classes that become units without units inside, such as mixtures of experts.
+    ignored_modules: of FSDP; also a regular expression for the whole name of a module.
+    partition, prefetch, offload, param_init_fn: of FSDP; partition of OSS, too.
+    mixed_precision_policy: of FSDP. Without one the Accelerator's mixed_precision is autocast, as without sharding.
+    sync_module_states: all ranks start from the weights of rank 0.
+    activation_checkpointing: recompute each unit's activations in backward.
+    cpu_ram_efficient_loading: `from_pretrained` of transformers loads on rank 0 only; stage 3.
+    reduce_bucket_size: elements of a bucket at stages 1 and 2.
+    reduce_dtype: gradients travel in it, at stages 2 and 3.
+    state_dict_type: what `save_state` writes: "FULL_STATE_DICT", which Accelerate without zero loads, or
+        "SHARDED_STATE_DICT", a zero.checkpoint.
+    save_16bit_model: saved weights have the dtype of mixed_precision.
+    mixed_precision, gradient_accumulation_steps: for the Accelerator.
+    gradient_clipping: each step of an optimizer clips to this norm first.
+    micro_batch_size: what data loaders must have.
+    scaler: arguments of zero.GradScaler.
+
+    Raises ValueError for what cannot be.
+    """
+
+    stage: int
+    sharding_strategy: str = "FULL_SHARD"
+    shard_size: int | None = None
+    auto_wrap_policy: Any = None
+    transformer_cls_names_to_wrap: tuple[str, ...] | None = None
+    min_num_params: int | None = None
+    as_one_unit: tuple[str, ...] = ()
+    ignored_modules: Iterable[nn.Module] | str = ()
+    partition: Partition = "auto"
+    prefetch: Prefetch | None = None
+    offload: CPUOffload | DiskOffload | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    mixed_precision_policy: MixedPrecision | None = None
+    sync_module_states: bool = True
+    activation_checkpointing: bool = False
+    cpu_ram_efficient_loading: bool = False
+    reduce_bucket_size: int | None = None
+    reduce_dtype: torch.dtype | None = None
+    state_dict_type: str = "FULL_STATE_DICT"
+    save_16bit_model: bool = False
+    mixed_precision: str | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    micro_batch_size: int | None = None
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem is not None:
+            raise ValueError(problem)
+        if self.prefetch is not None:
+            as_prefetch(self.prefetch)
+        if self.mixed_precision_policy is not None:
+            as_precision(self.mixed_precision_policy)
+        as_offload(self.offload)
+        as_strategy(self.sharding_strategy)
+
+    def _problem(self) -> str | None:
+        if self.stage not in (0, 1, 2, 3):
+            return f"stage={self.stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
+        if self.offload is not None and self.stage < 3:
+            return (
+                f"offload={self.offload!r} at stage {self.stage} is not available: parameters, gradients and optimizer "
+                "state are offloaded together, at stage 3. Take stage=3, or leave offload out."
+            )
+        if isinstance(self.auto_wrap_policy, str) and self.auto_wrap_policy not in WRAPPING:
+            return f"auto_wrap_policy={self.auto_wrap_policy!r} is unknown. Choose one of {', '.join(WRAPPING)}."
+        if self.state_dict_type not in STATE_DICT_TYPES:
+            known = " or ".join(STATE_DICT_TYPES)
+            return f"state_dict_type={self.state_dict_type!r} is not available. Choose {known}: both load at any stage."
+        if self.mixed_precision not in (None, "no", "bf16", "fp16"):
+            return f"mixed_precision={self.mixed_precision!r} is not available. Choose 'no', 'bf16' or 'fp16'."
+        only_at_3 = {
+            "mixed_precision_policy": self.mixed_precision_policy is not None,
+            "cpu_ram_efficient_loading": self.cpu_ram_efficient_loading,
+            "sharding_strategy": as_strategy(self.sharding_strategy).name != "FULL_SHARD",
+            "param_init_fn": self.param_init_fn is not None,
+            "ignored_modules": self.ignored_modules != (),
+        }
+        for name, given in only_at_3.items():
+            if given and self.stage != 3:
+                return f"{name} is an option of stage 3, but stage is {self.stage}. Take stage=3, or leave it out."
+        return partition_problem(self.partition)
+
+    # ---------------------------------------------------------------------------------------- from elsewhere
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> ZeroPlugin:
+        """What the `fsdp_config` or `deepspeed_config` of one of Accelerate's files asks for, and its mixed_precision.
+
+        Every key is honoured or refused by name; those without an effect here are named in a warning. What tells
+        `accelerate launch` how to start processes is left to it. Raises ValueError.
+        """
+        return cls(**files.of_yaml(Path(path)))
+
+    @classmethod
+    def from_json(cls, path: str | Path | Mapping[str, Any]) -> ZeroPlugin:
+        """What one of DeepSpeed's configurations asks for: a file, or what was read from it. As `from_yaml`."""
+        return cls(**files.of_json(path))
+
+    @classmethod
+    def from_fsdp_plugin(cls, plugin: Any) -> ZeroPlugin:
+        """What one of Accelerate's FullyShardedDataParallelPlugin asks for. As `from_yaml`."""
+        return cls(**fsdp_keys.of_plugin(plugin))
+
+    @classmethod
+    def from_deepspeed_plugin(cls, plugin: Any) -> ZeroPlugin:
+        """What one of Accelerate's DeepSpeedPlugin asks for. As `from_yaml`."""
+        return cls(**deepspeed_keys.of_plugin(plugin))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> ZeroPlugin | None:
+        """What `accelerate launch` has put into the environment; None where it asks for no sharding."""
+        found = fsdp_keys.of_environment(environment) or deepspeed_keys.of_environment(environment)
+        return cls(**found) if found else None

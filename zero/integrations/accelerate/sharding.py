@@ -1,0 +1,309 @@
+"""Models and optimizers of an Accelerator, sharded as its ZeroPlugin says."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zero._torch import children_of, recomputed_in_backward
+from zero.comm import Comm
+from zero.fsdp import FSDP, MixedPrecision
+from zero.fsdp.strategy import as_strategy
+from zero.fsdp.wrap import unit_modules
+from zero.integrations.accelerate.plugin import ZeroPlugin
+from zero.measure.built import finding_of_built
+from zero.oss import OSS
+from zero.oss.averaging import average_by_reading
+from zero.oss.partition import Partition, cut_for
+from zero.sdp import ShardedDDP
+
+WRAPPERS = (FSDP, ShardedDDP)
+Clip = Callable[[float, float], Tensor]
+"""Scales gradients to a norm at most; returns the norm before. Of the norm, and which norm it is."""
+
+
+class Sharding:
+    """What an Accelerator has sharded, also where the Accelerator itself has let go of it."""
+
+    def __init__(self, plugin: ZeroPlugin, device: torch.device, ranks_of_a_host: int) -> None:
+        self.plugin, self._device, self._ranks_of_a_host = plugin, device, ranks_of_a_host
+        self._wrapped: list[ref[nn.Module]] = []
+        self._optimizers: list[ref[OSS]] = []
+
+    # ------------------------------------------------------------------------------------------- wrapping
+
+    def place(self, model: nn.Module) -> None:
+        """Moves what is elsewhere. What is there already stays: `.to("cpu:0")` would copy what lies on "cpu"."""
+        tensors = [*model.parameters(), *model.buffers()]
+        there = [tensor.is_meta or _same(tensor.device, self._device) for tensor in tensors]
+        if not all(there):
+            model.to(self._device)
+
+    def shard(self, optimizer: Optimizer) -> Optimizer:
+        """Collective below stage 3. The optimizer as this stage steps it."""
+        if isinstance(optimizer, OSS) or self.plugin.stage == 3:
+            return optimizer
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        elsewhere = [param for param in params if not _same(param.device, self._device)]
+        if elsewhere:
+            raise ValueError(
+                f"an optimizer was prepared whose parameters lie on {elsewhere[0].device}, not on {self._device}. "
+                "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        sharded = OSS.from_optimizer(optimizer, partition=self.plugin.partition)
+        self._optimizers.append(ref(sharded))
+        return sharded
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> nn.Module:
+        """Collective. The model as this stage trains it; ddp: arguments of DistributedDataParallel, where they mean
+        something."""
+        if self.plugin.stage == 3:
+            wrapped: nn.Module = self._fsdp(model, optimizers, broadcast_buffers=ddp.get("broadcast_buffers", True))
+        elif not any(param.requires_grad for param in model.parameters()):
+            return model
+        elif self.plugin.stage == 2:
+            wrapped = self._sharded_ddp(model, optimizers, ddp)
+        elif not dist.is_initialized():
+            return model
+        else:
+            wrapped = self._ddp(model, ddp)
+        self.remember(wrapped)
+        return wrapped
+
+    def remember(self, wrapped: nn.Module) -> None:
+        """Clips and saves this from now on, as long as it lives."""
+        if all(wrapped is not other for other in self.wrapped):
+            self._wrapped.append(ref(wrapped))
+
+    @property
+    def wrapped(self) -> list[nn.Module]:
+        """In the order in which they were wrapped."""
+        return [model for one in self._wrapped if (model := one()) is not None]
+
+    def _ddp(self, model: nn.Module, ddp: dict[str, Any]) -> DistributedDataParallel:
+        options = {"gradient_as_bucket_view": True, **ddp}  # without views DDP keeps every gradient twice
+        if self.plugin.reduce_bucket_size:
+            options["bucket_cap_mb"] = self.plugin.reduce_bucket_size * 4 / 2**20
+        if self._device.type != "cpu":
+            options |= {"device_ids": [self._device.index], "output_device": self._device.index}
+        hook = options.pop("register_comm_hook", None)
+        wrapped = DistributedDataParallel(model, init_sync=self.plugin.sync_module_states, **options)
+        if hook is None:
+            average_by_reading(wrapped, Comm(None))
+        else:
+            hook(wrapped)
+        return wrapped
+
+    def _sharded_ddp(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> ShardedDDP:
+        params = {*model.parameters()}
+        known = [*optimizers, *(one for kept in self._optimizers if (one := kept()) is not None)]
+        own = [one for one in dict.fromkeys(known) if isinstance(one, OSS) and _params(one) & params]
+        if not own:
+            raise ValueError(
+                "a model was prepared at stage 2 without its optimizer, which owns the gradients. Prepare both in one "
+                "call: model, optimizer = accelerator.prepare(model, optimizer); or freeze what is not trained."
+            )
+        size = self.plugin.reduce_bucket_size
+        if size is None and ddp.get("bucket_cap_mb", 25) != 25:
+            size = int(ddp["bucket_cap_mb"] * 2**20 / 4)
+        return ShardedDDP(
+            model,
+            own,
+            broadcast_buffers=ddp.get("broadcast_buffers", True),
+            sync_models_at_startup=self.plugin.sync_module_states,
+            reduce_buffer_size=size,
+            reduce_fp16=self.plugin.reduce_dtype if self.plugin.reduce_dtype in _HALF else False,
+        )
+
+    def _fsdp(self, model: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool) -> FSDP:
+        plugin = self.plugin
+        precision = plugin.mixed_precision_policy
+        if precision is None and plugin.reduce_dtype is not None:
+            precision = MixedPrecision(reduce_dtype=plugin.reduce_dtype)
+        as_one_unit = _classes(model, plugin.as_one_unit, "as_one_unit")
+        policy = policy_of(plugin, model)
+        if plugin.activation_checkpointing:
+            units = [*unit_modules(model, policy, as_one_unit).values()][1:]
+            _recompute(model, units)
+            policy = CustomPolicy(lambda module: module in units)
+        for module in model.modules():
+            if callable(getattr(module, "generate", None)):  # of transformers: ranks generate until all have ended
+                vars(module)["_is_fsdp_managed_module"] = True
+        return FSDP(
+            model,
+            device_mesh=self._mesh(),
+            auto_wrap_policy=policy,
+            as_one_unit=as_one_unit,
+            ignored_modules=_ignored(model, plugin.ignored_modules),
+            partition=self._partition(model, optimizers),
+            sharding_strategy=plugin.sharding_strategy,
+            mixed_precision=precision,
+            prefetch=plugin.prefetch,
+            offload=plugin.offload,
+            param_init_fn=plugin.param_init_fn,
+            sync_module_states=plugin.sync_module_states,
+            broadcast_buffers=broadcast_buffers,
+        )
+
+    def _partition(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Partition:
+        """Cuts as the optimizers need it, of those that are there already."""
+        own = [one for one in optimizers if _params(one) & {*model.parameters()}]
+        whole = any(cut_for("auto", finding_of_built(one)) == "whole" for one in own)
+        return "whole" if whole and self.plugin.partition == "auto" else self.plugin.partition
+
+    def _mesh(self) -> DeviceMesh | None:
+        if not as_strategy(self.plugin.sharding_strategy).hybrid:
+            return None
+        world = dist.get_world_size()
+        size = self.plugin.shard_size or self._ranks_of_a_host
+        if world % size:
+            raise ValueError(
+                f"{self.plugin.sharding_strategy} shards within {size} ranks, which {world} ranks are no multiple of. "
+                "Set shard_size of the ZeroPlugin."
+            )
+        return init_device_mesh(self._device.type, (world // size, size))
+
+    # ------------------------------------------------------------------------------------------- clipping
+
+    def clips(self, params: Iterable[nn.Parameter]) -> list[Clip]:
+        """What clips the gradients of these parameters; nothing where torch's own does, as at stage 1.
+
+        Raises RuntimeError where they are only a part of a model whose gradients are sharded.
+        """
+        given = {param for param in params if param.requires_grad}
+        left, found = set(given), []
+        for wrapped in self.wrapped:
+            if not isinstance(wrapped, WRAPPERS):
+                continue
+            own = {param for param in wrapped.module.parameters() if param.requires_grad}
+            if not own & given:
+                continue
+            if own - given:
+                raise RuntimeError(
+                    f"gradients of {len(own & given)} of a model's {len(own)} trained parameters were to be clipped. "
+                    "At stages 2 and 3 a norm is that of a whole model: pass all of model.parameters()."
+                )
+            left -= own
+            found += _clips_of(wrapped, own, self._all_optimizers())
+        if found and left:
+            raise RuntimeError(
+                f"gradients were to be clipped of a prepared model and of {len(left)} parameters that are in none. "
+                "Clip the two apart."
+            )
+        return found
+
+    def _all_optimizers(self) -> list[OSS]:
+        return [one for kept in self._optimizers if (one := kept()) is not None]
+
+    def remember_optimizer(self, optimizer: Optimizer) -> None:
+        """An OSS that the user has built."""
+        if isinstance(optimizer, OSS) and all(optimizer is not other for other in self._all_optimizers()):
+            self._optimizers.append(ref(optimizer))
+
+    def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
+        """What holds the optimizer's parameters."""
+        params = _params(optimizer)
+        for wrapped in self.wrapped:
+            if any(param in params for param in inside(wrapped).parameters()):
+                return wrapped
+        return None
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The module that a wrapper of any stage holds; of other modules the module itself."""
+    return model.module if isinstance(model, (*WRAPPERS, DistributedDataParallel)) else model
+
+
+def _clips_of(wrapped: nn.Module, own: set[nn.Parameter], optimizers: Iterable[OSS]) -> list[Clip]:
+    if isinstance(wrapped, FSDP):
+        return [wrapped.clip_grad_norm_]
+    return [one.clip_grad_norm for one in optimizers if _params(one) & own]
+
+
+def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> Tensor:
+    """Collective. Clips as if all gradients were one vector; returns its norm."""
+    if len(clips) == 1:
+        return clips[0](max_norm, norm_type)
+    norms = torch.stack([clip(math.inf, norm_type) for clip in clips])
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    if total > max_norm:
+        for clip, norm in zip(clips, norms, strict=True):
+            clip(float(max_norm * norm / total), norm_type)
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------- units
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def policy_of(plugin: ZeroPlugin, model: nn.Module) -> Any:
+    """FSDP's auto_wrap_policy. Raises ValueError where no class is found that is to be wrapped."""
+    policy = plugin.auto_wrap_policy
+    if policy == "SIZE_BASED_WRAP" and plugin.min_num_params:
+        return partial(size_based_auto_wrap_policy, min_num_params=plugin.min_num_params)
+    if policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
+        return CustomPolicy(lambda module: False)
+    if policy != "TRANSFORMER_BASED_WRAP":
+        return policy
+    if plugin.transformer_cls_names_to_wrap:
+        return ModuleWrapPolicy(_classes(model, plugin.transformer_cls_names_to_wrap, "transformer_cls_names_to_wrap"))
+    own = {*(getattr(model, "_no_split_modules", None) or ())}  # may name classes that this model does without
+    found = {type(module) for module in model.modules() if type(module).__name__ in own}
+    if not found:
+        raise ValueError(
+            f"TRANSFORMER_BASED_WRAP: none of the classes that {type(model).__name__} names in _no_split_modules is in "
+            f"it ({', '.join(sorted(own)) or 'it names none'}). Name classes that are: fsdp_transformer_layer_cls_to_"
+            f"wrap, or transformer_cls_names_to_wrap of the ZeroPlugin. It has {_inside(model)}."
+        )
+    return ModuleWrapPolicy(found)
+
+
+def _classes(model: nn.Module, names: Sequence[str], option: str) -> list[type[nn.Module]]:
+    by_name = {type(module).__name__: type(module) for module in model.modules()}
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        raise ValueError(
+            f"{option} names {', '.join(missing)}, of which {type(model).__name__} has no module. It has "
+            f"{_inside(model)}."
+        )
+    return [by_name[name] for name in names]
+
+
+def _inside(model: nn.Module) -> str:
+    return ", ".join(sorted({type(module).__name__ for module in model.modules() if [*module.children()]}))
+
+
+def _ignored(model: nn.Module, given: Iterable[nn.Module] | str) -> list[nn.Module]:
+    if not isinstance(given, str):
+        return [*given]
+    pattern = re.compile(given)
+    return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+
+
+def _recompute(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Has the units' activations recomputed in backward."""
+    for parent in [*model.modules()]:
+        for name, child in children_of(parent).items():
+            if child is not None and child in units:
+                children_of(parent)[name] = recomputed_in_backward(child)
+
+
+def _params(optimizer: Optimizer) -> set[nn.Parameter]:
+    return {param for group in optimizer.param_groups for param in group["params"]}
+
+
+def _same(device: torch.device, other: torch.device) -> bool:
+    return device.type == other.type and (device.type == "cpu" or device.index == other.index)

@@ -1,0 +1,241 @@
+"""Hugging Face's Trainer, at any stage: a mixin before any Trainer class.
+
+The Trainer does not hear of FSDP: it builds its optimizer of the plain model, and the Accelerator shards both. So
+`trainer.model` is the plain module, whose parameters are sharded, and `trainer.model_wrapped` what shards them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import transformers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from zero.fsdp import FSDP
+from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
+from zero.integrations.accelerate.choosing import chosen_plugin, hidden_environment
+from zero.integrations.accelerate.fsdp_keys import fields
+from zero.scripts import count_parameters
+from zero.sdp import ShardedDDP
+
+
+class ZeroTrainerMixin:
+    """A Trainer at a stage of ZeRO.
+
+        class SFTTrainer(ZeroTrainerMixin, trl.SFTTrainer): ...
+
+        trainer = SFTTrainer(model, args, zero_plugin=2, ...)
+
+    zero_plugin: a ZeroPlugin, or a stage. Without one `TrainingArguments(fsdp=..., fsdp_config=...)` says how to shard,
+        and without these what `accelerate launch` has put into the environment.
+
+    Losses and weights are those of DistributedDataParallel. `save_model` and checkpoints have all weights, which
+    `from_pretrained` loads, and checkpoints the optimizer's full state, so that a run goes on at any stage, also
+    without zero; with state_dict_type "SHARDED_STATE_DICT" that state is a zero.checkpoint.
+    Raises ValueError, on every rank, for arguments that are not available.
+    """
+
+    args: Any
+    accelerator: Any
+    model: nn.Module
+    model_wrapped: nn.Module
+    optimizer: Any
+
+    def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
+        self._zero_plugin = zero_plugin
+        self._full_numel: int | None = None
+        self._saves_to_go_on = False
+        model = kwargs.get("model", args[0] if args else None)
+        if isinstance(model, (FSDP, ShardedDDP, DistributedDataParallel)):
+            raise ValueError(
+                f"the Trainer was given a {type(model).__name__}, and would take its forward for one without "
+                "arguments. Pass the plain model and zero_plugin."
+            )
+        super().__init__(*args, **kwargs)
+
+    # ----------------------------------------------------------------------------------------- construction
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's own, whose Accelerator then becomes zero's."""
+        plugin = plugin_for(self.args, self._zero_plugin)
+        asked, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
+        try:
+            with hidden_environment():
+                super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        finally:
+            self.args.fsdp_plugin_args = asked
+        self.accelerator.__class__ = Accelerator  # the Trainer has handed out methods of this very object
+        self.accelerator.set_up(plugin)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self._full_numel is None and isinstance(self.model, PreTrainedModel):
+            self._full_numel = self.model.num_parameters(exclude_embeddings=True)
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with _full_parameters_counted():
+            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """The Trainer's own, of full parameters."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if self._full_numel is None or name not in inputs:
+            return int(super().floating_point_ops(inputs))  # type: ignore[misc]
+        return int(6 * inputs[name].numel() * self._full_numel)
+
+    # ------------------------------------------------------------------------------------- weights and state
+
+    @property
+    def _sharded(self) -> bool:
+        return isinstance(self.model_wrapped, (FSDP, ShardedDDP, DistributedDataParallel))
+
+    @property
+    def _writer(self) -> int | None:
+        return None if self.args.save_on_each_node else 0
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Collective. All weights, as `from_pretrained` loads them."""
+        self._saves_to_go_on = _internal_call
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            self._saves_to_go_on = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and self._sharded:
+            dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
+            state_dict = states.full_weights(self.model_wrapped, self._writer, dtype)
+        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._full_parameters():
+            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        with self._full_parameters():
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _full_parameters(self) -> AbstractContextManager[None]:
+        """Collective. In here weights may be loaded into the plain module."""
+        wrapped = self.model_wrapped
+        return wrapped.summon_full_params() if isinstance(wrapped, FSDP) else nullcontext()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state: Any = {"in": "zero"}
+        if self._sharded and self._saves_shards:
+            states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer.optimizer])
+        elif self._sharded:
+            state = states.full_state(self.accelerator.sharding, self.optimizer.optimizer, self._writer)
+        with self._optimizer_is(_StandIn(state) if self._sharded else self.optimizer):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (self._sharded and states.is_sharded(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer.optimizer])
+        with self._optimizer_is(_StandIn(None)):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    @property
+    def _saves_shards(self) -> bool:
+        return bool(self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT")
+
+    @contextmanager
+    def _optimizer_is(self, optimizer: Any) -> Iterator[None]:
+        kept, self.optimizer = self.optimizer, optimizer
+        try:
+            yield
+        finally:
+            self.optimizer = kept
+
+
+class _StandIn:
+    """For an optimizer whose state is saved and loaded elsewhere."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+class Trainer(ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """transformers.Trainer with the argument zero_plugin; see ZeroTrainerMixin."""
+
+
+class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """transformers.Seq2SeqTrainer with the argument zero_plugin; see ZeroTrainerMixin."""
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
+    """What a Trainer with these TrainingArguments shards by. Raises ValueError for what does not fit together."""
+    if getattr(args, "deepspeed", None) is not None:
+        raise ValueError(
+            "TrainingArguments(deepspeed=...) has transformers build models by DeepSpeed. Leave it out, and pass "
+            "zero_plugin=ZeroPlugin.from_json(path) to the Trainer."
+        )
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True is not available: a rank that is out of memory would change its batches while "
+            "the others wait for it. Set per_device_train_batch_size; zero.plan computes the memory before a run."
+        )
+    if given is not None and args.fsdp:
+        raise ValueError("zero_plugin and TrainingArguments(fsdp=...) both say how to shard. Keep one of them.")
+    if args.fsdp:
+        plugin = ZeroPlugin(**_of_fsdp_config(args.fsdp_config))
+    else:
+        plugin = chosen_plugin(given, {})
+    theirs = {
+        "mixed_precision": (plugin.mixed_precision, args.mixed_precision),
+        "gradient_accumulation_steps": (plugin.gradient_accumulation_steps, args.gradient_accumulation_steps),
+        "gradient_clipping": (plugin.gradient_clipping, args.max_grad_norm),
+        "train_micro_batch_size_per_gpu": (plugin.micro_batch_size, args.per_device_train_batch_size),
+    }
+    for name, (asked, found) in theirs.items():
+        if asked is not None and asked != found:
+            raise ValueError(
+                f"{name} is {asked!r} in the configuration of zero, but TrainingArguments say {found!r}. Make them the "
+                "same, or leave it out of the configuration."
+            )
+    # The Trainer sees to these itself.
+    return replace(plugin, gradient_accumulation_steps=None, gradient_clipping=None, micro_batch_size=None)
+
+
+def _of_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """TrainingArguments have taken the prefix `fsdp_` off, and have added keys of XLA's."""
+    for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
+        if config.get(name):
+            raise ValueError(
+                f"fsdp_config: {name}={config[name]!r} is not available: torch_xla lacks what zero rests on."
+            )
+    return fields({name: value for name, value in config.items() if not name.startswith("xla")})
+
+
+@contextmanager
+def _full_parameters_counted() -> Iterator[None]:
+    """In here the Trainer logs the number of full parameters, where it would count shards."""
+    count: Callable[..., int] = transformers.trainer.get_model_param_count
+
+    def counted(model: nn.Module, trainable_only: bool = False) -> int:
+        if not isinstance(model, FSDP):
+            return count(model, trainable_only)
+        found = count_parameters(model)
+        return found.trained if trainable_only else found.all
+
+    transformers.trainer.get_model_param_count = counted  # it has no method for it
+    try:
+        yield
+    finally:
+        transformers.trainer.get_model_param_count = count
