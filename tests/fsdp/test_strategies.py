@@ -323,20 +323,17 @@ def step_counted(rank: int, world: int, placed: Placed, micro: int, sync: bool) 
 def expected_counts(strategy: str, micro: int, sync: bool) -> dict[str, int]:
     """Forward gathers every unit; backward every unit again but the root, where they are not kept.
 
-    Ranks compare where they are at the end of every backward, and before a reduction that no gather has come in between
-    from the one before: that of the root, or where units are kept of all but one. A small sum over ranks is compared by
-    itself. Where parameters are cut, the optimizer's step is one, by which all refuse it or none.
+    Ranks compare where they are at the end of every backward, in each of their groups. Where parameters are cut, the
+    optimizer's step is a small sum over ranks, by which all refuse it or none.
     """
     reduced = micro if sync else 1
     if strategy == "NO_SHARD":
-        return {"all_reduce": reduced * UNITS}
+        return {"all_reduce": reduced * UNITS, "agree": micro}
     counts = {"gather": micro * UNITS, "reduce": reduced * UNITS, "agree": micro, "all_reduce": 1}
     if strategy in ("FULL_SHARD", "HYBRID_SHARD"):
         counts["gather"] += micro * (UNITS - 1)
-        counts["agree"] += reduced
-    else:
-        counts["agree"] += reduced * (UNITS - 1)
     if strategy in HYBRID:
+        counts["agree"] += micro
         counts["all_reduce"] += reduced * UNITS
     return counts
 

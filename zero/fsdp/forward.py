@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zero._torch import is_compiled
+from zero.fsdp.backward import Backward
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_in_pieces
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.tracing import Gradients, watch
@@ -29,8 +30,16 @@ class Forward:
     the hooks inside the units, which would break what is compiled into small pieces.
     """
 
-    def __init__(self, module: nn.Module, schedule: Schedule, gradients: Gradients, buffers: BufferSync | None) -> None:
-        self._module, self._schedule, self._gradients, self._buffers = module, schedule, gradients, buffers
+    def __init__(
+        self,
+        module: nn.Module,
+        schedule: Schedule,
+        backward: Backward,
+        gradients: Gradients,
+        buffers: BufferSync | None,
+    ) -> None:
+        self._module, self._schedule, self._backward = module, schedule, backward
+        self._gradients, self._buffers = gradients, buffers
         self._enters_by_units = False
         watch()
         self._begin: Callable[[bool], bool] = torch.compiler.disable(self._before, reason=BETWEEN_UNITS)
@@ -70,4 +79,4 @@ class Forward:
 
     def _after(self) -> None:
         if self._buffers is not None:
-            self._buffers.after_forward(reduced=self._schedule.active)
+            self._buffers.after_forward(reduced=self._backward.reduces)

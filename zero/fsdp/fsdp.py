@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zero._torch import children_of
 from zero.comm import Comm
 from zero.fsdp import whole
+from zero.fsdp.backward import Backward
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
 from zero.fsdp.compiled import BETWEEN_UNITS
@@ -171,10 +172,11 @@ class FSDP(Wrapper):
         self._summons = Summons(self._units, self._guard, self._placement, self._cast_buffers)
         self._sentry = Sentry(self._units)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
-        self._schedule = Schedule(self._units, self.comms, options.prefetch, after_backward=self._guard.after_backward)
+        self._backward = Backward(self._units, self.comms, options.prefetch, after=self._guard.after_backward)
+        self._schedule = Schedule(self._units, self.comms, options.prefetch, self._backward)
         gradients = Gradients([param for group in self.flat_groups for param in group.params])
         buffers = BufferSync(module, self.comms) if broadcast_buffers else None
-        self._forward = Forward(module, self._schedule, gradients, buffers)
+        self._forward = Forward(module, self._schedule, self._backward, gradients, buffers)
         title = f"FSDP({type(module).__name__}, {strategy}, {len(self._units)} units)"
         left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
         announce(title, self._comm, self.flat_groups, left_out, sharded="parameters and gradients")
@@ -232,11 +234,11 @@ class FSDP(Wrapper):
         The first backward outside sends them along. Forward and backward both belong in here. `param.grad` shows this
         rank's own share meanwhile; clearing it clears what is kept.
         """
-        before, self._schedule.active = self._schedule.active, False
+        before, self._backward.reduces = self._backward.reduces, False
         try:
             yield
         finally:
-            self._schedule.active = before
+            self._backward.reduces = before
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
         """For torch's Join, which calls it on every rank before anything is sent. Raises RuntimeError."""

@@ -232,7 +232,7 @@ class Guard:
                 f"{name!r} is whole, not this rank's part, while {kind}.step() is called: backward is not complete, or "
                 "this is inside summon_full_params(). Step after backward, outside it."
             )
-        if unit.unreduced(param):
+        if unit.gradients.unreduced(param):
             return (
                 f"{name!r} has a gradient that was not reduced: the last backward ran under no_sync(). Run the last "
                 "backward before step() outside it."

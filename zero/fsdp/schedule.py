@@ -1,10 +1,5 @@
-"""When units are gathered, released and reduced, and what is waited for.
-
-forward of a unit     gather, compute, release (the root and units that are to be kept: stay)
-backward of a unit    gather, compute, release and send gradients, wait for those of the unit before
-end of backward       what is left is released and sent, everything is waited for
-
-A unit that backward comes to again, by another forward's graph, waits for what it sent, and sends once more.
+"""When units are gathered and released in a forward: gather, compute, release (the root and units that are to be kept:
+stay). What happens in backward is told in backward.py.
 
 How far gathers run ahead, and how many units are in flight at once, says `Prefetch`. Each rank goes by the order in
 which its units ran the last time; ranks whose orders differ are told so when a gather arrives.
@@ -12,7 +7,6 @@ which its units ran the last time; ranks whose orders differ are told so when a 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,17 +16,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import at_end_of_backward, in_a_backward, modules_being_called
+from zero._torch import in_a_backward, modules_being_called
 from zero.comm import Comm
-from zero.fsdp.at_rest import RestingReads
+from zero.fsdp.backward import Backward
 from zero.fsdp.casts import Casts
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.lookout import Lookout
 from zero.fsdp.prefetch import Prefetch
-from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Call, Stage, Unit
-from zero.sdp.usage import End
 
 
 class Schedule:
@@ -41,32 +33,19 @@ class Schedule:
     A unit runs while its module does, or one of those inside it that hold its parameters: so other methods of the model
     than forward find parameters whole too, as far as they call modules.
 
-    after_backward: called when a backward is complete, and its gradients are reduced.
-    `active`: whether gradients are reduced now, or kept (no_sync).
+    backward: of the same units.
     `uncompiled`: whether forward runs uncompiled now, whatever is compiled otherwise.
     """
 
-    def __init__(
-        self, units: list[Unit], comms: Sequence[Comm], prefetch: Prefetch, *, after_backward: Callable[[], None]
-    ) -> None:
-        self.active, self.uncompiled = True, False
-        self._after_backward = after_backward
-        self._units = units
+    def __init__(self, units: list[Unit], comms: Sequence[Comm], prefetch: Prefetch, backward: Backward) -> None:
+        self.uncompiled = False
+        self._units, self._comms, self._prefetch, self._backward = units, comms, prefetch, backward
         self._root = units[0]
-        self._prefetching = prefetch
-        self._comms, self._reductions = comms, Reductions()
-        self._end = End(comms, "the end of a backward of FSDP")
         self._casts = Casts(units)
-        self._resting_reads = RestingReads()
-        self._in_backward = self._interrupted = self._awaits_backward = False
-        self._held_by_autograd: weakref.ref[Any] | None = None
-        """What autograd calls at the end of this backward."""
         self._running: list[Unit] = []
         """Units whose forward runs, from the outside in."""
         self._begun = 0
         """How many forwards of units have begun."""
-        self._under_way: list[Unit] = []
-        """Units in backward, in the order in which it came to them."""
         self._last = self._root
         """The unit whose forward began last."""
         self._looked: set[bool] = set()
@@ -93,13 +72,6 @@ class Schedule:
             for hook in self._hooks.pop(module, []):
                 hook.remove()
 
-    # ------------------------------------------------------------------------------------------- gathering
-
-    def _gather(self, unit: Unit) -> None:
-        unit.launch_unshard()
-        unit.finish_unshard()
-        unit.refuse_incomplete()
-
     def _rest(self, unit: Unit) -> None:
         if unit.depth == 0 and unit.readers == 0 and unit.stage is Stage.IDLE:
             unit.reshard()
@@ -108,9 +80,9 @@ class Schedule:
 
     def _pre_forward(self, unit: Unit) -> Callable[..., Any]:
         def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._in_backward and not in_a_backward():
-                self.abandon()
-            if unit is self._root and module is unit.module and self._running and not self._in_backward:
+            if self._backward.active and not in_a_backward():
+                self._abandon()
+            if unit is self._root and module is unit.module and self._running and not self._backward.active:
                 self._end_interrupted()
             if unit.stage is Stage.BACKWARD:
                 return None  # activation checkpointing computes the forward again, and backward has gathered the unit
@@ -135,23 +107,23 @@ class Schedule:
     def _enter(self, unit: Unit) -> None:
         if not self._running:
             self._casts.before_forward()
-            if not self._in_backward:
+            if not self._backward.active:
                 for comm in self._comms:
                     comm.begin_schedule()
         for other in (unit, *unit.reads):
-            self._resting_reads.end(other)
-            self._gather(other)
+            self._backward.end_reads(other)
+            other.unshard()
         for other in unit.reads:
             other.readers += 1
         self._running.append(unit)
-        if self._in_backward:
+        if self._backward.active:
             return
         if unit is self._root and unit.entrance is None:
             self._look_out()
         if unit is not self._root and unit is not self._last:
             self._last.after, unit.before = unit, self._last
         self._last = unit
-        if self._prefetching.before_forward and unit.after is not None:
+        if self._prefetch.before_forward and unit.after is not None:
             unit.after.launch_unshard()
 
     def _end_interrupted(self) -> None:
@@ -168,9 +140,9 @@ class Schedule:
         """Expects the backward of the call, and watches for where it leaves the unit."""
         if unit is self._root or not torch.is_grad_enabled():
             return
-        if not (self._in_backward and unit.calls):  # or a checkpoint computes one of these again
+        if not (self._backward.active and unit.calls):  # or a checkpoint computes one of these again
             unit.expect(call)
-        call.seen_off = watch_inputs(unit, args, kwargs, partial(self._left, unit, call))
+        call.seen_off = watch_inputs(unit, args, kwargs, partial(self._backward.leaves, unit, call))
 
     def _post_forward(self, unit: Unit) -> Callable[..., Any]:
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -187,7 +159,7 @@ class Schedule:
             call.ended = self._begun
             output = apart_from_parameters(unit, output)
             needs_backward = trains and watch_outputs(unit, output, self._pre_backward(unit, call))
-            self._awaits_backward |= needs_backward
+            self._backward.awaited |= needs_backward
             if unit.depth == 0:
                 self._leave(unit, kept=needs_backward and (unit is self._root or unit.stays))
             return output
@@ -250,17 +222,17 @@ class Schedule:
         if other in self._running:
             return  # at the end of its forward, when it hands on what it returns
         reader = self._running[-1] if self._running else self._root
-        self._resting_reads.end(other)
-        self._gather(other)
+        self._backward.end_reads(other)
+        other.unshard()
         if other not in reader.reads:
             reader.reads.append(other)
             other.readers += 1
             other.is_read = True
 
     def expect_reads(self) -> None:
-        """Parameters are given to the user, who may compute with what is at rest, if a backward is to come."""
-        if self._awaits_backward and torch.is_grad_enabled() and not (self._running or self._in_backward):
-            self._resting_reads.begin(self._units)
+        """Parameters are given to the user."""
+        if not self._running:
+            self._backward.expect_reads()
 
     # -------------------------------------------------------------------------------------------- backward
 
@@ -270,125 +242,15 @@ class Schedule:
                 return
             if inside and unit.running:
                 return  # its forward takes a gradient, as of an energy for forces: all that it needs is whole
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
-                    "parameters are gone by then. Take such gradients at stage 2 (ShardedDDP) or below."
-                )
-            self._begin_backward()
-            unit.expect(call)  # once more, if the graph was retained, or is older than another backward
-            self._complete_later_than(call)
-            entered = [one for one in (unit, *unit.reads) if one.stage is Stage.IDLE]
-            for one in entered:
-                self._enter_backward(one)
-            if not call.seen_off:  # which need not be the end of all: re-entrant checkpoints run backwards inside of it
-                at_end_of_backward(partial(self._left, unit, call))
-            if entered and self._prefetching.before_backward:
-                if self._prefetching.limit < 3:
-                    self._reductions.finish()
-                self._launch_ahead(unit)
+            self._backward.comes_to(unit, call)
 
         return pre_backward
 
-    def _begin_backward(self) -> None:
-        if self._interrupted:
-            self.abandon()
-        if not self._in_backward:
-            self._in_backward = True
-            self._resting_reads.backward_begins()
-            finish = self._finish
-            self._held_by_autograd = weakref.ref(finish, self._dropped)
-            at_end_of_backward(finish)
-
-    def _dropped(self, _: Any) -> None:
-        """Autograd has let go of what it was to call at the end: without having called it, if backward was interrupted.
-
-        Gradients from before are put back at once, so that they are seen and zero_grad clears them. What has to wait
-        for other ranks is left to `abandon`.
-        """
-        if self._in_backward:
-            self._interrupted = True
-            self._under_way.clear()
-            for unit in self._units:
-                unit.interrupt()
-
-    def _enter_backward(self, unit: Unit) -> None:
-        self._resting_reads.end(unit)
-        self._gather(unit)
-        self._reductions.finish_of(unit)
-        unit.enter_backward()
-        self._under_way.append(unit)
-
-    def _left(self, unit: Unit, call: Call, *_: Any) -> None:
-        """Backward has been through the call."""
-        if unit.stage is not Stage.BACKWARD or not unit.leave(call):
-            return
-        if unit.calls == 0 and not unit.ends_last:
-            self._complete(unit)
-            self._go_on(unit)
-
-    def _complete_later_than(self, call: Call) -> None:
-        """Completes the units that began to compute after this call had ended: backward has been through these."""
-        for unit in self._under_way[::-1]:
-            if unit.earliest > call.ended and unit is not self._root and not unit.ends_last:
-                self._complete(unit)
-                self._go_on(unit)
-
-    def _launch_ahead(self, unit: Unit) -> None:
-        """Gathers the unit that backward comes to next, if it is known and not there."""
-        ahead = unit.before
-        if ahead is not None and ahead.calls and ahead.stage is Stage.IDLE:
-            ahead.launch_unshard()
-
-    def _complete(self, unit: Unit) -> None:
-        self._under_way.remove(unit)
-        if not self.active:
-            unit.keep_gradients()
-            return
-        self._reductions.finish()
-        unit.end_backward()
-        self._reductions.put(unit)
-        if self._prefetching.limit == 1:
-            self._reductions.send()
-            self._reductions.finish()
-
-    def _go_on(self, unit: Unit) -> None:
-        """The gathering of the unit that comes next goes before what is due: it is needed first."""
-        if self._prefetching.after_backward:
-            self._launch_ahead(unit)
-        self._reductions.send()
-
-    def _finish(self) -> None:
-        """At the end of backward."""
-        for unit in reversed(self._units):
-            if unit.stage is Stage.IDLE and unit.calls and (unit.whole or unit.gathering):
-                self._enter_backward(unit)  # whole since forward, or gathered ahead, but not reached: others may have
-            if unit.stage is Stage.BACKWARD:
-                self._complete(unit)
-            elif unit.kept and self.active:
-                unit.take_leftovers()
-                self._reductions.put(unit)
-        self._reductions.finish_all()
-        self._end.reach([each for unit in self._units for each in unit.deliveries])
-        for unit in self._units:
-            unit.forget_calls()
-            unit.reshard()
-            unit.settle()
-        self._in_backward = self._awaits_backward = False
-        if self.active:
-            self._after_backward()
-        self._resting_reads.backward_ends()
-
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""
-        self._reductions.abandon()
-        self._resting_reads.forget()
-        self._in_backward = self._interrupted = self._awaits_backward = False
         self._looking.close()
         self._running.clear()
-        self._under_way.clear()
-        for unit in self._units:
-            unit.abandon()
+        self._backward.abandon()
 
 
 def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,178 @@
+"""When units are gathered in a backward, and when their gradients are sent.
+
+backward of a unit    gather, compute, release and send gradients, wait for those of the unit before
+end of backward       what is left is released and sent, everything is waited for, ranks agree that all have come
+
+A unit that backward comes to again, by another forward's graph, waits for what it sent, and sends once more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from zero._torch import at_end_of_backward
+from zero.comm import Comm
+from zero.fsdp.at_rest import RestingReads
+from zero.fsdp.prefetch import Prefetch
+from zero.fsdp.reductions import Reductions
+from zero.fsdp.unit import Call, Stage, Unit
+from zero.sdp.usage import End
+
+
+class Backward:
+    """Of one model. after: called when a backward is complete, and its gradients are reduced.
+
+    `reduces`: whether gradients are reduced now, or kept (no_sync).
+    `active`: whether one is under way. `awaited`: whether a forward leads to one that has not begun.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], comms: Sequence[Comm], prefetch: Prefetch, *, after: Callable[[], None]
+    ) -> None:
+        self.reduces = True
+        self.active = self.awaited = False
+        self._units, self._root, self._prefetch, self._after = units, units[0], prefetch, after
+        self._reductions = Reductions()
+        self._end = End(comms, "the end of a backward of FSDP")
+        self._resting_reads = RestingReads()
+        self._interrupted = False
+        self._held_by_autograd: weakref.ref[Any] | None = None
+        """What autograd calls at the end of this backward."""
+        self._under_way: list[Unit] = []
+        """Units in backward, in the order in which it came to them."""
+
+    # --------------------------------------------------------------------------------------------- reads at rest
+
+    def expect_reads(self) -> None:
+        """Parameters are given to the user between forward and backward, who may compute with what is at rest."""
+        if self.awaited and torch.is_grad_enabled() and not self.active:
+            self._resting_reads.begin(self._units)
+
+    def end_reads(self, unit: Unit) -> None:
+        """Before the unit is gathered."""
+        self._resting_reads.end(unit)
+
+    # ------------------------------------------------------------------------------------------------ a unit's
+
+    def comes_to(self, unit: Unit, call: Call) -> None:
+        """Backward is about to compute gradients of a call of the unit."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
+                "parameters are gone by then. Take such gradients at stage 2 (ShardedDDP) or below."
+            )
+        self._begin()
+        unit.expect(call)  # once more, if the graph was retained, or is older than another backward
+        self._complete_later_than(call)
+        entered = [one for one in (unit, *unit.reads) if one.stage is Stage.IDLE]
+        for one in entered:
+            self._enter(one)
+        if not call.seen_off:  # which need not be the end of all: re-entrant checkpoints run backwards inside of it
+            at_end_of_backward(partial(self.leaves, unit, call))
+        if entered and self._prefetch.before_backward:
+            if self._prefetch.limit < 3:
+                self._reductions.finish()
+            self._launch_ahead(unit)
+
+    def leaves(self, unit: Unit, call: Call, *_: Any) -> None:
+        """Backward has been through the call."""
+        if unit.stage is not Stage.BACKWARD or not unit.leave(call):
+            return
+        if unit.calls == 0 and not unit.ends_last:
+            self._complete(unit)
+            self._go_on(unit)
+
+    def _begin(self) -> None:
+        if self._interrupted:
+            self.abandon()
+        if not self.active:
+            self.active = True
+            self._resting_reads.backward_begins()
+            finish = self._finish
+            self._held_by_autograd = weakref.ref(finish, self._dropped)
+            at_end_of_backward(finish)
+
+    def _enter(self, unit: Unit) -> None:
+        self._resting_reads.end(unit)
+        unit.unshard()
+        self._reductions.finish_of(unit)
+        unit.enter_backward()
+        self._under_way.append(unit)
+
+    def _complete_later_than(self, call: Call) -> None:
+        """Completes the units that began to compute after this call had ended: backward has been through these."""
+        for unit in self._under_way[::-1]:
+            if unit.earliest > call.ended and unit is not self._root and not unit.ends_last:
+                self._complete(unit)
+                self._go_on(unit)
+
+    def _launch_ahead(self, unit: Unit) -> None:
+        """Gathers the unit that backward comes to next, if it is known and not there."""
+        ahead = unit.before
+        if ahead is not None and ahead.calls and ahead.stage is Stage.IDLE:
+            ahead.launch_unshard()
+
+    def _complete(self, unit: Unit) -> None:
+        self._under_way.remove(unit)
+        if not self.reduces:
+            unit.keep_gradients()
+            return
+        self._reductions.finish()
+        unit.end_backward()
+        self._reductions.put(unit)
+        if self._prefetch.limit == 1:
+            self._reductions.finish_all()
+
+    def _go_on(self, unit: Unit) -> None:
+        """The gathering of the unit that comes next goes before what is due: it is needed first."""
+        if self._prefetch.after_backward:
+            self._launch_ahead(unit)
+        self._reductions.send()
+
+    # ------------------------------------------------------------------------------------------------- its end
+
+    def _finish(self) -> None:
+        for unit in reversed(self._units):
+            if unit.stage is Stage.IDLE and unit.calls and (unit.whole or unit.gathering):
+                self._enter(unit)  # whole since forward, or gathered ahead, but not reached: others may have
+            if unit.stage is Stage.BACKWARD:
+                self._complete(unit)
+            elif unit.gradients.kept and self.reduces:
+                unit.gradients.hand_over_leftovers()
+                self._reductions.put(unit)
+        self._reductions.finish_all()
+        self._end.reach([each for unit in self._units for each in unit.gradients.deliveries])
+        for unit in self._units:
+            unit.forget_calls()
+            unit.reshard()
+            unit.settle()
+        self.active = self.awaited = False
+        if self.reduces:
+            self._after()
+        self._resting_reads.backward_ends()
+
+    def _dropped(self, _: Any) -> None:
+        """Autograd has let go of what it was to call at the end: without having called it, if backward was interrupted.
+
+        Gradients from before are put back at once, so that they are seen and zero_grad clears them. What has to wait
+        for other ranks is left to `abandon`.
+        """
+        if self.active:
+            self._interrupted = True
+            self._under_way.clear()
+            for unit in self._units:
+                unit.interrupt()
+
+    def abandon(self) -> None:
+        """Forgets what an exception ended before its end; the model can go on."""
+        self._reductions.abandon()
+        self._resting_reads.forget()
+        self.active = self.awaited = self._interrupted = False
+        self._under_way.clear()
+        for unit in self._units:
+            unit.abandon()

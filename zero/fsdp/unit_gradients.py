@@ -1,0 +1,178 @@
+"""The gradients of one unit: this rank's parts of them at rest, and the whole ones that autograd writes in backward.
+
+    at rest       `param.grad` is this rank's part of the averaged gradient, in the part's shape, for any optimizer
+    in backward   `param.grad` is autograd's own whole gradient; what was in it before waits in `_resting`
+    no_sync       whole gradients wait in `_unreduced`; `param.grad` is this rank's share of them, or what rests
+
+What is computed from parameters at rest has gradients of parts, which autograd adds to what is in `param.grad` then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zero.comm import Comm
+from zero.oss.flat import FlatGroup
+from zero.sdp.bucket import Deliver, GradBucket, Phase
+
+
+class UnitGradients:
+    """Of the parameters in these flat groups.
+
+    `deliveries`: the groups' buckets, and what takes what comes of them.
+    `kept`: whether a backward under no_sync came here since the last that was not.
+    `sends`: whether gradients are on their way, or due.
+    """
+
+    def __init__(
+        self, groups: Sequence[FlatGroup], *, sent_as: torch.dtype | None = None, replicas: Comm | None = None
+    ) -> None:
+        buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
+        self.deliveries: list[tuple[GradBucket, Deliver]] = [
+            (bucket, partial(self._deliver, bucket.flat)) for bucket in buckets
+        ]
+        self.kept = self.sends = False
+        self._resting: dict[nn.Parameter, Tensor] = {}
+        self._unreduced: dict[nn.Parameter, Tensor] = {}
+        self._shows_resting: set[nn.Parameter] = set()
+        """Parameters with an unreduced gradient whose `grad` is what rests, not their share of that."""
+
+    def _trained(self) -> Iterator[tuple[GradBucket, int, nn.Parameter]]:
+        for bucket, _ in self.deliveries:
+            for index in bucket.trained:
+                yield bucket, index, bucket.flat.params[index]
+
+    # ------------------------------------------------------------------------------------------- a backward
+
+    def enter_backward(self) -> None:
+        """From here on autograd may write whole gradients; nothing is on its way."""
+        for bucket, _ in self.deliveries:
+            assert bucket.phase is Phase.FILLING
+            bucket.notice_trained()
+        for _, _, param in self._trained():
+            param.grad = self._set_aside(param)
+
+    def _set_aside(self, param: nn.Parameter) -> Tensor | None:
+        """Sets the gradient of the part aside until this backward's joins it; returns the whole one that no_sync kept.
+
+        What zero_grad has cleared since is cleared here too.
+        """
+        shown, param.grad = param.grad, None
+        unreduced = self._unreduced.pop(param, None)
+        if shown is None:
+            self._resting.pop(param, None)
+        elif unreduced is None or param in self._shows_resting:
+            self._resting[param] = shown
+        self._shows_resting.discard(param)
+        return None if shown is None else unreduced
+
+    def hand_over(self) -> None:
+        """Backward is complete: the buckets take the gradients, for `launch` to send."""
+        for bucket, index, param in self._trained():
+            bucket.take_from(param, index)
+        self.sends, self.kept = True, False
+
+    def hand_over_leftovers(self) -> None:
+        """The buckets take what backwards under no_sync kept here, after a backward that did not come here."""
+        for bucket, index, param in self._trained():
+            unreduced = self._set_aside(param)
+            if unreduced is not None:
+                bucket.take(index, unreduced)
+        self.sends, self.kept = True, False
+
+    def launch(self) -> None:
+        """Collective. Sends the gradients that the buckets have to their owners."""
+        for bucket, _ in self.deliveries:
+            if bucket.trained:
+                bucket.launch()
+
+    def finish(self, title: str) -> None:
+        """Waits for this rank's part of the gradients, and adds it to what was there before. title: of the unit."""
+        for bucket, index, param in self._trained():
+            if param.grad is not None:  # which autograd lets pass where a part has the shape of the whole
+                raise RuntimeError(
+                    f"{bucket.flat.names[index]} got a gradient after {title} of FSDP had sent its gradients, in one "
+                    "backward, and not through what the unit's forward returned. Compute with parameters inside of "
+                    "forward, and return what comes of it."
+                )
+        for bucket, deliver in self.deliveries:
+            if bucket.phase is Phase.REDUCING:
+                bucket.finish(deliver)
+        self.sends = False
+
+    def _deliver(self, flat: FlatGroup, index: int, gradient: Tensor | None) -> None:
+        param = flat.params[index]
+        before = self._resting.pop(param, param.grad)
+        if gradient is not None:
+            gradient = flat.bring_home(gradient)
+        if before is not None and gradient is not None:
+            flat.settle()
+            gradient = before.add_(gradient)
+        param.grad = before if gradient is None else gradient
+
+    # ----------------------------------------------------------------------------------------- under no_sync
+
+    def take_whole(self) -> dict[nn.Parameter, tuple[FlatGroup, int, Tensor]]:
+        """Ends a backward under no_sync: its whole gradients, for `keep` when the parameters are parts again."""
+        found = {param: (bucket.flat, i, param.grad) for bucket, i, param in self._trained() if param.grad is not None}
+        for param in found:
+            param.grad = None
+        return found
+
+    def keep(self, whole: dict[nn.Parameter, tuple[FlatGroup, int, Tensor]]) -> None:
+        """Whole gradients stay here; `param.grad` shows this rank's share of them."""
+        self.kept = True
+        for param in self._resting.keys() - whole.keys():  # to which this backward did not come
+            param.grad = self._resting.pop(param)
+        for param, (flat, index, gradient) in whole.items():
+            ordered = flat.in_memory_order(index, gradient)
+            span = flat.spans.get(index)
+            share = (ordered[span.start : span.stop] if span else ordered[:0]).to(flat.part)
+            param.grad = flat.shaped(index, share, span) if span else share.view(flat.part_views[index].shape)
+            self._unreduced[param] = gradient
+
+    def unreduced(self, param: nn.Parameter) -> bool:
+        """Whether a gradient of the parameter waits here that no_sync kept from its owners."""
+        return param in self._unreduced
+
+    # ---------------------------------------------------------------------------------------------- at rest
+
+    def take_resting(self, param: nn.Parameter) -> None:
+        """Autograd is about to add a gradient of the part to `param.grad`.
+
+        Where that shows a share of what no_sync kept, it gets what rests instead.
+        """
+        if param.grad is None:  # cleared
+            self._unreduced.pop(param, None)
+            self._resting.pop(param, None)
+        elif param in self._unreduced and param not in self._shows_resting:
+            param.grad = self._resting.pop(param, None)
+            self._shows_resting.add(param)
+
+    # -------------------------------------------------------------------------------------------- exceptions
+
+    def clear_whole(self) -> None:
+        """Drops what a backward has written that an exception ended."""
+        for _, _, param in self._trained():
+            param.grad = None
+        self.kept = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients from before a backward that an exception ended are set aside."""
+        return bool(self._resting.keys() - self._unreduced.keys())
+
+    def put_back(self) -> None:
+        """Puts them where they were. What no_sync kept is kept."""
+        for param in self._resting.keys() - self._unreduced.keys():
+            param.grad = self._resting.pop(param)
+
+    def abandon(self) -> None:
+        """Forgets what was sent, once it has arrived."""
+        self.sends = False
+        for bucket, _ in self.deliveries:
+            bucket.abandon()
