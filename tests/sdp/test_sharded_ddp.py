@@ -160,7 +160,7 @@ def collectives(rank: int, world: int) -> tuple[list[str], list[str]]:
     with overlapping():  # what goes over the user's own group is seen
         model, optimizer = stage_2(nn.Linear(WIDTH, WIDTH), sgd)  # all parameters of which are used
         with CommDebugMode() as ours:
-            model(batch(rank)).square().mean().backward()
+            model(batch(rank).requires_grad_()).square().mean().backward()
             optimizer.step()
     with CommDebugMode() as theirs:
         dist.all_reduce(torch.ones(1))
