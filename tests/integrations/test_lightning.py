@@ -5,7 +5,11 @@ Ranks that have imported Lightning stay for all tests, so what is refused is ref
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +104,24 @@ def test_the_callback_reports_memory_by_kind():
         assert size <= numbers["zero/parameters_bytes"] < 1.2 * size  # with padding
         assert numbers["zero/gradients_bytes"] < 0.8 * size
         assert numbers["zero/resident_bytes"] == pytest.approx(numbers["zero/planned_resident_bytes"], rel=0.1)
+
+
+def test_the_example_runs(tmp_path):
+    """Started as users do, by Lightning's own launcher."""
+    root = Path(__file__).parents[2]
+    script = root / "docs" / "examples" / "lightning_train.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--strategy", "zero_stage_3", "--steps", "20"],
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "stage 3 (FSDP), rank 0 of 2" in run.stdout + run.stderr
+    weights = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+    assert weights["head.weight"].shape == (256, 64)
+    assert all(value.numel() for value in weights.values())
 
 
 REFUSALS = {
