@@ -94,6 +94,7 @@ def test_the_report_never_raises():
 def reported(rank, world, stage, options):
     """Of a settled step, between backward and step: the report, and whether its text can be made."""
     torch.manual_seed(0)
+    before = zero.traffic()
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)]
     inner = nn.Sequential(nn.ModuleList(blocks), nn.Linear(64, 8))
     inner.forward = lambda x: inner[1](blocks[3](blocks[2](blocks[1](blocks[0](x)))))
@@ -105,12 +106,11 @@ def reported(rank, world, stage, options):
         model = zero.ShardedDDP(inner, optimizer)
     else:
         model, optimizer = zero.setup(inner, torch.optim.Adam, stage=stage, lr=0.01)
-    before = None
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(4, 64).to(inner[1].weight.dtype)).square().mean().backward()
         found = zero.report(model, optimizer, since=before)
-        before = found
+        before = zero.traffic()
         optimizer.step()
     assert zero.report(inner, [optimizer]).parameters == found.parameters
     return found, str(found), found.numbers()

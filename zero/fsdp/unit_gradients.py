@@ -23,7 +23,6 @@ from zero.sdp.bucket import Deliver, GradBucket, Phase
 class UnitGradients:
     """Of the parameters in these flat groups.
 
-    `deliveries`: the groups' buckets, and what takes what comes of them.
     `kept`: whether a backward under no_sync came here since the last that was not.
     `sends`: whether gradients are on their way, or due.
     """
@@ -31,18 +30,20 @@ class UnitGradients:
     def __init__(
         self, groups: Sequence[FlatGroup], *, sent_as: torch.dtype | None = None, replicas: Comm | None = None
     ) -> None:
-        buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
-        self.deliveries: list[tuple[GradBucket, Deliver]] = [
-            (bucket, partial(self._deliver, bucket.flat)) for bucket in buckets
-        ]
+        self._buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
         self.kept = self.sends = False
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
         self._shows_resting: set[nn.Parameter] = set()
         """Parameters with an unreduced gradient whose `grad` is what rests, not their share of that."""
 
+    @property
+    def deliveries(self) -> list[tuple[GradBucket, Deliver]]:
+        """The groups' buckets, and what takes what comes of them."""
+        return [(bucket, partial(self._deliver, bucket.flat)) for bucket in self._buckets]
+
     def _trained(self) -> Iterator[tuple[GradBucket, int, nn.Parameter]]:
-        for bucket, _ in self.deliveries:
+        for bucket in self._buckets:
             for index in bucket.trained:
                 yield bucket, index, bucket.flat.params[index]
 
@@ -50,7 +51,7 @@ class UnitGradients:
 
     def enter_backward(self) -> None:
         """From here on autograd may write whole gradients; nothing is on its way."""
-        for bucket, _ in self.deliveries:
+        for bucket in self._buckets:
             assert bucket.phase is Phase.FILLING
             bucket.notice_trained()
         for _, _, param in self._trained():
@@ -86,7 +87,7 @@ class UnitGradients:
 
     def launch(self) -> None:
         """Collective. Sends the gradients that the buckets have to their owners."""
-        for bucket, _ in self.deliveries:
+        for bucket in self._buckets:
             if bucket.trained:
                 bucket.launch()
 
@@ -174,5 +175,5 @@ class UnitGradients:
     def abandon(self) -> None:
         """Forgets what was sent, once it has arrived."""
         self.sends = False
-        for bucket, _ in self.deliveries:
+        for bucket in self._buckets:
             bucket.abandon()

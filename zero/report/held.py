@@ -30,7 +30,7 @@ class Report:
     parameters, gradients, optimizer: what lies there now: parameters with the model's buffers, and the optimizer's
         state with masters.
     peak: the most that tensors have taken on this rank's GPU since its counter was reset; None without a GPU.
-    sent: what this process has sent through `zero`, since the report that was given as `since`, or in all.
+    sent: what this process has sent through `zero`, after the reading that was given as `since`, or in all.
     planned: what zero.plan says of a settled step, without activations; None where it cannot plan the optimizer.
     """
 
@@ -42,7 +42,6 @@ class Report:
     optimizer: int
     peak: int | None
     sent: int
-    total: Traffic
     planned: Cost | None
 
     @property
@@ -77,16 +76,16 @@ class Report:
         return "\n".join([title, *("  ".join(map(str.rjust, line, widths)) for line in lines)])
 
 
-def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, since: Report | None = None) -> Report:
+def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, since: Traffic | None = None) -> Report:
     """What this rank holds of a model and its optimizers now, and has sent. Sends nothing; gradients are there between
     backward and step.
 
-        before = zero.report(model, optimizer)
+        before = zero.traffic()
         ...  # a step
         print(zero.report(model, optimizer, since=before))
 
     model: at any stage, or the module inside its wrapper. optimizer: the one that trains it, or several.
-    since: an earlier report, after which `sent` counts.
+    since: a reading of zero.traffic(), after which `sent` counts.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     inner = model.module if isinstance(model, (FSDP, ShardedDDP, DistributedDataParallel)) else model
@@ -96,15 +95,13 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
     stage = _stage(units, sharding)
     comms = held[0][0].placement.all_groups() if held else [sharding[0].comm] if sharding else [_default()]
     device = next((param.device for param in inner.parameters()), torch.device("cpu"))
-    now = traffic()
     return Report(
         stage,
         rank=dist.get_rank() if dist.is_initialized() else 0,
         world=dist.get_world_size() if dist.is_initialized() else 1,
         **_resident(inner, optimizers, sharding),
         peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        sent=(now - since.total if since else now).total,
-        total=now,
+        sent=(traffic() - (since or Traffic())).total,
         planned=planned_for(stage, inner, optimizers, units, comms, device),
     )
 

@@ -13,20 +13,22 @@ class MemoryCallback(pl.Callback):
     """Logs `zero.report` between backward and step, and shows the last when fit ends.
 
     every: steps between reports. Logged are rank 0's figures, by the names of `Report.numbers()`; `sent` is what went
-    since the report before. `report` is the last of this rank.
+    since the step before, so from the second step on. `report` is the last of this rank.
     """
 
     def __init__(self, every: int = 50) -> None:
         self._every = every
+        self._before: zero.Traffic | None = None
         self.report: zero.Report | None = None
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if trainer.global_step % self._every:
+        before, self._before = self._before, zero.traffic()
+        if before is None or (trainer.global_step + 1) % self._every:
             return
         model = trainer.strategy.model or pl_module
-        self.report = zero.report(model, trainer.optimizers, since=self.report)
+        self.report = zero.report(model, trainer.optimizers, since=before)
         for logger in trainer.loggers:
             logger.log_metrics(dict(self.report.numbers()), step=trainer.global_step)
 

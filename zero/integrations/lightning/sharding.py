@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import zero
 from zero.fsdp import FSDP
-from zero.fsdp.summon import units_of
+from zero.fsdp.guard import guarded
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 
@@ -71,13 +71,15 @@ _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary(
 
 
 def sharded_before(module: nn.Module) -> FSDP | None:
-    """What a strategy, this one or another, has sharded the module by and has not unwrapped.
+    """What a strategy, this one or another, has sharded the module by and has not unwrapped; of an FSDP itself.
 
     Raises ValueError where that strategy is gone, and with it the wrapper.
     """
+    if isinstance(module, FSDP):
+        return module
     known = _sharded.get(module)
     wrapper = None if known is None else known()
-    if wrapper is None and units_of(module):
+    if wrapper is None and not guarded().isdisjoint(module.parameters()):
         raise ValueError(
             f"the {type(module).__name__} is sharded by an FSDP that is gone, with the Trainer or Fabric that made it. "
             "Keep the first Trainer, or call zero.unwrap(trainer.strategy.model) before it goes."
