@@ -127,7 +127,7 @@ def clipped(rank: int, world: int) -> list[tuple[float, float]]:
         expected = Script(build(0)).train(clip=0.1)
         expected_weights = expected.weights()
     found = []
-    for stage in STAGES:
+    for stage in (0, *STAGES):
         with launched(rank, world):
             got = Script(build(stage))
             got.accelerator._models.clear()  # as free_memory() does before each Trainer.train()
@@ -136,7 +136,7 @@ def clipped(rank: int, world: int) -> list[tuple[float, float]]:
             found.append((norms, farthest(got.weights(), expected_weights)))
         with launched(rank, world):  # as scripts for DeepSpeed, which call no clip_grad_norm_
             plugin = ZeroPlugin(stage=stage, gradient_clipping=0.1)
-            got = Script(build(stage, zero_plugin=plugin)).train()
+            got = Script(build(3, zero_plugin=plugin)).train()
             found.append((0.0, farthest(got.weights(), expected_weights)))
     return found
 
@@ -144,6 +144,28 @@ def clipped(rank: int, world: int) -> list[tuple[float, float]]:
 def test_clipping_gives_the_norms_and_weights_of_ddp() -> None:
     for found in ranks.run(clipped):
         assert all(norms <= 1e-5 and weights <= 1e-6 for norms, weights in found), found
+
+
+def compressed(rank: int, world: int) -> list[float]:
+    """How far gradients that travel in 16 bits lead from those that do not."""
+    from zero.integrations.accelerate import ZeroPlugin
+
+    with launched(rank, world):
+        expected = Script(build(0), optim=torch.optim.SGD).train().weights()
+    found = []
+    for stage in (2, 3):
+        with launched(rank, world):
+            plugin = ZeroPlugin(
+                stage=stage, reduce_dtype=torch.bfloat16, reduce_bucket_size=5000 if stage < 3 else None
+            )
+            got = Script(build(3, zero_plugin=plugin), optim=torch.optim.SGD).train()
+            found.append(farthest(got.weights(), expected))
+    return found
+
+
+def test_gradients_travel_in_the_dtype_that_is_asked_for() -> None:
+    for found in ranks.run(compressed):
+        assert all(0 < distance < 1e-3 for distance in found), found
 
 
 def scaled(rank: int, world: int, clip: float | None) -> list[tuple[list[float], float, Weights]]:
@@ -394,7 +416,7 @@ def test_torch_compile_lies_inside() -> None:
 
 
 def refused(rank: int, world: int) -> dict[str, str]:
-    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
     from accelerate.utils.deepspeed import DummyOptim
 
     from zero.integrations.accelerate import ZeroPlugin
@@ -421,6 +443,13 @@ def refused(rank: int, world: int) -> dict[str, str]:
         ),
         "train_micro_batch_size_per_gpu is 4": trying(
             lambda: build(2, zero_plugin=ZeroPlugin(stage=2, micro_batch_size=4)).prepare(loader)
+        ),
+        "GradientAccumulationPlugin(num_steps=2)": trying(
+            lambda: build(
+                2,
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
+                zero_plugin=ZeroPlugin(stage=2, gradient_accumulation_steps=4),
+            )
         ),
         "is for stage 1": trying(lambda: Script(build(2, kwargs_handlers=[hook]))),
         "names Blok, of which GPT has no module": wrapping(
