@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ class WithDropout(GPT):
         return self.head(self.norm(x))
 
 
-def compared(rank: int, world: int) -> list[str]:
+def compared(rank: int, world: int, folder: str) -> list[str]:
     """What differs from DDP, in words."""
     from zero.integrations.accelerate import ZeroPlugin
 
@@ -96,6 +98,7 @@ def compared(rank: int, world: int) -> list[str]:
         "accumulating": ({"gradient_accumulation_steps": 2}, {}),
         "in bf16": ({"mixed_precision": "bf16"}, {}),
         "with dropout and checkpoints": ({}, {"model": WithDropout}),
+        "with an optimizer of whole matrices": ({}, {"optim": torch.optim.Adafactor}),
     }
     for how, (options, script) in ways.items():
         with launched(rank, world):
@@ -104,7 +107,8 @@ def compared(rank: int, world: int) -> list[str]:
             expected_weights = expected.weights()
         recomputing = ZeroPlugin(stage=3, activation_checkpointing=True)
         hybrid = ZeroPlugin(stage=3, sharding_strategy="HYBRID_SHARD", shard_size=1)
-        for plugin in (*STAGES, *([0, recomputing, hybrid] if how == "plainly" else [])):
+        on_disk = ZeroPlugin(stage=3, offload=zero.DiskOffload(folder))
+        for plugin in (*STAGES, *([0, recomputing, hybrid, on_disk] if how == "plainly" else [])):
             with launched(rank, world):
                 got = Script(build(3, **options, zero_plugin=plugin), **script).train()
                 if got.losses != expected.losses or farthest(got.weights(), expected_weights):
@@ -112,8 +116,8 @@ def compared(rank: int, world: int) -> list[str]:
     return differences
 
 
-def test_losses_and_weights_are_those_of_ddp_bit_for_bit() -> None:
-    assert ranks.run(compared) == [[], []]
+def test_losses_and_weights_are_those_of_ddp_bit_for_bit(tmp_path: Path) -> None:
+    assert ranks.run(compared, args=(str(tmp_path),)) == [[], []]
 
 
 def clipped(rank: int, world: int) -> list[tuple[float, float]]:
@@ -123,7 +127,7 @@ def clipped(rank: int, world: int) -> list[tuple[float, float]]:
         expected = Script(build(0)).train(clip=0.1)
         expected_weights = expected.weights()
     found = []
-    for stage in STAGES:
+    for stage in (0, *STAGES):
         with launched(rank, world):
             got = Script(build(stage))
             got.accelerator._models.clear()  # as free_memory() does before each Trainer.train()
@@ -132,7 +136,7 @@ def clipped(rank: int, world: int) -> list[tuple[float, float]]:
             found.append((norms, farthest(got.weights(), expected_weights)))
         with launched(rank, world):  # as scripts for DeepSpeed, which call no clip_grad_norm_
             plugin = ZeroPlugin(stage=stage, gradient_clipping=0.1)
-            got = Script(build(stage, zero_plugin=plugin)).train()
+            got = Script(build(3, zero_plugin=plugin)).train()
             found.append((0.0, farthest(got.weights(), expected_weights)))
     return found
 
@@ -140,6 +144,71 @@ def clipped(rank: int, world: int) -> list[tuple[float, float]]:
 def test_clipping_gives_the_norms_and_weights_of_ddp() -> None:
     for found in ranks.run(clipped):
         assert all(norms <= 1e-5 and weights <= 1e-6 for norms, weights in found), found
+
+
+def compressed(rank: int, world: int) -> list[float]:
+    """How far gradients that travel in 16 bits lead from those that do not."""
+    from zero.integrations.accelerate import ZeroPlugin
+
+    with launched(rank, world):
+        expected = Script(build(0), optim=torch.optim.SGD).train().weights()
+    found = []
+    for stage in (2, 3):
+        with launched(rank, world):
+            plugin = ZeroPlugin(
+                stage=stage, reduce_dtype=torch.bfloat16, reduce_bucket_size=5000 if stage < 3 else None
+            )
+            got = Script(build(3, zero_plugin=plugin), optim=torch.optim.SGD).train()
+            found.append(farthest(got.weights(), expected))
+    return found
+
+
+def test_gradients_travel_in_the_dtype_that_is_asked_for() -> None:
+    for found in ranks.run(compressed):
+        assert all(0 < distance < 1e-3 for distance in found), found
+
+
+def scaled(rank: int, world: int, clip: float | None) -> list[tuple[list[float], float, Weights]]:
+    """Training in float16, of which the first steps overflow. Accelerate itself offers it on GPUs only."""
+    found = []
+    for stage in (0, *STAGES):
+        with launched(rank, world):
+            accelerator = build(stage)
+            accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+            scaler = zero.GradScaler if stage else torch.amp.GradScaler
+            accelerator.scaler = scaler("cpu", init_scale=2.0**18, growth_interval=2)
+            script = Script(accelerator).train(clip=clip)
+            found.append((script.losses, accelerator.scaler.get_scale(), script.weights()))
+    return found
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_loss_scaling_skips_the_steps_that_ddp_skips(clip: float | None) -> None:
+    for (losses, scale, weights), *others in ranks.run(scaled, args=(clip,)):
+        assert scale < 2.0**18
+        for other in others:
+            assert other[1] == scale
+            assert other[0] == pytest.approx(losses, abs=1e-6 if clip else 0)
+            assert farthest(other[2], weights) <= (1e-6 if clip else 0)
+
+
+def alone(rank: int, world: int, folder: str) -> list[list[float]]:
+    """Without torch.distributed, as `python script.py` starts it."""
+    found = []
+    for stage in (0, *STAGES):
+        with launched(0, 1):
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                del os.environ[name]
+            script = Script(build(stage)).train(clip=0.1)
+            script.accelerator.save_state(folder)
+            script.accelerator.load_state(folder)
+            found.append(script.losses + script.norms)
+    return found
+
+
+def test_one_process_trains_alone(tmp_path: Path) -> None:
+    [[expected, *found]] = ranks.run(alone, bare=True, args=(str(tmp_path),))
+    assert all(one == pytest.approx(expected, rel=1e-5) for one in found)
 
 
 # --------------------------------------------------------------------------------------------------- states
@@ -332,9 +401,10 @@ def test_other_orders_and_values_on_rank_0_only() -> None:
 def compiled(rank: int, world: int) -> list[float]:
     """Autocast and torch.compile lie inside of what shards the model."""
     found = []
-    for stage in (0, *STAGES):
+    for stage in (0, 3):
         with launched(rank, world):
-            script = Script(build(stage, dynamo_backend="eager", mixed_precision="bf16")).train(stop=2)
+            options = {"dynamo_backend": "eager", "mixed_precision": "bf16"}
+            script = Script(build(stage, **options), model=partial(GPT, layers=2)).train(stop=1)
             assert stage == 0 or script.accelerator.unwrap_model(script.model)._compiled_call_impl is not None
             found.append(script.losses[-1])
     return found
@@ -346,7 +416,7 @@ def test_torch_compile_lies_inside() -> None:
 
 
 def refused(rank: int, world: int) -> dict[str, str]:
-    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
     from accelerate.utils.deepspeed import DummyOptim
 
     from zero.integrations.accelerate import ZeroPlugin
@@ -373,6 +443,13 @@ def refused(rank: int, world: int) -> dict[str, str]:
         ),
         "train_micro_batch_size_per_gpu is 4": trying(
             lambda: build(2, zero_plugin=ZeroPlugin(stage=2, micro_batch_size=4)).prepare(loader)
+        ),
+        "GradientAccumulationPlugin(num_steps=2)": trying(
+            lambda: build(
+                2,
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
+                zero_plugin=ZeroPlugin(stage=2, gradient_accumulation_steps=4),
+            )
         ),
         "is for stage 1": trying(lambda: Script(build(2, kwargs_handlers=[hook]))),
         "names Blok, of which GPT has no module": wrapping(

@@ -373,6 +373,8 @@ def test_accelerates_plugin_for_deepspeed() -> None:
         ({"stage": 5}, "Choose 0 \\(DDP\\)"),
         ({"stage": 2, "mixed_precision_policy": MixedPrecision()}, "mixed_precision_policy is an option of stage 3"),
         ({"stage": 2, "sharding_strategy": "SHARD_GRAD_OP"}, "sharding_strategy is an option of stage 3"),
+        ({"stage": 1, "reduce_dtype": torch.bfloat16}, "comm_hook"),
+        ({"stage": 3, "reduce_bucket_size": 7}, "reduce_bucket_size is an option of stages 1 and 2"),
         ({"stage": 3, "sharding_strategy": "SOME"}, "sharding_strategy='SOME' is unknown"),
         ({"stage": 3, "auto_wrap_policy": "SOME"}, "auto_wrap_policy='SOME' is unknown"),
         ({"stage": 3, "state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type='LOCAL_STATE_DICT'"),

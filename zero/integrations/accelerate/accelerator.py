@@ -23,6 +23,7 @@ from zero._torch import follow
 from zero.integrations.accelerate import states
 from zero.integrations.accelerate.choosing import (
     agreed,
+    agreed_steps,
     ask_for_ram_efficient_loading,
     chosen_plugin,
     ddp_options,
@@ -70,11 +71,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if given["mixed_precision"] == "fp8":
             raise ValueError("mixed_precision='fp8' is not available. Choose 'no', 'bf16' or 'fp16'.")
         if plugin.gradient_accumulation_steps is not None:
-            asked = given.get("gradient_accumulation_plugin")
-            steps = asked.num_steps if asked is not None else given.get("gradient_accumulation_steps")
-            steps = agreed("gradient_accumulation_steps", steps, plugin.gradient_accumulation_steps)
-            if asked is None:
-                given["gradient_accumulation_steps"] = steps
+            steps = agreed_steps(plugin.gradient_accumulation_steps, given)
+            given |= {} if "gradient_accumulation_plugin" in given else {"gradient_accumulation_steps": steps}
         with hidden_environment():
             super().__init__(**given)
         self.set_up(plugin)
@@ -170,7 +168,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Collective below stage 3. As Accelerate's."""
-        if self.zero_plugin.stage == 0 or isinstance(optimizer, AcceleratedOptimizer):
+        if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         optimizer = self.sharding.shard(optimizer)
         prepared = ShardedAcceleratedOptimizer(optimizer, self.scaler, self._before_step, self.sharding.wrapper_of)

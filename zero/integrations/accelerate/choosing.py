@@ -57,6 +57,17 @@ def agreed(name: str, passed: Any, planned: Any) -> Any:
     return passed if planned is None else planned
 
 
+def agreed_steps(planned: int, arguments: Mapping[str, Any]) -> int:
+    """The same of gradient_accumulation_steps, which may be passed in two ways."""
+    plugin = arguments.get("gradient_accumulation_plugin")
+    if plugin is not None and plugin.num_steps != planned:
+        raise ValueError(
+            f"GradientAccumulationPlugin(num_steps={plugin.num_steps}) was passed, but the configuration says "
+            f"gradient_accumulation_steps={planned}. Make them the same."
+        )
+    return int(agreed("gradient_accumulation_steps", arguments.get("gradient_accumulation_steps"), planned))
+
+
 @contextmanager
 def hidden_environment() -> Iterator[None]:
     """In here Accelerate does not see that the launcher asks it to shard."""

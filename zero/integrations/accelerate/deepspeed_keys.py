@@ -102,7 +102,8 @@ def fields(
     found["gradient_clipping"] = clipping or None
     found["gradient_accumulation_steps"] = keys.take("gradient_accumulation_steps", count)
     found["micro_batch_size"] = _micro_batch_size(keys, found["gradient_accumulation_steps"])
-    found["reduce_dtype"] = keys.take("communication_data_type", lambda name: _DTYPES[name])
+    travels_in = keys.take("communication_data_type", lambda name: _DTYPES[name])
+    found["reduce_dtype"] = None if stage < 2 and travels_in is torch.float32 else travels_in
     for written, reason in _REFUSED.items():
         keys.refuse(written, reason)
     for reason, written in _WITHOUT_EFFECT.items():
@@ -183,6 +184,8 @@ def _zero(given: Mapping[str, Any], section: str) -> dict[str, Any]:
         keys.without_effect("reduce_bucket_size", "at stage 3 a unit is the bucket")
         found |= _hybrid(keys)
     else:
+        if stage == 0:
+            keys.without_effect("reduce_bucket_size", "stage 0 is DistributedDataParallel as it is")
         found["reduce_bucket_size"] = keys.take("reduce_bucket_size", count)
         keys.without_effect("zero_hpz_partition_size mics_shard_size", "it is for stage 3")
     leaf = Keys(keys.take("leaf_module", _mapping, {}), f"{section}, leaf_module")

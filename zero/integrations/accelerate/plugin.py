@@ -113,6 +113,13 @@ class ZeroPlugin:
             "param_init_fn": self.param_init_fn is not None,
             "ignored_modules": self.ignored_modules != (),
         }
+        if self.reduce_dtype is not None and self.stage < 2:
+            return (
+                f"reduce_dtype={self.reduce_dtype} is an option of stages 2 and 3. Below, DistributedDataParallel "
+                'sends gradients: pass accelerate.DistributedDataParallelKwargs(comm_hook="fp16").'
+            )
+        if self.reduce_bucket_size is not None and self.stage not in (1, 2):
+            return f"reduce_bucket_size is an option of stages 1 and 2, but stage is {self.stage}. Leave it out."
         for name, given in only_at_3.items():
             if given and self.stage != 3:
                 return f"{name} is an option of stage 3, but stage is {self.stage}. Take stage=3, or leave it out."

@@ -52,8 +52,8 @@ class Sharding:
             model.to(self._device)
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
-        """Collective below stage 3. The optimizer as this stage steps it."""
-        if isinstance(optimizer, OSS) or self.plugin.stage == 3:
+        """Collective at stages 1 and 2. The optimizer as this stage steps it."""
+        if isinstance(optimizer, OSS) or self.plugin.stage in (0, 3):
             return optimizer
         params = [param for group in optimizer.param_groups for param in group["params"]]
         elsewhere = [param for param in params if not _same(param.device, self._device)]
@@ -115,7 +115,7 @@ class Sharding:
                 "a model was prepared at stage 2 without its optimizer, which owns the gradients. Prepare both in one "
                 "call: model, optimizer = accelerator.prepare(model, optimizer); or freeze what is not trained."
             )
-        size = self.plugin.reduce_bucket_size
+        size, dtype = self.plugin.reduce_bucket_size, self.plugin.reduce_dtype
         if size is None and ddp.get("bucket_cap_mb", 25) != 25:
             size = int(ddp["bucket_cap_mb"] * 2**20 / 4)
         return ShardedDDP(
@@ -124,7 +124,7 @@ class Sharding:
             broadcast_buffers=ddp.get("broadcast_buffers", True),
             sync_models_at_startup=self.plugin.sync_module_states,
             reduce_buffer_size=size,
-            reduce_fp16=self.plugin.reduce_dtype if self.plugin.reduce_dtype in _HALF else False,
+            reduce_fp16=dtype if dtype in (torch.float16, torch.bfloat16) else False,
         )
 
     def _fsdp(self, model: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool) -> FSDP:
@@ -245,8 +245,6 @@ def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> T
 
 
 # ---------------------------------------------------------------------------------------------------- units
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def policy_of(plugin: ZeroPlugin, model: nn.Module) -> Any:
