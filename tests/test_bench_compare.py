@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -96,3 +97,19 @@ def test_results_go_where_git_ignores_them():
     assert not any(line.startswith("!") for line in ignored)
     for script in ("stages.py", "peers.py"):
         assert 'OUT = Path(__file__).parent / "out"' in (BENCHMARKS / script).read_text()
+
+
+def test_the_checks_that_a_benchmark_takes_away_are_there_and_come_back(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    checks = importlib.import_module("checks")
+
+    def found():
+        return [getattr(holder, name) for holder, name, _ in checks.PATCHES]
+
+    before = found()
+    with checks.without_checks():
+        assert not any(one is other for one, other in zip(found(), before, strict=True))
+    with checks.counting():
+        assert found() != before
+    assert found() == before

@@ -10,6 +10,7 @@ from torch import nn
 from zero._torch import wraps_others
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
 from zero.oss.flat import unusable
+from zero.oss.groups import on_two_devices
 from zero.sdp.sharded_ddp import describe
 
 
@@ -71,7 +72,10 @@ class Choice:
         for name, buffer in self.module.named_buffers():
             if buffer.is_meta and not synced:
                 return unusable(buffer, f"the buffer {name!r}")
-        return None if found else "FSDP was given a module without parameters: there is nothing to shard."
+        if not found:
+            return "FSDP was given a module without parameters: there is nothing to shard."
+        own = ((name, param) for name, param in self.module.named_parameters() if param not in self._left_out)
+        return on_two_devices(own)
 
     @property
     def modules(self) -> list[nn.Module]:

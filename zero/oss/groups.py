@@ -84,6 +84,22 @@ def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:
     return [*{param.device: None for param in params if isinstance(param, Tensor)}]
 
 
+def on_two_devices(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Why trained parameters of several devices cannot be reduced in backward, in words for the user; None if all are
+    on one. autograd has a thread for each device, and ranks may come to their operations in different orders."""
+    homes: dict[torch.device, str] = {}
+    for name, param in named:
+        if param.requires_grad and not param.is_meta:
+            homes.setdefault(param.device, name)
+    if len(homes) < 2:
+        return None
+    (device, name), (other, further), *_ = homes.items()
+    return (
+        f"{name!r} is on {device}, but {further!r} on {other}: parameters that are trained at stages 2 and 3 must be "
+        "on one device. Move the model there by model.to(device), or train at stage 1."
+    )
+
+
 def names(group: dict[str, Any]) -> list[str]:
     return group.get("param_names") or [
         f"parameter {i} of shape {list(p.shape)}" for i, p in enumerate(group["params"])

@@ -19,7 +19,7 @@ from zero._torch import children_of
 from zero.comm import Comm
 from zero.oss.announce import announce
 from zero.oss.ddp import ddp_within, refuse_within_ddp
-from zero.oss.groups import sent_dtype
+from zero.oss.groups import on_two_devices, sent_dtype
 from zero.oss.joining import NO_JOIN
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
@@ -83,7 +83,8 @@ class ShardedDDP(Wrapper):
         options = f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}"
         told = [f"{options}, overlap_param_gather {overlap_param_gather}", *describe(module)]
         sent_as, problem = sent_dtype(reduce_fp16, "reduce_fp16")
-        self._comm.compare("the models given to ShardedDDP", told, problem or self._misfit(names))
+        problem = problem or self._misfit(names) or on_two_devices(module.named_parameters())
+        self._comm.compare("the models given to ShardedDDP", told, problem)
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
         self._buffers_in_step = BufferSync(module, [self._comm]) if broadcast_buffers else None
