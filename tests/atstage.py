@@ -51,6 +51,6 @@ def own_elements(optimizer: zero.OSS, param: nn.Parameter) -> Tensor:
                 mask = torch.zeros_like(param, dtype=torch.bool)
                 span = flat.spans.get(index)
                 if span is not None:
-                    flat.in_memory_order(index, mask)[span.start : span.stop] = True
+                    flat.shapes.in_memory_order(index, mask)[span.start : span.stop] = True
                 return mask
     raise KeyError("the optimizer does not have this parameter")

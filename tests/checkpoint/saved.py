@@ -96,7 +96,7 @@ def gathered_state(model: zero.FSDP, optimizer: Optimizer) -> dict[nn.Parameter,
             told = [mine] * comm.world
             if comm.world > 1:
                 dist.all_gather_object(told, mine, group=comm.group)
-            shape, stride = group.whole_shape(index)
+            shape, stride = group.shapes.whole[index], group.shapes.strides[index]
             state: dict[str, Any] = {}
             for span, part in told:
                 for key, value in part.items() if span is not None else ():
@@ -105,7 +105,7 @@ def gathered_state(model: zero.FSDP, optimizer: Optimizer) -> dict[nn.Parameter,
                         continue
                     tensor = state.setdefault(key, torch.empty_strided(shape, stride, dtype=value.dtype))
                     flat = torch.as_strided(tensor, (tensor.numel(),), (1,))
-                    ordered = value if span.numel < tensor.numel() else group.in_memory_order(index, value)
+                    ordered = value if span.numel < tensor.numel() else group.shapes.in_memory_order(index, value)
                     flat[span.start : span.stop] = ordered.reshape(-1)
             found[param] = state
     return found

@@ -8,7 +8,8 @@ import ranks
 from zero.comm import Comm, traffic
 from zero.measure.shapes import part_shape
 from zero.oss import layout
-from zero.oss.flat import FlatGroup, Residence, alignment, alike, dense_stride, unusable
+from zero.oss.flat import FlatGroup, Residence
+from zero.oss.shapes import alignment, alike, dense_stride, unusable
 from zero.plan.meter import Meter
 
 
@@ -110,11 +111,11 @@ def test_parts_of_a_tensor_are_its_elements_as_the_parameter_has_them_in_memory(
     group = group_of(params, world, cut)
     for index, param in enumerate(params.values()):
         tensor = torch.randn(param.shape)
-        flat = group.in_memory_order(index, tensor)
+        flat = group.shapes.in_memory_order(index, tensor)
         for rank in range(world):
             for span in group.layout.spans(rank):
                 if span.index == index:
-                    part = group.shaped(index, flat[span.start : span.stop].clone(), span)
+                    part = group.shapes.shaped(index, flat[span.start : span.stop].clone(), span)
                     assert part.dim() == param.dim()
                     whole = span.numel == param.numel()
                     assert (
@@ -162,7 +163,7 @@ def gathered(group, **options):
 
 def assert_is_part(group, values):
     for index, param in enumerate(group.params):
-        span, flat = group.spans.get(index), group.in_memory_order(index, values[index])
+        span, flat = group.spans.get(index), group.shapes.in_memory_order(index, values[index])
         assert param.dim() == values[index].dim() or values[index].dim() == 0
         if param.shape == values[index].shape:
             assert torch.equal(param, values[index])
@@ -255,11 +256,11 @@ def _compressed(rank, world):
     group.finish_gather()
     sent = (traffic() - before).gather
     for index, (param, value) in enumerate(zip(group.params, values, strict=True)):
-        expected = group.in_memory_order(index, value.bfloat16().float())
+        expected = group.shapes.in_memory_order(index, value.bfloat16().float())
         if index in group.spans:
             span = group.spans[index]
-            expected[span.start : span.stop] = group.in_memory_order(index, value)[span.start : span.stop]
-        assert torch.equal(group.in_memory_order(index, param.detach()), expected)
+            expected[span.start : span.stop] = group.shapes.in_memory_order(index, value)[span.start : span.stop]
+        assert torch.equal(group.shapes.in_memory_order(index, param.detach()), expected)
     return sent, group.part.nbytes
 
 
@@ -296,7 +297,7 @@ def _steps(rank, world, own_part):
     group.finish_gather()
     for peer in range(world):
         for span in group.layout.spans(peer):
-            flat = group.in_memory_order(span.index, group.params[span.index].detach())
+            flat = group.shapes.in_memory_order(span.index, group.params[span.index].detach())
             assert flat[span.start : span.stop].tolist() == [peer + 1] * span.numel
 
 
@@ -431,7 +432,7 @@ def test_parameters_stay_in_the_flat_buffer(harmless, own_part):
     assert group.reclaim() is None
     with torch.no_grad():
         model.weight.fill_(3.0)
-    assert (group.views_of_whole(group.full)[0] == 3.0).all()
+    assert (group.shapes.views_of_whole(group.full)[0] == 3.0).all()
 
 
 def test_strays_are_noticed_while_in_part_too():

@@ -203,7 +203,7 @@ class Training:
         if tensor not in self._homes:
             return geometry_of(tensor)
         flat, index = self._homes[tensor]
-        shape, stride = flat.whole_shape(index)
+        shape, stride = flat.shapes.whole[index], flat.shapes.strides[index]
         return Geometry(tuple(shape), flat.part.dtype, memory_order(shape, stride))
 
     def lies_flat(self, name: str) -> bool:

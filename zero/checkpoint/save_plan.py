@@ -20,7 +20,7 @@ from zero.checkpoint.parts import Held, Stepped, Training, inner, kind
 from zero.checkpoint.values import encode
 from zero.measure.param_groups import options
 from zero.oss import layout
-from zero.oss.flat import alignment
+from zero.oss.shapes import alignment
 
 
 @dataclass

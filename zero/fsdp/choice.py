@@ -9,8 +9,8 @@ from torch import nn
 
 from zero._torch import wraps_others
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
-from zero.oss.flat import unusable
 from zero.oss.groups import on_two_devices
+from zero.oss.shapes import unusable
 from zero.sdp.sharded_ddp import describe
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from zero._torch import children_of
 from zero.comm import Comm
-from zero.fsdp import whole
 from zero.fsdp.backward import Backward
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
@@ -21,32 +19,30 @@ from zero.fsdp.compiled import BETWEEN_UNITS
 from zero.fsdp.forward import Forward
 from zero.fsdp.guard import Guard, guarded
 from zero.fsdp.offload import CPUOffload, DiskOffload
-from zero.fsdp.optim_state import SteppingParts, refuse_other_parts
 from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.sentry import NO_COPIES, Sentry
 from zero.fsdp.strategy import ShardingStrategy, place
-from zero.fsdp.summon import Summons, summon
+from zero.fsdp.summon import Summons
 from zero.fsdp.torch_options import from_torch, refuse_number_of_ranks, refuse_unknown
 from zero.fsdp.tracing import Gradients
 from zero.fsdp.unit import Unit
 from zero.fsdp.unwrap import give_back, refuse_forward
+from zero.fsdp.weights import Weights
 from zero.fsdp.wrap import Policy
-from zero.oss import norm, state
+from zero.oss import norm
 from zero.oss.announce import announce
 from zero.oss.ddp import ddp_within
-from zero.oss.flat import FlatGroup
 from zero.oss.joining import NO_JOIN
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
 from zero.sdp.unwrapped import refuse_steps
-from zero.sdp.wrapper import Wrapper
 
 _GIVEN = "the models given to FSDP"
 
 
-class FSDP(Wrapper):
+class FSDP(Weights):
     """Fully sharded data parallelism: parameters, gradients and optimizer state in parts, one a rank (ZeRO stage 3;
     Rajbhandari et al., 2020, section 5.3).
 
@@ -126,60 +122,58 @@ class FSDP(Wrapper):
         refuse_unknown(of_torch)
         strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh)
         self._comm = self._placement.comm
-        try:
+        with self._placement.told_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
             asked = from_torch(of_torch, prefetch, offload, ignored_modules, ignored_parameters)
-            options = Options(
-                partition,
+            precision, stays = (
                 as_precision(mixed_precision),
-                stays=strategy.keeps_parameters or reshard_after_forward is False,
-                synced=sync_module_states,
-                offload=asked.offload,
-                prefetch=asked.prefetch,
+                strategy.keeps_parameters or reshard_after_forward is False,
             )
-        except ValueError as error:
-            self._placement.compare(_GIVEN, [], str(error))
-            raise
+            options = Options(partition, precision, stays, sync_module_states, asked.offload, asked.prefetch)
         asked.move(module)
         inside = _inside(module)
         choice = Choice(module, inside, _parameters_in(inside), asked.ignored)
-        problem = (
-            problem
-            or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
-            or partition_problem(partition)
-            or self._misfit(inside)
-            or ddp_within(module, choice.ignored)
-            or choice.unusable(synced=sync_module_states, sharded=guarded())
-            or self._comm.device_problem(choice.devices())
-        )
+        problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
+        problem = problem or self._problem(choice, inside, options)
         self._placement.compare(_GIVEN, [f"{strategy}, {options.told()}", *choice.told()], problem)
 
         builder = Builder(choice, self._placement, options, param_init_fn)
         self._units = builder.build()  # the last that can fail
-        self._cast_buffers, self._hooks = builder.cast_buffers, builder.hooks
-        for name, one in inside.items():
-            self._units += one._hand_over(module, name)
-            self._cast_buffers += one._cast_buffers
-            self._hooks += one._hooks
-        self._guard = Guard(
-            module,
-            self._units,
-            self._comm,
-            ignored=asked.ignored_modules,
-            partition=partition,
-            disk=builder.disk,
-        )
-        self._summons = Summons(self._units, self._guard, self._placement, self._cast_buffers)
-        self._sentry = Sentry(self._units)
-        self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
-        self._backward = Backward(self._units, self.comms, options.prefetch, after=self._guard.after_backward)
-        self._schedule = Schedule(self._units, self.comms, options.prefetch, self._backward)
-        gradients = Gradients([param for group in self.flat_groups for param in group.params])
-        buffers = BufferSync(module, self.comms) if broadcast_buffers else None
-        self._forward = Forward(module, self._schedule, self._backward, gradients, buffers)
+        self._take_over(builder, inside)
+        ignored = asked.ignored_modules
+        self._guard = Guard(module, self._units, self._comm, ignored=ignored, partition=partition, disk=builder.disk)
+        self._drive(options.prefetch, BufferSync(module, self.comms) if broadcast_buffers else None)
         title = f"FSDP({type(module).__name__}, {strategy}, {len(self._units)} units)"
         left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
         announce(title, self._comm, self.flat_groups, left_out, sharded="parameters and gradients")
+
+    def _problem(self, choice: Choice, inside: dict[str, FSDP], options: Options) -> str | None:
+        """What keeps the module from being wrapped so, in words for the user; None if nothing."""
+        return (
+            partition_problem(options.partition)
+            or self._misfit(inside)
+            or ddp_within(self.module, choice.ignored)
+            or choice.unusable(synced=options.synced, sharded=guarded())
+            or self._comm.device_problem(choice.devices())
+        )
+
+    def _take_over(self, builder: Builder, inside: dict[str, FSDP]) -> None:
+        """What was built, and what the FSDPs inside have."""
+        self._cast_buffers, self._hooks = builder.cast_buffers, builder.hooks
+        for name, one in inside.items():
+            self._units += one._hand_over(self.module, name)
+            self._cast_buffers += one._cast_buffers
+            self._hooks += one._hooks
+
+    def _drive(self, prefetch: Prefetch, buffers: BufferSync | None) -> None:
+        """From now on the units are gathered, released and reduced as the module runs."""
+        self._summons = Summons(self._units, self._guard, self._placement, self._cast_buffers)
+        self._sentry = Sentry(self._units)
+        self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
+        self._backward = Backward(self._units, self.comms, prefetch, after=self._guard.after_backward)
+        self._schedule = Schedule(self._units, self.comms, prefetch, self._backward)
+        gradients = Gradients([param for group in self.flat_groups for param in group.params])
+        self._forward = Forward(self.module, self._schedule, self._backward, gradients, buffers)
 
     def _misfit(self, inside: dict[str, FSDP]) -> str | None:
         if "" in inside:
@@ -264,161 +258,14 @@ class FSDP(Wrapper):
         return self._placement.all_groups()
 
     @property
-    def flat_groups(self) -> list[FlatGroup]:
-        """The flat groups that the parameters lie in."""
-        return [group for unit in self._units for group in unit.groups]
-
-    @property
     def buffer_dtypes(self) -> dict[Tensor, torch.dtype]:
         """Of the buffers that MixedPrecision.buffer_dtype has cast, the dtypes that they are saved in."""
         return {one.tensor: one.dtype for one in self._cast_buffers}
-
-    def reshard(self) -> None:
-        """Releases what a forward without backward may have left whole. Not within a step."""
-        for unit in self._units:
-            unit.reshard()
 
     @property
     def unit_bytes(self) -> int:
         """Bytes of the largest unit's parameters: what is whole at a time."""
         return max(sum(group.full.nbytes for group in unit.groups) for unit in self._units)
-
-    # ---------------------------------------------------------------------------------------- whole weights
-
-    def summon_full_params(  # of `module`, not self: called on the class it takes any module, as PyTorch's does
-        module: nn.Module,
-        *,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Collective. In its context all parameters are whole, in their own dtype, on every rank.
-
-            with model.summon_full_params(): ...
-            with FSDP.summon_full_params(module): ...  # of an FSDP, of what contains some, or of a module inside one
-
-        Forwards in there must be under no_grad; they gather nothing, which suits `generate()`. Of a module inside an
-        FSDP, whole units become whole; where nothing is sharded, nothing happens.
-
-        recurse: False is of the module's own unit only, not of units inside it.
-        writeback: changes made in there stay, those of each part's owner; otherwise they are lost.
-        rank0_only: only the first rank of the group sees them whole, with writeback=False.
-        offload_to_cpu: they lie in the memory of the CPU meanwhile.
-        with_grads: averaged gradients are whole in `param.grad`, too; not with offload_to_cpu.
-
-        Raises ValueError for rank0_only with writeback or with_grads with offload_to_cpu, and, on every rank, where
-        parameters were given other data in there that is to stay; RuntimeError where they were given some before, and
-        within forward and backward.
-        """
-        return summon(
-            module,
-            wrapped=module.module if isinstance(module, FSDP) else module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> FSDP:
-        """Collective. Calls fn with every module, as nn.Module.apply, on whole parameters; rank 0's results count."""
-        with self.summon_full_params():
-            super().apply(fn)
-            self._placement.broadcast([*self.module.parameters(), *self.module.buffers()])
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective. Whole parameters and buffers under the module's own names, on every rank, as copies.
-
-        Raises RuntimeError where parameters were moved, cast or given other data.
-        """
-        self._guard.refuse_strays()
-        return whole.state_dict(self.module, self._units, *args, **kwargs)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Collective. Called by the `load_state_dict` of a plain module around this one."""
-        given = {name.removeprefix(prefix): state_dict.pop(name) for name in [*state_dict] if name.startswith(prefix)}
-        try:
-            assign = local_metadata.get("assign_to_params_buffers", False)
-            missing, unexpected = self.load_state_dict(given, strict=False, assign=assign)
-            missing_keys += [prefix + name for name in missing]
-            unexpected_keys += [prefix + name for name in unexpected]
-        except (RuntimeError, ValueError) as error:
-            error_msgs.append(str(error))
-        # The modules inside are asked next: they are given what they have.
-        own = self.module.state_dict(keep_vars=True)
-        state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Collective. Takes whole weights under the module's own names; every rank must be given the same.
-
-        Raises ValueError for assign=True, which would leave the optimizer with other tensors.
-        """
-        if assign:
-            raise ValueError("assign=True replaces the parameters that are sharded. Load with assign=False.")
-        with self.summon_full_params():
-            return self.module.load_state_dict(state_dict, strict)
-
-    def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None:
-        """Collective. The state of an optimizer of these parameters, whole, in the plain optimizer's own format.
-
-        to: the rank of the group that gets it, or None for all; other ranks get None. It loads into the optimizer of
-        the plain model, and by `load_optim_state_dict` at any number of ranks. Each rank's part alone is what
-        `optimizer.state_dict()` gives. Raises ValueError, on every rank, for state that cannot be put together.
-        """
-        return state.consolidate(self._stepping(optimizer), to)
-
-    def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Takes a whole state, the same on every rank: the plain optimizer's, or what `optim_state_dict` gave.
-
-        This rank's own `optimizer.state_dict()` will do, too. Raises ValueError, and changes nothing, where the state
-        does not fit.
-        """
-        stepping = self._stepping(optimizer)
-        if refuse_other_parts(stepping, state_dict["param_groups"]):
-            optimizer.load_state_dict(state_dict)
-        else:
-            state.load(stepping, state_dict)
-
-    def register_optimizer(self, optimizer: Optimizer) -> None:
-        """Has `optimizer.load_state_dict` take full state from now on, as it does from its first step on anyway."""
-        self._guard.know(optimizer)
-
-    def _stepping(self, optimizer: Optimizer) -> SteppingParts:
-        self.reshard()
-        return SteppingParts(optimizer, self.flat_groups, self._comm)
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """This rank's parts, and all buffers, as copies, without communication: for saving each rank's by itself.
-
-        All are tensors, but for what modules give by get_extra_state(). Under "zero_part" is which part it is.
-
-        Raises RuntimeError, on this rank, where its parameters were moved, cast or given other data.
-        """
-        problem = self._guard.stray()
-        if problem is not None:
-            raise RuntimeError(problem)
-        return whole.local_state_dict(self.module, self._units, self._cast_buffers)
-
-    def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Collective. Takes what `local_state_dict` gave on this rank, of the same model on as many ranks.
-
-        Raises ValueError on every rank, and changes nothing, where one was given something else.
-        """
-        problem = self._guard.stray() or whole.local_problem(self.module, self._units, state_dict)
-        self._comm.compare("the parts given to FSDP", [], problem)
-        whole.load_local_state_dict(self.module, self._units, state_dict)
 
     # ------------------------------------------------------------------------------------------ the module
 

@@ -243,7 +243,7 @@ class Guard:
                 f"{whole[0]} needs each parameter whole, but {name!r} is cut between ranks: "
                 f"{whole[1].reason}. Wrap the model with FSDP(partition='whole')."
             )
-        whole_shape, _ = group.whole_shape(index)
+        whole_shape = group.shapes.whole[index]
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape == whole_shape != param.shape:
                 return (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,14 @@ class Placement:
                 problem = str(error)
         if problem is not None:
             raise ValueError(problem)
+
+    @contextmanager
+    def told_everywhere(self, what: str) -> Iterator[None]:
+        """Collective where it fails: a ValueError in here is raised on every rank."""
+        try:
+            yield
+        except ValueError as error:
+            self.compare(what, [], str(error))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Overwrites the tensors of all ranks by those of the first."""

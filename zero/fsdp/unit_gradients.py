@@ -130,10 +130,10 @@ class UnitGradients:
         for param in self._resting.keys() - whole.keys():  # to which this backward did not come
             param.grad = self._resting.pop(param)
         for param, (flat, index, gradient) in whole.items():
-            ordered = flat.in_memory_order(index, gradient)
+            ordered = flat.shapes.in_memory_order(index, gradient)
             span = flat.spans.get(index)
             share = (ordered[span.start : span.stop] if span else ordered[:0]).to(flat.part)
-            param.grad = flat.shaped(index, share, span) if span else share.view(flat.part_views[index].shape)
+            param.grad = flat.shapes.shaped(index, share, span) if span else share.view(flat.part_views[index].shape)
             self._unreduced[param] = gradient
 
     def unreduced(self, param: nn.Parameter) -> bool:

@@ -87,7 +87,7 @@ class _Gradients:
 
     def show(self) -> None:
         if self._whole is not None:
-            views = self._group.views_of_whole(self._whole)
+            views = self._group.shapes.views_of_whole(self._whole)
             for param, view, exists in zip(self._group.params, views, self._exist, strict=True):
                 param.grad = view if exists else None
 

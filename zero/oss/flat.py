@@ -21,11 +21,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero._torch import wraps_others, writes_so_far
+from zero._torch import writes_so_far
 from zero.comm import Comm, Handle
-from zero.measure.shapes import part_shape
 from zero.oss.lane import lane_of
-from zero.oss.layout import ALIGNMENT, Layout, Span
+from zero.oss.layout import Layout
+from zero.oss.shapes import Shapes
 from zero.oss.shown import shown
 
 _CHUNK = 2**18
@@ -78,8 +78,7 @@ class FlatGroup:
     ) -> None:
         self.params, self.layout, self.comm = list(params), layout, comm
         self.residence = Residence.WHOLE
-        self._strides = [dense_stride(param) for param in params]
-        self._shapes = [param.shape for param in params]
+        self.shapes = Shapes(params, layout)
         self.rename(names, label or f"a bucket of {len(names)} parameters, from {names[0]}")
         self._handle: Handle | None = None
 
@@ -120,48 +119,13 @@ class FlatGroup:
         self.names, self.label = list(names), label
         self._channel = self.comm.channel(f"the gathering of {label}")
 
-    # ---------------------------------------------------------------------------------------- geometry
-
-    def in_memory_order(self, index: int, tensor: Tensor) -> Tensor:
-        """A tensor of the shape of parameter `index`, flat, its elements ordered as the layout counts them."""
-        if tensor.is_conj() or tensor.is_neg():  # noted on the tensor, not done in its memory
-            tensor = tensor.resolve_conj().resolve_neg()
-        stride = self._strides[index]
-        if tensor.stride() != stride:
-            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
-
-    def shaped(self, index: int, flat: Tensor, span: Span) -> Tensor:
-        """The other way round for a flat tensor of `span`'s elements: in the shape that this rank's part has."""
-        if self._strides[index] == (1,):
-            return flat
-        if span.numel == self.layout.numels[index]:
-            return flat.as_strided(self._shapes[index], self._strides[index], flat.storage_offset())
-        return flat.view(part_shape(self._shapes[index], span.numel))
-
-    def whole_shape(self, index: int) -> tuple[torch.Size, tuple[int, ...]]:
-        """Shape and stride of parameter `index` when whole."""
-        return self._shapes[index], self._strides[index]
-
-    def views_of_whole(self, full: Tensor) -> list[Tensor]:
-        """Each parameter's place in a flat tensor of the length of the layout, in the parameter's shape."""
-        geometry = zip(self._shapes, self._strides, self.layout.offsets, strict=True)
-        return [full.as_strided(shape, stride, offset) for shape, stride, offset in geometry]
-
     def _views_to_bind(self, full: Tensor) -> list[Tensor]:
-        views = self.views_of_whole(full)
+        views = self.shapes.views_of_whole(full)
         return views if self._frees else [with_own_storage(view) for view in views]
 
     def views_of_part(self, part: Tensor) -> list[Tensor]:
         """What each parameter has of a tensor of the length of this rank's segment, in the shape of its part."""
-        views = []
-        for index, shape in enumerate(self._shapes):
-            span = self.spans.get(index)
-            if span is None:
-                views.append(part[:0].view(part_shape(shape, 0)))
-            else:
-                views.append(self.shaped(index, part[span.offset : span.offset + span.numel], span))
-        return views
+        return self.shapes.views_of_part(part, self.spans)
 
     # --------------------------------------------------------------------------------------- residence
 
@@ -180,7 +144,7 @@ class FlatGroup:
             self.residence = Residence.GATHERING
         if conceal:
             unknown = self.full.new_full((), torch.nan)
-            self._bind([unknown.expand(shape) for shape in self._shapes])
+            self._bind([unknown.expand(shape) for shape in self.shapes.whole])
             self.residence = Residence.GATHERING
         with shown("unshard", self.label, self.comm.rank), self._lane or nullcontext():
             if self._frees:
@@ -335,7 +299,7 @@ class FlatGroup:
             whole = whole.cpu()
         self._summoned = self.part[:0] if whole is None else whole
         if whole is not None:
-            self._bind([with_own_storage(view) for view in self.views_of_whole(whole)])
+            self._bind([with_own_storage(view) for view in self.shapes.views_of_whole(whole)])
             self.residence = Residence.WHOLE
 
     @property
@@ -383,43 +347,3 @@ def _is_copy(data: Tensor, view: Tensor) -> bool:
     if (data.stride(), data.dtype, data.device, data.shape) != (view.stride(), view.dtype, view.device, view.shape):
         return False
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (data, view)))
-
-
-def alignment(dtype: torch.dtype) -> int:
-    """Elements in 64 bytes, at least one."""
-    return max(ALIGNMENT // dtype.itemsize, 1)
-
-
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides that keep a tensor's order in memory where it fills its memory (channels_last, transposed)."""
-    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
-
-
-def alike(params: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Indices of the parameters that can share a flat group: same dtype, device, and trained or not."""
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
-    for index, param in enumerate(params):
-        kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
-    return list(kinds.values())
-
-
-def unusable(param: object, name: str) -> str | None:
-    """Why a parameter cannot be sharded, in words for the user; None if it can."""
-    if not isinstance(param, Tensor):
-        return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
-    if param.grad_fn is not None or not (param.is_leaf):
-        return f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself."
-    if wraps_others(param):
-        return (
-            f"{name} is a {type(param).__name__}, which wraps other tensors (DTensor, quantised). zero shards plain "
-            "parameters: undo the other library's sharding or quantisation first."
-        )
-    if param.layout != torch.strided:
-        return f"{name} has layout {param.layout}. zero shards dense parameters: call .to_dense() on it first."
-    if param.is_inference():
-        return f"{name} was made under torch.inference_mode, and cannot be written into. Build the model outside of it."
-    if param.is_meta:
-        return (
-            f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
-        )
-    return None

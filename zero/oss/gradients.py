@@ -23,8 +23,8 @@ def take_gradients(flats: Sequence[FlatGroup], parts: Mapping[nn.Parameter, nn.P
             if param.grad is None:
                 part.grad = None
                 continue
-            taken = flat.in_memory_order(index, param.grad)[span.start : span.stop]
-            part.grad = flat.shaped(index, taken, span).to(part.dtype)
+            taken = flat.shapes.in_memory_order(index, param.grad)[span.start : span.stop]
+            part.grad = flat.shapes.shaped(index, taken, span).to(part.dtype)
     return any(param.grad is not None for param in parts)
 
 

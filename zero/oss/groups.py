@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.measure.param_groups import options, told_options
-from zero.oss.flat import unusable
+from zero.oss.shapes import unusable
 
 
 def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:

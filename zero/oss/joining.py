@@ -155,7 +155,7 @@ def _share(flat: FlatGroup, rank: int) -> Tensor:
     for span in flat.layout.spans(rank):
         gradient = flat.params[span.index].grad
         if gradient is not None:
-            ordered = flat.in_memory_order(span.index, gradient)
+            ordered = flat.shapes.in_memory_order(span.index, gradient)
             share[span.offset : span.offset + span.numel] = ordered[span.start : span.stop]
     return share
 
@@ -164,5 +164,5 @@ def _give(parts: Parts, shares: Sequence[Tensor], used: Collection[nn.Parameter]
     for flat, share in zip(parts.flat_groups, shares, strict=True):
         for index, span in flat.spans.items():
             param = flat.params[index]
-            own = flat.shaped(index, share[span.offset : span.offset + span.numel], span)
+            own = flat.shapes.shaped(index, share[span.offset : span.offset + span.numel], span)
             parts[param].grad = own.to(parts[param].dtype) if param in used else None

@@ -47,7 +47,7 @@ class Piece:
     @property
     def whole_shape(self) -> torch.Size:
         """The parameter's shape when whole."""
-        return self.flat.whole_shape(self.index)[0]
+        return self.flat.shapes.whole[self.index]
 
     @property
     def cut(self) -> bool:
@@ -75,7 +75,7 @@ class Piece:
         A flat view where memory has the elements in the order of the layout, and a copy otherwise.
         """
         if whole.shape == self.whole_shape:
-            return self.flat.in_memory_order(self.index, whole)[self.span.start : self.span.stop]
+            return self.flat.shapes.in_memory_order(self.index, whole)[self.span.start : self.span.stop]
         rows = self.rows(len(whole))
         assert rows is not None
         return whole[rows].reshape(-1)

@@ -329,7 +329,7 @@ def _room(entry: dict[str, Any], piece: Piece, shape: tuple[int, ...] | None) ->
         return leaves.value_of(entry)
     dtype, device = leaves.dtype_of(entry), piece.param.device
     if shape == piece.whole_shape:
-        return torch.empty_strided(shape, piece.flat.whole_shape(piece.index)[1], dtype=dtype, device=device)
+        return torch.empty_strided(shape, piece.flat.shapes.strides[piece.index], dtype=dtype, device=device)
     return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)
 
 

@@ -54,7 +54,7 @@ def _of_units(units: Sequence[Unit], inner: nn.Module) -> Sizes:
         for flat in unit.groups:
             made = {
                 name: nn.Parameter(
-                    torch.empty(flat.whole_shape(index)[0], dtype=flat.part.dtype, device="meta"),
+                    torch.empty(flat.shapes.whole[index], dtype=flat.part.dtype, device="meta"),
                     requires_grad=param.requires_grad,
                 )
                 for index, (name, param) in enumerate(zip(flat.names, flat.params, strict=True))

@@ -118,7 +118,7 @@ class GradBucket:
                 "ends where it is reduced. Take inner derivatives by torch.autograd.grad(..., create_graph=True), and "
                 "call backward() without."
             )
-        self._taken[index] = self.flat.in_memory_order(index, gradient)
+        self._taken[index] = self.flat.shapes.in_memory_order(index, gradient)
         self.taken_bytes += gradient.nbytes
 
     def refuse_late(self, index: int) -> NoReturn:
@@ -204,7 +204,7 @@ class GradBucket:
             self._replicas.all_reduce(sums, channel=self._replica_channel)
             sums *= 1 / self._replicas.world
         for span, shard in zip(self._owned, self._by_parameter(sums), strict=True):
-            shard = self.flat.shaped(span.index, shard, span)
+            shard = self.flat.shapes.shaped(span.index, shard, span)
             if span.index in self._sent:
                 deliver(span.index, shard)
                 continue

@@ -1,0 +1,101 @@
+"""Parameters as they lie in memory: their shapes and strides, and their places in flat tensors by a layout.
+
+The elements of a parameter are counted in the order in which they lie in memory, so one that is stored transposed or
+channels_last is the same on every rank and comes back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zero._torch import wraps_others
+from zero.measure.shapes import part_shape
+from zero.oss.layout import ALIGNMENT, Layout, Span
+
+
+class Shapes:
+    """Of parameters in the order of the layout. `whole`: their shapes; `strides`: theirs where they are dense."""
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
+        self.whole = [param.shape for param in params]
+        self.strides = [dense_stride(param) for param in params]
+        self._layout = layout
+
+    def in_memory_order(self, index: int, tensor: Tensor) -> Tensor:
+        """A tensor of the shape of parameter `index`, flat, its elements ordered as the layout counts them."""
+        if tensor.is_conj() or tensor.is_neg():  # noted on the tensor, not done in its memory
+            tensor = tensor.resolve_conj().resolve_neg()
+        stride = self.strides[index]
+        if tensor.stride() != stride:
+            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
+
+    def shaped(self, index: int, flat: Tensor, span: Span) -> Tensor:
+        """The other way round for a flat tensor of `span`'s elements: in the shape that this rank's part has."""
+        if self.strides[index] == (1,):
+            return flat
+        if span.numel == self._layout.numels[index]:
+            return flat.as_strided(self.whole[index], self.strides[index], flat.storage_offset())
+        return flat.view(part_shape(self.whole[index], span.numel))
+
+    def views_of_whole(self, full: Tensor) -> list[Tensor]:
+        """Each parameter's place in a flat tensor of the length of the layout, in the parameter's shape."""
+        geometry = zip(self.whole, self.strides, self._layout.offsets, strict=True)
+        return [full.as_strided(shape, stride, offset) for shape, stride, offset in geometry]
+
+    def views_of_part(self, part: Tensor, spans: Mapping[int, Span]) -> list[Tensor]:
+        """What each parameter has of a tensor of the length of a segment, in the shape of its part.
+
+        spans: what the segment holds, by index.
+        """
+        views = []
+        for index, shape in enumerate(self.whole):
+            span = spans.get(index)
+            if span is None:
+                views.append(part[:0].view(part_shape(shape, 0)))
+            else:
+                views.append(self.shaped(index, part[span.offset : span.offset + span.numel], span))
+        return views
+
+
+def alignment(dtype: torch.dtype) -> int:
+    """Elements in 64 bytes, at least one."""
+    return max(ALIGNMENT // dtype.itemsize, 1)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that keep a tensor's order in memory where it fills its memory (channels_last, transposed)."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def alike(params: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Indices of the parameters that can share a flat group: same dtype, device, and trained or not."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    for index, param in enumerate(params):
+        kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
+    return list(kinds.values())
+
+
+def unusable(param: object, name: str) -> str | None:
+    """Why a parameter cannot be sharded, in words for the user; None if it can."""
+    if not isinstance(param, Tensor):
+        return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
+    if param.grad_fn is not None or not (param.is_leaf):
+        return f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself."
+    if wraps_others(param):
+        return (
+            f"{name} is a {type(param).__name__}, which wraps other tensors (DTensor, quantised). zero shards plain "
+            "parameters: undo the other library's sharding or quantisation first."
+        )
+    if param.layout != torch.strided:
+        return f"{name} has layout {param.layout}. zero shards dense parameters: call .to_dense() on it first."
+    if param.is_inference():
+        return f"{name} was made under torch.inference_mode, and cannot be written into. Build the model outside of it."
+    if param.is_meta:
+        return (
+            f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
+        )
+    return None
