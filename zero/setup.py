@@ -60,16 +60,16 @@ def setup(
     if stage == 2:
         sharding = OSS(named, optim, process_group, partition=partition, **defaults)
         return ShardedDDP(model, sharding, process_group), sharding
-    optimizer: Optimizer
     if stage == 1:
-        optimizer = OSS(named, optim, process_group, partition=partition, **defaults)
-    else:
-        optimizer, _ = build(optim, model.parameters(), named, defaults)
+        return _averaged(model, comm), OSS(named, optim, process_group, partition=partition, **defaults)
+    plain = model if comm.group is None else DistributedDataParallel(model, process_group=process_group)
+    return plain, build(optim, model.parameters(), named, defaults)[0]
+
+
+def _averaged(model: nn.Module, comm: Comm) -> nn.Module:
+    """For stage 1. Without views DistributedDataParallel keeps every gradient twice, more than stage 1 saves."""
     if comm.group is None:
-        return model, optimizer
-    if stage == 0:
-        return DistributedDataParallel(model, process_group=process_group), optimizer
-    # Without views DDP keeps every gradient twice, which would cost more than stage 1 saves.
-    wrapped = DistributedDataParallel(model, process_group=process_group, gradient_as_bucket_view=True)
+        return model
+    wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
     average_by_reading(wrapped, comm)
-    return wrapped, optimizer
+    return wrapped
