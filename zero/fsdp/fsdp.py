@@ -125,10 +125,8 @@ class FSDP(Weights):
         with self._placement.told_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
             asked = from_torch(of_torch, prefetch, offload, ignored_modules, ignored_parameters)
-            precision, stays = (
-                as_precision(mixed_precision),
-                strategy.keeps_parameters or reshard_after_forward is False,
-            )
+            precision = as_precision(mixed_precision)
+            stays = strategy.keeps_parameters or reshard_after_forward is False
             options = Options(partition, precision, stays, sync_module_states, asked.offload, asked.prefetch)
         asked.move(module)
         inside = _inside(module)

@@ -1,0 +1,302 @@
+"""A step of OSS, on every rank:
+
+take gradients      the part's share of each param.grad, as views (or what ShardedDDP has put there)
+step                the user's optimizer, over this rank's parts only
+gather              every rank's segment reaches every rank, in the flat buffers that the parameters lie in;
+                    waited for in the step, or where the next forward needs them (ShardedDDP)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from zero.comm import Comm
+from zero.measure.kinds import ELEMENTWISE
+from zero.measure.param_groups import options
+from zero.oss import norm
+from zero.oss.agreed import Agreed
+from zero.oss.ddp import evaluated, replaced
+from zero.oss.flat import FlatGroup
+from zero.oss.gradients import refuse_unreduced, take_gradients
+from zero.oss.joining import NO_JOIN, Joining
+from zero.oss.scaling import Scaling
+from zero.oss.sharded_optimizer import ShardedOptimizer
+from zero.oss.slices import step_in_slices
+from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
+
+_COMPRESSED_AT_ONCE = 2
+"""Flat groups whose copies of fewer bits exist at a time."""
+
+
+class Stepping(ShardedOptimizer, Joinable):
+    """agreed: sees that ranks agree on the numbers that the optimizer writes into its groups, if it may write any.
+    writes_frozen: whether it may write into parameters that have no gradient."""
+
+    _sent_as: torch.dtype | None
+
+    def __init__(self, groups: list[dict[str, Any]], agreed: Agreed | None, *, writes_frozen: bool) -> None:
+        self._agreed, self._writes_frozen = agreed, writes_frozen
+        self.gradients_arrive_in_parts = False
+        self._leaves_gathers = False
+        self._steps_without_gradients = 0
+        self._scaling = Scaling(self._comm, "clip_grad_norm(max_norm) of the optimizer")
+        self._step_channel = self._comm.channel("the step of OSS")
+        self._edited_channel = self._comm.channel("a step of OSS that it refuses, as its param_groups were edited")
+        self._failed_channel = self._comm.channel("a step of OSS in which its optimizer raised an error")
+        self._joining = Joining(self._comm)
+        Joinable.__init__(self)
+        super().__init__(groups)
+
+    def expect_gradients_in_parts(self) -> None:
+        """From now on gradients are put into the parts (by ShardedDDP), not taken from `param.grad`."""
+        self.gradients_arrive_in_parts = True
+
+    def leave_gathers(self) -> None:
+        """From now on `step` leaves its gathers in flight, where transfers run beside the computing (so not over Gloo).
+
+        Until they are finished the parameters are NaN.
+        """
+        self._leaves_gathers = True
+
+    def finish_gathers(self, flats: Sequence[FlatGroup] | None = None) -> None:
+        """Waits for what a step left in flight, of these flat groups or of all; does nothing where nothing is.
+
+        Raises RuntimeError where parameters were moved or replaced since the step.
+        """
+        gathering = [flat for flat in self.flat_groups if flat.gathering and (flats is None or flat in flats)]
+        self._refuse_strays(gathering)
+        for flat in gathering:
+            flat.finish_gather()
+
+    @overload
+    def step(self, closure: None = None, **options: Any) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], **options: Any) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
+        """Collective. Steps this rank's parts and gathers everyone's. Returns the closure's loss.
+
+        options: further arguments, for the inner optimizer's step. That of torch's own optimizers is given no closure:
+        it is called before. Others are given it, and each time they call it parameters are gathered before.
+
+        Raises RuntimeError where parameters were moved or replaced, where gradients were left unreduced by no_sync, and
+        on every rank where param_groups were edited on one, where the optimizer raised on another, or wrote other
+        numbers into its own, where another rank does something else, or inside of `ddp.join()`.
+        """
+        by_inner = closure is not None and type(self.optim) not in ELEMENTWISE
+        if by_inner and self._joining.within(self):
+            raise RuntimeError(
+                f"{type(self.optim).__name__} may call its closure several times in a step, which ranks that have no "
+                "data left in this Join cannot follow. Call step() without a closure, after backward."
+            )
+        self._joining.before_step(self, self._parts)
+        loss: Any = None
+        if closure is not None and by_inner:
+            self._refuse_changes()
+            self._hand_options()
+            loss = self.optim.step(closure=self._for_inner(closure), **options)
+        else:
+            if closure is not None:
+                loss = evaluated(closure, self._parts, self._comm)
+            self._begin_step()
+            self._step_parts(**options)
+        self._end_step()
+        return cast("float | None", loss)
+
+    def _begin_step(self, *, joined: bool = False) -> None:
+        """Collective. All that comes between the gradients and the inner optimizer's step.
+
+        joined: this rank has no data left, and steps with the gradients of others.
+        """
+        self._refuse_changes()
+        if not joined:
+            self._refuse_replaced(self._take_gradients())
+        if self._joining.within(self):
+            self._joining.share_gradients(self._parts, self.param_groups, joined=joined)
+        self._parts.masters.refresh()
+        self._hand_options()
+
+    def _hand_options(self) -> None:
+        """To the inner optimizer, which may write numbers into its groups from here on."""
+        self._share_options(self.param_groups, self.optim.param_groups)
+        if self._agreed is not None:
+            self._agreed.before_step(self.optim)
+
+    def _step_parts(self, **options: Any) -> None:
+        try:
+            step_in_slices(self.optim, **options)
+        except Exception:
+            with suppress(RuntimeError):
+                self._comm.agree(self._failed_channel)  # the others would wait for this rank
+            raise
+
+    def _end_step(self) -> None:
+        """Collective. All that comes after the inner optimizer's step."""
+        if self._agreed is not None:
+            self._agreed.after_step(self.optim)
+        self._leave_gradients()
+        self._share_options(self.optim.param_groups, self.param_groups)
+        self.forget_full_state()
+        self._gather(self._stepped_groups())
+
+    def _stepped_groups(self) -> list[FlatGroup]:
+        """The flat groups that a step may have changed, in the order in which forward needs them."""
+        return self.flat_groups[::-1] if self._writes_frozen else self._parts.trained_groups()
+
+    def _refuse_changes(self) -> None:
+        self.finish_gathers()
+        self._refuse_strays(self.flat_groups)
+        self._refuse_edits()
+
+    def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
+        """The closure for an optimizer that calls it within its step, as often as it likes."""
+        called = False
+
+        def evaluate() -> float:
+            nonlocal called
+            if called:  # the optimizer may have changed its parts since
+                self._gather(self._stepped_groups())
+                self.finish_gathers()
+            called = True
+            loss: float = evaluated(closure, self._parts, self._comm)
+            self._refuse_changes()
+            self._refuse_replaced(self._take_gradients())
+            self._parts.masters.refresh()
+            return loss
+
+        return evaluate
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As of any optimizer. With ShardedDDP, which leaves no gradients in `param.grad`, the hook is called with the
+        inner optimizer, whose `param_groups` hold this rank's parts with their gradients.
+
+        Raises RuntimeError on every rank, at the step, where a hook scaled gradients differently on different ranks.
+        """
+
+        def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
+            if not self.gradients_arrive_in_parts:
+                return hook(self, args, kwargs)
+            self._scaling.remember(self._parts.values())
+            result = hook(self.optim, args, kwargs)
+            self._scaling.compare(None)
+            return result
+
+        return super().register_step_pre_hook(with_gradients)
+
+    def _gather(self, flats: Sequence[FlatGroup]) -> None:
+        """Collective. Brings every rank's parts, as they are now, to every rank."""
+        self._parts.masters.write()
+        self._comm.agree(self._step_channel)
+        in_flight: list[FlatGroup] = []
+        for flat in flats:
+            if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
+                in_flight.pop(0).finish_gather()
+            flat.launch_gather(sent_as=self._sent_as, conceal=self._is_left(flat))
+            in_flight.append(flat)
+        for flat in in_flight:
+            if not self._is_left(flat):
+                flat.finish_gather()
+
+    def _is_left(self, flat: FlatGroup) -> bool:
+        return self._leaves_gathers and self._comm.runs_beside(flat.full)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the parameters and of this rank's parts."""
+        super().zero_grad(set_to_none)
+        self.optim.zero_grad(set_to_none)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Collective. Scales all gradients so that their norm, as one vector, is at most max_norm.
+
+        Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
+        """
+        self._take_gradients()
+        owned = self._parts.gradients()
+        device = self.flat_groups[0].full.device
+        dtypes = {part.dtype for part in self._parts.values()}
+        whole = [param.grad for param in self._parts if param.grad is not None]
+        if self._joining.within(self):  # ranks that have joined are not here
+            total = norm.total_norm(whole, Comm.alone(), float(norm_type), device, dtypes)
+        else:
+            total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
+        norm.clip(owned if self.gradients_arrive_in_parts else whole, total, float(max_norm))
+        self._leave_gradients()
+        return total
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's Join, which calls it on every rank. Raises RuntimeError at stage 2."""
+        if self.gradients_arrive_in_parts:
+            raise RuntimeError(NO_JOIN.format("an OSS of ShardedDDP"))
+        return self._joining.enter(self._step_joined, self._parts)
+
+    @torch.no_grad()
+    def _step_joined(self) -> None:
+        self._begin_step(joined=True)
+        self._step_parts()
+        self._end_step()
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.flat_groups[0].full.device
+
+    @property
+    def join_process_group(self) -> torch.distributed.ProcessGroup | None:
+        return self._comm.group
+
+    def _take_gradients(self) -> bool:
+        """Returns whether any parameter has a gradient; of gradients that arrive in parts, True."""
+        if self.gradients_arrive_in_parts and not asked_by_torch_checkpoint():  # which steps with zeros of its own
+            refuse_unreduced(self.flat_groups)
+            return True
+        return take_gradients(self.flat_groups, self._parts)
+
+    def _refuse_replaced(self, found_gradients: bool) -> None:
+        """That there are none may be as it should be: a first step for a scheduler, a skipped batch."""
+        self._steps_without_gradients = 0 if found_gradients else self._steps_without_gradients + 1
+        if found_gradients:
+            return
+        told = (
+            "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
+            "assign=False, and build OSS after replacing any."
+        )
+        if replaced(self._parts):
+            raise RuntimeError(told)
+        if self._steps_without_gradients == 2:
+            warnings.warn(f"In two steps one after another {told}", stacklevel=5)
+
+    def _leave_gradients(self) -> None:
+        """What was taken is taken anew each time. Views would keep whole gradients alive past model.zero_grad()."""
+        if not self.gradients_arrive_in_parts:
+            self._parts.drop_gradients()
+
+    def _refuse_edits(self) -> None:
+        problem = self._parts.edited(self.param_groups)
+        if problem is not None:
+            with suppress(RuntimeError):
+                self._comm.agree(self._edited_channel)  # so that ranks with nothing to refuse hear of it
+            raise RuntimeError(problem)
+
+    def _refuse_strays(self, flats: Sequence[FlatGroup]) -> None:
+        for flat in flats:
+            stray = flat.reclaim()
+            if stray is not None:
+                raise RuntimeError(
+                    f"{stray} was moved, cast or given other data after OSS was built, and would no longer be trained. "
+                    "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
+                )
+
+    def _share_options(self, source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+        """Schedulers write into the outer groups, some optimizers into the inner ones: both see the same options."""
+        for of, to in zip(source, target, strict=True):
+            to.update(options(of))
