@@ -37,6 +37,7 @@ class Recipient:
             return {param: self.copy(param) for param in unit.params} if self.is_here(placement) else {}
         if self.to is not None and not self._here(placement):
             return {}
+        unit.reshard()  # what a forward without backward may have left whole
         found: dict[Tensor, Tensor] = {}
         for group in unit.groups:
             group.summon(to=None if self.to is None else self._shard(placement))
