@@ -169,7 +169,7 @@ def test_the_tests_that_tables_of_features_name_exist() -> None:
 
 
 OPTIONS = {
-    "every_stage": [zero.setup, zero.GradScaler, zero.full_state_dict],
+    "every_stage": [zero.setup, zero.GradScaler, zero.full_state_dict, zero.report],
     "oss": [zero.OSS, zero.OSS.from_optimizer],
     "sharded_ddp": [zero.ShardedDDP],
     "fsdp": [zero.FSDP, zero.MixedPrecision, zero.FSDP.summon_full_params],

@@ -1,4 +1,4 @@
-"""What zero says of itself: a line at construction, and `python -m zero.report`."""
+"""What zero says of itself: a line at construction, `zero.report`, and `python -m zero.report`."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from torch import nn
 import ranks
 import zero
 from transports import TRANSPORTS, by
-from zero.report import report
+from zero.report.environment import environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,7 +74,7 @@ def test_the_environment_can_ask_for_the_lines():
 
 
 def test_the_report_tells_versions_devices_and_transports():
-    told = report()
+    told = environment()
     for expected in ("python 3", f"torch: {torch.__version__}", "numpy ", "CPU cores", "gloo", "process_vm_readv"):
         assert expected in told
     assert "could not be found out" not in told
@@ -83,6 +83,81 @@ def test_the_report_tells_versions_devices_and_transports():
 def test_the_report_never_raises():
     broken = mock.Mock(side_effect=RuntimeError("broken"))
     with mock.patch("torch.cuda.is_available", broken), mock.patch("platform.platform", broken):
-        told = report()
+        told = environment()
     assert "GPUs: could not be found out (RuntimeError: broken)" in told
     assert "transports:" in told
+
+
+# ------------------------------------------------------------------------------------------------------ zero.report
+
+
+def reported(rank, world, stage, options):
+    """Of a settled step, between backward and step: the report, and whether its text can be made."""
+    torch.manual_seed(0)
+    before = zero.traffic()
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)]
+    inner = nn.Sequential(nn.ModuleList(blocks), nn.Linear(64, 8))
+    inner.forward = lambda x: inner[1](blocks[3](blocks[2](blocks[1](blocks[0](x)))))
+    if stage == 3:
+        model = zero.FSDP(inner, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    elif options:
+        optimizer = zero.OSS(inner.bfloat16().parameters(), torch.optim.Adam, lr=0.01, **options)
+        model = zero.ShardedDDP(inner, optimizer)
+    else:
+        model, optimizer = zero.setup(inner, torch.optim.Adam, stage=stage, lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64).to(inner[1].weight.dtype)).square().mean().backward()
+        found = zero.report(model, optimizer, since=before)
+        before = zero.traffic()
+        optimizer.step()
+    assert zero.report(inner, [optimizer]).parameters == found.parameters
+    return found, str(found), found.numbers()
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "kind"),
+    [
+        (0, {}, "0"),
+        (1, {}, "1"),
+        (2, {}, "2"),
+        (2, {"master_dtype": torch.float32}, "2"),
+        (3, {}, "3"),
+        (3, {"reshard_after_forward": False}, "3 kept"),
+        (3, {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}, "3"),
+    ],
+    ids=str,
+)
+def test_a_report_tells_what_the_plan_told(stage, options, kind):
+    for rank, (found, text, numbers) in enumerate(ranks.run(reported, args=(stage, options))):
+        assert (found.stage, found.rank, found.world, found.peak) == (kind, rank, 2, None)
+        planned = found.planned
+        resident = (planned.parameters, planned.gradients, planned.optimizer)
+        assert (found.parameters, found.gradients, found.optimizer) == pytest.approx(resident, rel=0.02)
+        if stage > 1:  # DistributedDataParallel sends by itself
+            assert found.sent == pytest.approx(planned.sent, rel=0.1)
+        assert f"stage {kind} (" in text
+        assert [line.split()[0] for line in text.splitlines()[2:]] == ["here", "planned"]
+        assert numbers["zero/resident_bytes"] == found.resident
+        assert "zero/peak_bytes" not in numbers
+
+
+def test_an_optimizer_that_cannot_be_planned_is_reported_without_a_plan():
+    model = nn.Linear(4, 4)
+    pair = [torch.optim.SGD([one], lr=0.1) for one in model.parameters()]
+    assert zero.report(model, pair).planned is None
+    assert zero.report(model, torch.optim.LBFGS(model.parameters())).planned is None
+    assert "planned" not in str(zero.report(model, pair))
+
+
+def test_the_command_prints_the_environment():
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "zero.report"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "versions:" in run.stdout
+    assert "transports:" in run.stdout

@@ -191,7 +191,8 @@ def unwrapped(rank: int, world: int, first: int, second: int) -> None:
         model, optimizer = at_stage(stages[0], plain)
         step(model, optimizer, rank)
         weights = zero.full_state_dict(model)
-        model = zero.unwrap(model)
+        wrapper = model  # which somebody may hold on to
+        model = zero.unwrap(wrapper)
         assert model is plain
         assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
         assert model.state_dict().keys() == weights.keys()

@@ -17,6 +17,7 @@ from zero.fsdp import (
 from zero.oss import OSS, GradScaler
 from zero.oss.announce import show_as_asked
 from zero.plan import plan
+from zero.report import Report, report
 from zero.scripts import ParameterCount, count_parameters, full_state_dict, unwrap
 from zero.sdp import ShardedDDP
 from zero.setup import setup
@@ -35,6 +36,7 @@ __all__ = [
     "OSS",
     "ParameterCount",
     "Prefetch",
+    "Report",
     "SPEED_FIRST",
     "ShardedDDP",
     "ShardingStrategy",
@@ -44,6 +46,7 @@ __all__ = [
     "count_parameters",
     "full_state_dict",
     "plan",
+    "report",
     "setup",
     "traffic",
     "unwrap",

@@ -334,6 +334,11 @@ def is_of_two_devices(error: RuntimeError) -> bool:
     return any(text in str(error) for text in ("same device", "two different devices"))
 
 
+def call_stepped(optimizer: Optimizer) -> None:
+    """Has schedulers of the optimizer not warn that it was never stepped. What they ask has no public name."""
+    vars(optimizer)["_opt_called"] = True
+
+
 class GradScaler(torch.amp.GradScaler):
     """torch's, in which the step that a subclass replaces has a name without underscore. It offers none itself."""
 

@@ -121,3 +121,24 @@ def of_another_model(rank: int, world: int) -> None:
 
 def test_state_of_other_shapes_is_refused_on_every_rank():
     ranks.expect_error(of_another_model, 2, ValueError, "'0.weight'|0.weight", "has 'exp_avg' of shape", timeout=15)
+
+
+def loaded_before_the_first_step(rank: int, world: int) -> None:
+    net = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 1))
+    plain = torch.optim.Adam(net.parameters(), lr=0.1)
+    net(data(4, 8, rank=0)).sum().backward()
+    plain.step()
+    full = plain.state_dict()
+    model = zero.FSDP(net)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model.register_optimizer(optimizer)
+    optimizer.load_state_dict(full)
+    for param, state in optimizer.state.items():
+        assert state["exp_avg"].shape == param.shape
+    found = model.optim_state_dict(optimizer, to=None)
+    for number, state in full["state"].items():
+        assert torch.equal(found["state"][number]["exp_avg"], state["exp_avg"])
+
+
+def test_an_optimizer_that_was_registered_takes_full_state_before_its_first_step():
+    ranks.run(loaded_before_the_first_step)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
 
 import ranks
 import zero
@@ -59,7 +59,6 @@ BUILT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize("name", BUILT)
 def test_it_trains_on_as_the_optimizer_would(name: str) -> None:
     ranks.run(trains_on, args=(name,))
@@ -81,6 +80,23 @@ def trains_on(rank: int, world: int, name: str) -> None:
     found, wanted = optimizer.state_dict(), expected.state_dict()
     assert found["param_groups"] == wanted["param_groups"]
     assert found["state"].keys() == wanted["state"].keys()
+
+
+def scheduled(rank: int, world: int) -> list[float]:
+    """By schedulers that were made for the optimizer before it stepped."""
+    model = net()
+    given = SGD(model.parameters(), lr=1.0)
+    scheduler = SequentialLR(given, [ConstantLR(given, 0.5, total_iters=1), ExponentialLR(given, 0.5)], [2])
+    optimizer = zero.OSS.from_optimizer(given)
+    rates = []
+    for _ in range(4):
+        train(model, optimizer, rank, 1, scheduler=scheduler)
+        rates.append(optimizer.optim.param_groups[0]["lr"])
+    return rates
+
+
+def test_its_schedulers_set_the_rates():
+    assert ranks.run(scheduled) == [[0.5, 1.0, 1.0, 0.5]] * 2
 
 
 def assert_same(model: nn.Module, plain: nn.Module) -> None:

@@ -389,6 +389,10 @@ class FSDP(Wrapper):
         else:
             state.load(stepping, state_dict)
 
+    def register_optimizer(self, optimizer: Optimizer) -> None:
+        """Has `optimizer.load_state_dict` take full state from now on, as it does from its first step on anyway."""
+        self._guard.know(optimizer)
+
     def _stepping(self, optimizer: Optimizer) -> SteppingParts:
         self.reshard()
         return SteppingParts(optimizer, self.flat_groups, self._comm)

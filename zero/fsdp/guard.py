@@ -134,6 +134,13 @@ class Guard:
     def _held(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for group in optimizer.param_groups for param in group["params"] if param in self._places]
 
+    def know(self, optimizer: Optimizer) -> None:
+        """From now on the optimizer's state is marked as of shards, and full state is cut where it loads some."""
+        if optimizer not in self._known_optimizers:
+            self._known_optimizers.add(optimizer)
+            alone = not any(other._held(optimizer) for other in _alive() if other is not self)
+            StateHooks(optimizer, self._groups, self._comm, alone=alone)
+
     def before_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Collective, if the optimizer holds any of these parameters. Returns what is to be its closure instead.
 
@@ -142,10 +149,7 @@ class Guard:
         params = self._held(optimizer)
         if not params:
             return closure
-        if optimizer not in self._known_optimizers:
-            self._known_optimizers.add(optimizer)
-            alone = not any(other._held(optimizer) for other in _alive() if other is not self)
-            StateHooks(optimizer, self._groups, self._comm, alone=alone)
+        self.know(optimizer)
         if closure is None:
             self._check(optimizer, params)
         self._stepping.before_step(optimizer)

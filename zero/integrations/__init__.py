@@ -1,1 +1,1 @@
-"""Where people already train. Each file here knows one other library and is imported only by who asks for it."""
+"""Where people already train. Each file is imported only by who asks for it, and needs its library."""

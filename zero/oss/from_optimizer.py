@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from zero._torch import call_stepped
 from zero.comm import Comm
 from zero.oss.groups import called
 
@@ -39,7 +40,7 @@ def from_optimizer(
     kept: dict[str, Any] = {}
     problem = _unfit(optimizer)
     if problem is None and optim is None:
-        kept, missing = _arguments(optimizer)
+        kept, missing = arguments(optimizer)
         problem = _not_kept(optimizer, missing) if missing else None
     states = len(optimizer.state) if problem is None else 0
     told = [f"optimizer {type(optimizer).__name__} with state of {states} parameters"]
@@ -51,6 +52,7 @@ def from_optimizer(
         built.load_state_dict(found)
     optimizer.state.clear()
     optimizer.param_groups = built.param_groups  # into which its schedulers go on to write
+    call_stepped(optimizer)
     optimizer.register_step_pre_hook(_refuse_step)
     return built
 
@@ -63,7 +65,7 @@ def _unfit(optimizer: object) -> str | None:
     return None
 
 
-def _arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
+def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
     """What the optimizer was built with, as far as it keeps it, and the names of the arguments that it does not."""
     names = [*_named_arguments(type(optimizer))]
     kept = {name: _value(optimizer, name) for name in names if _keeps(optimizer, name)}

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_EXTRAS = ["fsspec", "peft", "safetensors", "tqdm", "transformers"]
+_EXTRAS = ["accelerate", "fsspec", "lightning", "peft", "safetensors", "tqdm", "transformers"]
 
 
-def report() -> str:
+def environment() -> str:
     """The report as text, a line a fact."""
     lines: list[str] = []
     for title, facts in [("versions", _versions), ("devices", _devices), ("transports", _transports)]:
@@ -123,7 +123,3 @@ def _attempt(what: str, find: Callable[[], str]) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
-
-
-if __name__ == "__main__":
-    print(report())

@@ -1,0 +1,292 @@
+"""What ranks do in test_lightning: a model, data and a Trainer, on ranks that there are already."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import ranks
+import zero.integrations.lightning
+from zero.integrations.lightning import MemoryCallback
+
+WIDTH = 8
+BATCHES = 4
+
+
+class Environment(ClusterEnvironment):
+    """Ranks that are there already."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Module(pl.LightningModule):
+    """Keeps the losses that it saw."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+        self.options = {"lr": 0.01, **options}
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: list[Tensor], number: int) -> Tensor:
+        loss = (self(batch[0]) - batch[1]).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], number: int) -> None:
+        loss = (self(batch[0]) - batch[1]).square().mean()
+        self.log("val_loss", loss, sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: list[Tensor], number: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        decayed = [param for param in self.parameters() if param.dim() > 1]
+        others = [param for param in self.parameters() if param.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, **self.options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(4 * BATCHES * 2, WIDTH, generator=generator)
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+def strategy(stage: int, **options: Any) -> Any:
+    """Of a stage; 0 is Lightning's own DistributedDataParallel."""
+    if stage == 0:
+        return pl.strategies.DDPStrategy()
+    return zero.integrations.lightning.ZeroStrategy(stage, **options)
+
+
+def trainer(rank: int, world: int, strategy: Any, **options: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saves = {"enable_checkpointing": False, "max_epochs": 1, "num_sanity_val_steps": 1}
+    plugins = [Environment(rank, world), *options.pop("plugins", [])]
+    return pl.Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, plugins=plugins, **{**quiet, **saves, **options}
+    )
+
+
+def record(module: Module, values: list[Any]) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+    """What a run has seen, what it has made of the weights, and more."""
+    return module.losses, zero.full_state_dict(module.trainer.strategy.model), values
+
+
+class Recomputed(Module):
+    """With dropout under activation checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: nn.functional.dropout(block(y), 0.2), x, use_reentrant=False)
+        return self.head(x)
+
+
+class Manual(Module):
+    """Takes its steps itself, two batches each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], number: int) -> None:
+        loss = super().training_step(batch, number)
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()
+
+
+def sixteen() -> Any:
+    """A scaler whose first scale overflows."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2))
+
+
+CASES: dict[str, tuple[type[Module], Callable[[], dict[str, Any]]]] = {
+    "plain": (Module, dict),
+    "accumulated": (Module, lambda: {"accumulate_grad_batches": 2}),
+    "in bfloat16": (Module, lambda: {"precision": "bf16-mixed"}),
+    "true bfloat16": (Module, lambda: {"precision": "bf16-true"}),
+    "scaled": (Module, lambda: {"plugins": [sixteen()], "max_epochs": 2}),
+    "recomputed": (Recomputed, dict),
+    "by hand": (Manual, dict),
+    "clipped": (Module, lambda: {"gradient_clip_val": 0.5}),
+    "clipped, accumulated": (Module, lambda: {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
+}
+
+
+def all_cases(rank: int, world: int, stage: int) -> dict[str, Any]:
+    """fit, which validates, then test and predict of what is left."""
+    found = {}
+    for name, (kind, options) in CASES.items():
+        module = kind()
+        run = trainer(rank, world, strategy(stage), **options())
+        torch.manual_seed(rank)
+        run.fit(module)
+        values = [run.callback_metrics["val_loss"].item(), run.optimizers[0].param_groups[0]["lr"]]
+        if name == "plain":
+            values += [run.test(module, verbose=False), run.predict(module), run.validate(module, verbose=False)]
+        found[name] = record(module, values)
+    return found
+
+
+def resumed(rank: int, world: int, kind: str, stages: list[int], folder: str) -> None:
+    """An epoch at each stage, another at each."""
+    whole = Module()
+    run = trainer(rank, world, strategy(0), max_epochs=2)
+    run.fit(whole)
+    expected = record(whole, [])
+    options = {"checkpoint": "sharded"} if kind == "sharded" else {}
+    for first in stages:
+        path = Path(folder, f"{kind} {first}")
+        run = trainer(rank, world, strategy(first, **(options if first else {})))
+        run.fit(Module())
+        run.save_checkpoint(path)  # after fit
+        for second in stages:
+            module = Module()
+            run = trainer(rank, world, strategy(second, **(options if second else {})), max_epochs=2)
+            run.fit(module, ckpt_path=path)
+            losses, weights, _ = record(module, [])
+            assert losses == expected[0][BATCHES:], (first, second)
+            for name, value in expected[1].items():
+                assert torch.equal(weights[name], value), (first, second, name)
+
+
+def saved_by_callback(rank: int, world: int, stage: int, folder: str) -> None:
+    """ModelCheckpoint's best file has every weight, and is found by test()."""
+    module = Module()
+    callback = pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_last=True, save_weights_only=stage == 2)
+    run = trainer(rank, world, strategy(stage), enable_checkpointing=True, callbacks=[callback], max_epochs=2)
+    run.fit(module)
+    best, last = run.callback_metrics["val_loss"].item(), callback.best_model_path
+    run.test(module, ckpt_path="best", verbose=False)
+    assert run.callback_metrics["val_loss"].item() == min(best, callback.best_model_score.item())
+    plain = Module()
+    found = torch.load(last, weights_only=False)["state_dict"]
+    assert list(found) == list(plain.state_dict())
+    plain.load_state_dict(found)
+
+
+def again(rank: int, world: int) -> None:
+    """One module is trained by one stage after another, and comes back plain."""
+    module, plain, runs = Module(), Module(), []
+    for stage in (3, 3, 2, 3, 1):
+        runs.append(trainer(rank, world, strategy(stage)))
+        runs[-1].fit(module)
+        trainer(rank, world, strategy(0)).fit(plain)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in module.state_dict().items())
+
+
+def gone(rank: int, world: int) -> None:
+    """The Trainer of a module that is sharded is no more."""
+    module = Module()
+    trainer(rank, world, strategy(3)).fit(module)
+    run = trainer(rank, world, strategy(2))
+    module.trainer = run
+    gc.collect()
+    run.fit(module)
+
+
+def logged(rank: int, world: int, stage: int) -> tuple[str, int, dict[str, int]]:
+    module, callback = Module(), MemoryCallback(every=2)
+    run = trainer(rank, world, strategy(stage), callbacks=[callback])
+    run.fit(module)
+    assert callback.report is not None
+    return callback.report.stage, sum(param.nbytes for param in module.parameters()), callback.report.numbers()
+
+
+def registered(rank: int, world: int) -> list[str]:
+    """By which strategies the names of the stages are known."""
+    names = [f"zero_stage_{stage}" for stage in (1, 2, 3)]
+    found = [registry.get(name) for registry in (pl.strategies.StrategyRegistry, STRATEGY_REGISTRY) for name in names]
+    assert {*names} <= {*pl.strategies.StrategyRegistry.available_strategies()}
+    return [type(one).__name__ for one in found]
+
+
+class Without(Module):
+    def configure_optimizers(self) -> None: ...
+
+
+BY_VALUE = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
+REFUSED: dict[str, Callable[[int, int], Any]] = {
+    "by value at stage 2": lambda rank, world: trainer(rank, world, strategy(2), **BY_VALUE).fit(Module()),
+    "by value at stage 3": lambda rank, world: trainer(rank, world, strategy(3), **BY_VALUE).fit(Module()),
+    "no optimizer": lambda rank, world: trainer(rank, world, strategy(2)).fit(Without()),
+    "gone": gone,
+    "stage 4": lambda rank, world: strategy(4),
+    "OSS at stage 3": lambda rank, world: strategy(3, oss={"partition": "whole"}),
+    "no kind of checkpoint": lambda rank, world: strategy(2, checkpoint="local"),
+}
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    return {name: ranks.refusal(partial(call, rank, world)) for name, call in REFUSED.items()}

@@ -1,0 +1,142 @@
+"""Lightning's Trainer at stages 1, 2, 3, beside the same script with strategy="ddp".
+
+Ranks that have imported Lightning stay for all tests, so what is refused is refused in one run of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calls import on_ranks
+from torch import Tensor
+
+from sidebyside import close
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: too few workers, short epochs, no GPU
+STAGES = [1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------- the same numbers
+
+
+CASES = [
+    "plain",
+    "accumulated",
+    "in bfloat16",
+    "true bfloat16",
+    "scaled",
+    "recomputed",
+    "by hand",
+    "clipped",
+    "clipped, accumulated",
+]
+TOLERANCES = {"clipped": 1e-6, "clipped, accumulated": 1e-6, "by hand": 1e-5}
+"""By hand each backward reduces: averages are added up, not gradients."""
+
+
+@cache
+def trained(stage: int) -> list[Any]:
+    return on_ranks("lightnings", "all_cases", stage)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_trains_to_the_numbers_of_ddp(stage, name):
+    tolerance = TOLERANCES.get(name, 0.0)
+    for found, expected in zip(trained(stage), trained(0), strict=True):
+        assert [*found] == [*expected] == CASES
+        (losses, weights, values), (own_losses, own_weights, own_values) = expected[name], found[name]
+        assert own_losses == pytest.approx(losses, rel=tolerance, abs=0)
+        assert list(own_weights) == list(weights)
+        for weight, value in weights.items():
+            assert close(own_weights[weight], value, tolerance), weight
+        assert same(own_values, values, tolerance)
+
+
+def same(one: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(one, list):
+        return all(same(a, b, tolerance) for a, b in zip(one, other, strict=True))
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return one == (pytest.approx(other, rel=tolerance) if tolerance else other)
+
+
+def test_clipping_changes_what_is_trained():
+    plain, clipped = (trained(0)[0][name][1]["head.weight"] for name in ("plain", "clipped"))
+    assert not torch.equal(plain, clipped)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(("kind", "stages"), [("full", [0, 1, 2, 3]), ("sharded", [1, 2, 3])])
+def test_a_run_goes_on_at_any_stage_where_another_was_saved(kind, stages, tmp_path):
+    on_ranks("lightnings", "resumed", kind, stages, str(tmp_path))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_saved_files_have_all_weights(stage, tmp_path):
+    on_ranks("lightnings", "saved_by_callback", stage, str(tmp_path))
+
+
+def test_one_module_is_trained_by_one_stage_after_another():
+    on_ranks("lightnings", "again")
+
+
+# --------------------------------------------------------------------------------------------------------- the rest
+
+
+def test_importing_registers_the_stages():
+    for found in on_ranks("lightnings", "registered"):
+        assert found == ["ZeroStrategy"] * 3 + ["ZeroFabricStrategy"] * 3
+
+
+def test_the_callback_reports_memory_by_kind():
+    for stage, size, numbers in on_ranks("lightnings", "logged", 2):
+        assert stage == "2"
+        assert size <= numbers["zero/parameters_bytes"] < 1.2 * size  # with padding
+        assert numbers["zero/gradients_bytes"] < 0.8 * size
+        assert numbers["zero/resident_bytes"] == pytest.approx(numbers["zero/planned_resident_bytes"], rel=0.1)
+
+
+def test_the_example_runs(tmp_path):
+    """Started as users do, by Lightning's own launcher."""
+    root = Path(__file__).parents[2]
+    script = root / "docs" / "examples" / "lightning_train.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--strategy", "zero_stage_3", "--steps", "20"],
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "stage 3 (FSDP), rank 0 of 2" in run.stdout + run.stderr
+    weights = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+    assert weights["head.weight"].shape == (256, 64)
+    assert all(value.numel() for value in weights.values())
+
+
+REFUSALS = {
+    "by value at stage 2": ["ValueError", "by value", "stage 2", "Clip by norm"],
+    "by value at stage 3": ["ValueError", "by value", "stage 3", "Clip by norm"],
+    "no optimizer": ["ValueError", "returned no optimizer", "stage 2"],
+    "gone": ["ValueError", "is sharded by an FSDP that is gone", "zero.unwrap(trainer.strategy.model)"],
+    "stage 4": ["ValueError", "stage=4 is unknown"],
+    "OSS at stage 3": ["ValueError", "OSS is of stages 1 and 2"],
+    "no kind of checkpoint": ["ValueError", "checkpoint='local' is unknown"],
+}
+
+
+def test_what_cannot_be_done_is_refused_on_every_rank():
+    for found in on_ranks("lightnings", "refusals"):
+        assert found.keys() == REFUSALS.keys()
+        for name, words in REFUSALS.items():
+            assert all(word in found[name] for word in words), found[name]

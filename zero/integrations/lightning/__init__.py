@@ -1,0 +1,26 @@
+"""Lightning's Trainer and Fabric, at any stage. Importing this registers `zero_stage_1` to `zero_stage_3`.
+
+import zero.integrations.lightning
+
+trainer = lightning.Trainer(strategy="zero_stage_2", devices=8)
+fabric = lightning.Fabric(strategy="zero_stage_3", devices=8)
+
+sharding    what both have in common: wrapping, clipping, loss scaling, checkpoints in shards
+trainer     ZeroStrategy
+fabric      ZeroFabricStrategy
+memory      MemoryCallback
+"""
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from zero.integrations.lightning.fabric import ZeroFabricStrategy
+from zero.integrations.lightning.memory import MemoryCallback
+from zero.integrations.lightning.trainer import ZeroStrategy
+
+for _stage in (1, 2, 3):
+    _title = f"ZeRO stage {_stage}"
+    StrategyRegistry.register(f"zero_stage_{_stage}", ZeroStrategy, _title, override=True, stage=_stage)
+    STRATEGY_REGISTRY.register(f"zero_stage_{_stage}", ZeroFabricStrategy, _title, override=True, stage=_stage)
+
+__all__ = ["MemoryCallback", "ZeroFabricStrategy", "ZeroStrategy"]

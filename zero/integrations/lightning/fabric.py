@@ -1,0 +1,211 @@
+"""ZeroFabricStrategy: Lightning Fabric at any stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+import zero
+from zero.fsdp import FSDP
+from zero.integrations.lightning.sharding import (
+    REST,
+    Sharding,
+    clip_by_norm,
+    fsdp_of,
+    is_in_shards,
+    load_from_shards,
+    no_sync,
+    refuse_clipping_by_value,
+    save_in_shards,
+    scale_for_shards,
+    sharded_before,
+)
+
+
+class ZeroFabricStrategy(DDPStrategy):
+    """ZeRO for Lightning Fabric. Numbers are those of strategy="ddp".
+
+        fabric = Fabric(strategy=ZeroFabricStrategy(stage=3, mixed_precision=...), devices=8)
+        model, optimizer = fabric.setup(model, optimizer)
+
+    Arguments as of ZeroStrategy. Set model and optimizers up together; `setup_module` alone works at stages 1 and 3.
+    `fabric.save` and `fabric.load` take full weights and state at every stage, in one file; with checkpoint="sharded"
+    they write and read a directory, with one model in what is saved.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        *,
+        oss: Mapping[str, Any] | None = None,
+        checkpoint: Literal["full", "sharded"] = "full",
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
+    ) -> None:
+        if checkpoint not in ("full", "sharded"):
+            raise ValueError(f"checkpoint={checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
+        self._sharding = Sharding(stage, dict(oss or {}), options, in_shards=checkpoint == "sharded")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control: Any = _NoSync()
+
+    # ------------------------------------------------------------------------------------------- setting up
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Collective. Schedulers of the optimizers go on with what these become."""
+        sharded = [self._sharding.shard_optimizer(one) for one in optimizers]
+        wrapped = self._sharding.wrap(module, sharded, self.root_device)
+        if isinstance(wrapped, FSDP):
+            for one in sharded:
+                wrapped.register_optimizer(one)
+        scale_for_shards(self.precision)
+        return wrapped, sharded, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        """Collective. Raises RuntimeError at stage 2, which shards gradients by the optimizer."""
+        if self._sharding.stage == 2:
+            raise RuntimeError(
+                "fabric.setup_module() at stage 2, where gradients are sharded as the optimizer's state is. Call "
+                "fabric.setup(model, optimizer); for evaluation alone, stage 1 or 3."
+            )
+        scale_for_shards(self.precision)
+        return self._sharding.wrap(module, (), self.root_device)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Collective at stage 1."""
+        return self._sharding.shard_optimizer(optimizer)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """At stage 3 FSDP moves what has values, and leaves what is on the meta device to be initialised."""
+        if self._sharding.stage < 3:
+            super().module_to_device(module)
+
+    # -------------------------------------------------------------------------------------------- gradients
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Collective. The norm before, of all gradients. Raises RuntimeError, on every rank, where it is not finite."""
+        self.precision.unscale_gradients(optimizer)
+        total = clip_by_norm(_wrapper(module), optimizer, float(max_norm), float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {total.item()}, so that they cannot be "
+                "clipped. Pass error_if_nonfinite=False to go on."
+            )
+        return total
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Raises ValueError at stages 2 and 3."""
+        refuse_clipping_by_value(self._sharding.stage)
+        super().clip_gradients_value(module, optimizer, clip_val)
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
+        """Collective. Full weights: at stage 3 on rank 0, {} elsewhere."""
+        wrapper = _wrapper(module)
+        if isinstance(wrapper, FSDP):
+            return zero.full_state_dict(wrapper, to=0)
+        return zero.full_state_dict(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Collective at stage 3."""
+        super().load_module_state_dict(_wrapper(module), state_dict, strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Collective. The full state in the plain optimizer's format, on rank 0; {} elsewhere."""
+        wrapper = _of_parameters(optimizer)
+        if wrapper is not None:
+            return wrapper.optim_state_dict(optimizer, to=0) or {}
+        return super().get_optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Collective."""
+        if not self._sharding.in_shards:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        if filter:
+            raise ValueError("filter: a checkpoint in shards has all of a model. Leave it out, or checkpoint='full'.")
+        model, optimizers, rest = _divided(state)
+        save_in_shards(Path(path), model, optimizers)
+        super().save_checkpoint(Path(path, REST), rest, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Collective. Takes both kinds."""
+        if not is_in_shards(path):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        given = {"model": state} if isinstance(state, nn.Module) else state
+        if not isinstance(given, dict):
+            raise ValueError(f"{path} is a checkpoint in shards. Pass a dictionary with the model, or the model.")
+        model, optimizers, rest = _divided(given)
+        load_from_shards(Path(path), model, optimizers)
+        remainder = super().load_checkpoint(Path(path, REST), rest, strict, weights_only)
+        given.update(rest)
+        return remainder
+
+
+class _NoSync:
+    """What Fabric asks for `no_backward_sync`."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_sync(module) if enabled else nullcontext()
+
+
+def _wrapper(module: nn.Module) -> nn.Module:
+    """Of a module that Fabric hands over, which may be the one inside."""
+    return sharded_before(module) or module
+
+
+def _of_parameters(optimizer: Optimizer) -> FSDP | None:
+    """The FSDP that holds the optimizer's parameters."""
+    return fsdp_of(next((param for group in optimizer.param_groups for param in group["params"]), None))
+
+
+def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[str, Any]]:
+    """The model, the optimizers, and the rest. Raises ValueError for another number of models than one."""
+    models = [_wrapper(value) for value in state.values() if isinstance(value, nn.Module)]
+    if len(models) != 1:
+        raise ValueError(f"a checkpoint in shards holds one model, but there are {len(models)}. Use checkpoint='full'.")
+    optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
+    kinds = (nn.Module, Optimizer)
+    return models[0], optimizers, {name: value for name, value in state.items() if not isinstance(value, kinds)}

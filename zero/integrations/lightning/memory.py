@@ -1,0 +1,37 @@
+"""MemoryCallback: what each rank holds, in the logs of Lightning's Trainer."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+import zero
+
+
+class MemoryCallback(pl.Callback):
+    """Logs `zero.report` between backward and step, and shows the last when fit ends.
+
+    every: steps between reports. Logged are rank 0's figures, by the names of `Report.numbers()`; `sent` is what went
+    since the step before, so from the second step on. `report` is the last of this rank.
+    """
+
+    def __init__(self, every: int = 50) -> None:
+        self._every = every
+        self._before: zero.Traffic | None = None
+        self.report: zero.Report | None = None
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        before, self._before = self._before, zero.traffic()
+        if before is None or (trainer.global_step + 1) % self._every:
+            return
+        model = trainer.strategy.model or pl_module
+        self.report = zero.report(model, trainer.optimizers, since=before)
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(self.report.numbers()), step=trainer.global_step)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.report is not None:
+            rank_zero_info(str(self.report))

@@ -1,0 +1,168 @@
+"""What ZeroStrategy and ZeroFabricStrategy have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import zero
+from zero.fsdp import FSDP
+from zero.fsdp.guard import guarded
+from zero.oss import OSS
+from zero.sdp import ShardedDDP
+
+REST = "lightning.ckpt"
+"""The file beside a checkpoint in shards that holds what Lightning saves besides weights and optimizer state."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded.
+
+    oss: options of OSS, at stages 1 and 2. options: of what wraps the model: DistributedDataParallel, ShardedDDP, FSDP.
+    in_shards: whether checkpoints are directories that zero.checkpoint writes, instead of one file.
+    Raises ValueError for a stage that is none, and for options that the stage has no use for.
+    """
+
+    stage: int
+    oss: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    in_shards: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"stage={self.stage!r} is unknown. Choose 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
+        if self.stage == 3 and self.oss:
+            raise ValueError(f"oss={dict(self.oss)}: OSS is of stages 1 and 2. At stage 3 pass FSDP's options by name.")
+
+    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Collective. At stages 1 and 2 an OSS in its place."""
+        if self.stage == 3 or isinstance(optimizer, OSS):
+            return optimizer
+        return OSS.from_optimizer(optimizer, **self.oss)
+
+    def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> nn.Module:
+        """Collective. optimizers: those of `shard_optimizer`, at stage 2."""
+        if self.stage == 3:
+            wrapped = FSDP(module, **{"device_id": device, **self.options})
+            _sharded[module] = ref(wrapped)
+            return wrapped
+        if self.stage == 2:
+            return ShardedDDP(module, [one for one in optimizers if isinstance(one, OSS)], **self.options)
+        return DistributedDataParallel(module, **self.of_ddp(device))
+
+    def of_ddp(self, device: torch.device) -> dict[str, Any]:
+        """DistributedDataParallel's options. Without views it keeps every gradient twice."""
+        ids = None if device.type == "cpu" else [device.index]
+        return {"device_ids": ids, "gradient_as_bucket_view": True, **self.options}
+
+
+_sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()
+"""By module, the FSDP that a strategy has put around it."""
+
+
+def sharded_before(module: nn.Module) -> FSDP | None:
+    """What a strategy, this one or another, has sharded the module by and has not unwrapped; of an FSDP itself.
+
+    Raises ValueError where that strategy is gone, and with it the wrapper.
+    """
+    if isinstance(module, FSDP):
+        return module
+    known = _sharded.get(module)
+    wrapper = None if known is None else known()
+    if wrapper is None and not guarded().isdisjoint(module.parameters()):
+        raise ValueError(
+            f"the {type(module).__name__} is sharded by an FSDP that is gone, with the Trainer or Fabric that made it. "
+            "Keep the first Trainer, or call zero.unwrap(trainer.strategy.model) before it goes."
+        )
+    return wrapper
+
+
+def fsdp_of(param: Tensor | None) -> FSDP | None:
+    """The FSDP of a strategy that holds the parameter."""
+    wrappers = (known() for known in _sharded.values())
+    for one in wrappers:
+        if one is not None and any(param is held for held in one.module.parameters()):
+            return one
+    return None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Collective at stage 3. The plain module."""
+    plain = zero.unwrap(module)
+    _sharded.pop(plain, None)
+    return plain
+
+
+def no_sync(module: nn.Module | None) -> AbstractContextManager[None]:
+    if isinstance(module, (FSDP, ShardedDDP, DistributedDataParallel)):
+        return module.no_sync()
+    return nullcontext()
+
+
+# ------------------------------------------------------------------------------------------------------- gradients
+
+
+def clip_by_norm(model: nn.Module | None, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Collective. Returns the norm before, the same on every rank.
+
+    Raises ValueError at stage 3 for an optimizer of some of the parameters only: FSDP clips all.
+    """
+    if isinstance(optimizer, OSS):
+        return optimizer.clip_grad_norm(max_norm, norm_type)
+    if not isinstance(model, FSDP):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    for name, param in model.module.named_parameters():
+        if param.requires_grad and param not in held:
+            raise ValueError(
+                f"clipping by the norm at stage 3 is of all parameters together, but the {type(optimizer).__name__} "
+                f"does not hold {name!r}. Use one optimizer, or clip by another way than the norm of some parameters."
+            )
+    return model.clip_grad_norm_(max_norm, norm_type)
+
+
+def refuse_clipping_by_value(stage: int) -> None:
+    """Raises ValueError at stages 2 and 3."""
+    if stage > 1:
+        raise ValueError(
+            f"gradients are clipped by value, which zero does not do at stage {stage}: they are with their owners. "
+            "Clip by norm (gradient_clip_algorithm='norm'; max_norm= of Fabric.clip_gradients), or take stage 1."
+        )
+
+
+def scale_for_shards(plugin: Any) -> None:
+    """Has a precision plugin scale losses by zero's GradScaler, by which all ranks skip a step where one has an
+    overflow, with the options of torch's."""
+    scaler = getattr(plugin, "scaler", None)
+    if type(scaler) is torch.amp.GradScaler:
+        plugin.scaler = zero.GradScaler(plugin.device, enabled=scaler.is_enabled())
+        if scaler.is_enabled():
+            plugin.scaler.load_state_dict(scaler.state_dict())
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_in_shards(path: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Collective. Weights and optimizer state into a directory, in which one checkpoint stays."""
+    zero.checkpoint.save(path, model, [*optimizers] or None, keep=1)
+
+
+def load_from_shards(path: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Collective."""
+    zero.checkpoint.load(path, model, [*optimizers] or None)
+
+
+def is_in_shards(path: Any) -> bool:
+    return Path(path, REST).is_file()

@@ -1,0 +1,235 @@
+"""ZeroStrategy: Lightning's Trainer at any stage.
+
+fit          stages 1, 2: optimizers are configured, sharded by OSS, then the model is wrapped; stage 3: the reverse
+teardown     stages 1, 2: the plain module is back; stage 3: it stays sharded, for test() and for saving
+otherwise    stages 1, 2: the plain module, made the same on all ranks; stage 3: sharded, also if it was not before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+import zero
+from zero.comm import Comm
+from zero.fsdp import FSDP
+from zero.integrations.lightning.sharding import (
+    REST,
+    Sharding,
+    clip_by_norm,
+    is_in_shards,
+    load_from_shards,
+    no_sync,
+    refuse_clipping_by_value,
+    save_in_shards,
+    scale_for_shards,
+    sharded_before,
+    unwrap,
+)
+
+_IN_SHARDS = "zero_in_shards"
+
+
+class ZeroStrategy(DDPStrategy):
+    """ZeRO for Lightning's Trainer. Numbers are those of strategy="ddp".
+
+        trainer = Trainer(strategy=ZeroStrategy(stage=2, oss={"master_dtype": torch.float32}), devices=8)
+
+    stage: 1 (OSS), 2 (ShardedDDP) or 3 (FSDP). `strategy="zero_stage_2"` is ZeroStrategy(stage=2).
+    oss: options of OSS at stages 1 and 2, such as partition.
+    checkpoint: "full" writes the file that every strategy loads, from rank 0. "sharded" writes a directory by
+        zero.checkpoint, each rank its part, which every stage on any number of ranks loads; and by `load_checkpoint`
+        both are read.
+    options: of DistributedDataParallel, ShardedDDP or FSDP, whichever the stage has. The others are DDPStrategy's.
+
+    After fit the plain module is back at stages 1 and 2. At stage 3 the module stays sharded until the next run;
+    `zero.unwrap(trainer.strategy.model)` gives it back.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        *,
+        oss: Mapping[str, Any] | None = None,
+        checkpoint: Literal["full", "sharded"] = "full",
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
+    ) -> None:
+        self._sharding = Sharding(stage, dict(oss or {}), options, in_shards=checkpoint == "sharded")
+        if checkpoint not in ("full", "sharded"):
+            raise ValueError(f"checkpoint={checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
+        self._wrapper: nn.Module | None = None
+        """At stage 3, between runs too, in which `model` is the plain one."""
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+    # ------------------------------------------------------------------------------------------- setting up
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Collective. Shards the model and its optimizers, for the run that begins."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            refuse_clipping_by_value(self._sharding.stage)
+        before = sharded_before(self.lightning_module)
+        if before is not None and self._sharding.stage < 3:
+            unwrap(before)
+            before = None
+        if before is None:
+            if fitting and self._layer_sync:
+                self.model = self._layer_sync.apply(self.lightning_module)
+            self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if self._sharding.stage == 3:
+            self._wrapper = before or self._sharding.wrap(self.lightning_module, (), self.root_device)
+            self.model = self._wrapper
+        else:
+            self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        if self._sharding.stage < 3:
+            self._wrap(fitting=fitting)
+        self._setup_gradients()
+
+    def _wrap(self, *, fitting: bool) -> None:
+        assert self.lightning_module is not None
+        if fitting:
+            self.model = self._sharding.wrap(self.lightning_module, self.optimizers, self.root_device)
+        else:
+            Comm().broadcast([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Collective at stages 1 and 2. What configure_optimizers() returns, sharded; schedulers go on with it."""
+        super().setup_optimizers(trainer)
+        held = [one for one in self.optimizers if any(group["params"] for group in one.param_groups)]
+        if not held and self._sharding.stage == 2:
+            raise ValueError("configure_optimizers() returned no optimizer, which stage 2 needs. Take stage 1 or 3.")
+        self.optimizers = [self._sharding.shard_optimizer(one) if one in held else one for one in self.optimizers]
+        for one in held:
+            if isinstance(self.model, FSDP):
+                self.model.register_optimizer(one)
+
+    def _setup_gradients(self) -> None:
+        """Clipping and loss scaling by the precision plugin, which knows neither model nor ranks."""
+        self.setup_precision_plugin()
+        plugin: Any = self.precision_plugin
+        scale_for_shards(plugin)
+        plugin.clip_grad_by_norm = self._clip_by_norm
+        if self._sharding.stage > 1:
+            plugin.clip_grad_by_value = self._refuse_clipping_by_value
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        clip_by_norm(self.model, getattr(optimizer, "optimizer", optimizer), float(clip_val))
+
+    def _refuse_clipping_by_value(self, optimizer: Any, clip_val: float) -> None:
+        refuse_clipping_by_value(self._sharding.stage)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Forward and backward in here send nothing; gradients accumulate in full."""
+        with no_sync(self.model):
+            yield
+
+    def teardown(self) -> None:
+        """Leaves the model where it is: what is sharded goes on being used by test() and by save_checkpoint()."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
+        if self.model is not None and self._sharding.stage < 3:
+            self.model = zero.unwrap(self.model)
+            if self._layer_sync:
+                self.model = self._layer_sync.revert(self.model)
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Always: what is sharded takes its own part."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Collective. Full weights: at stage 3 on rank 0, {} elsewhere; {} where they are saved in shards."""
+        assert self.lightning_module is not None
+        if self._sharding.in_shards:
+            return {}
+        wrapper = sharded_before(self.lightning_module)
+        if wrapper is not None:
+            return zero.full_state_dict(wrapper, to=0)
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Collective. The full state in the plain optimizer's format, on rank 0; {} elsewhere, and as above."""
+        if self._sharding.in_shards:
+            return {}
+        plain: Any = getattr(optimizer, "optimizer", optimizer)
+        wrapper = None if self.lightning_module is None else sharded_before(self.lightning_module)
+        if wrapper is not None:
+            return wrapper.optim_state_dict(plain, to=0) or {}
+        return super().optimizer_state(plain)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Collective where it is saved in shards, into a directory."""
+        if not self._sharding.in_shards:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(self.broadcast(filepath))
+        save_in_shards(path, self._whole(), self.optimizers if "optimizer_states" in checkpoint else ())
+        super().save_checkpoint({**checkpoint, _IN_SHARDS: True}, path / REST, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Collective where the checkpoint is a directory that this strategy, at any stage, has written."""
+        if not is_in_shards(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        found = super().load_checkpoint(Path(checkpoint_path, REST), weights_only)
+        load_from_shards(Path(checkpoint_path), self._whole(), self.optimizers if "optimizer_states" in found else ())
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Collective at stage 3. Takes full weights."""
+        if checkpoint.get(_IN_SHARDS):
+            return  # which have been loaded
+        model = self.model if isinstance(self.model, FSDP) else self.lightning_module
+        assert model is not None
+        model.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes full state, of any strategy."""
+        if not checkpoint.get(_IN_SHARDS):
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict(state)
+
+    def _whole(self) -> Any:
+        """The model as zero.checkpoint takes it."""
+        assert self.lightning_module is not None
+        return sharded_before(self.lightning_module) or self.model

@@ -1,0 +1,42 @@
+"""MemoryCallback: what each rank holds, in the logs of the Trainer of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import zero
+
+
+class MemoryCallback(TrainerCallback):
+    """Adds `zero.report`, taken between backward and step, to what the Trainer logs, and prints the last at the end.
+
+    every: steps between reports. Figures are this rank's, by the names of `Report.numbers()`; `sent` is what went since
+    the step before, so from the second step on. `report` is the last.
+    """
+
+    def __init__(self, every: int = 50) -> None:
+        self._every = every
+        self._before: zero.Traffic | None = None
+        self.report: zero.Report | None = None
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        before, self._before = self._before, zero.traffic()
+        if before is None or (state.global_step + 1) % self._every:
+            return
+        model: nn.Module = given["model"]
+        optimizer: Optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
+        self.report = zero.report(model, optimizer, since=before)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        if self.report is not None:
+            given["logs"].update(self.report.numbers())
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        if self.report is not None and state.is_world_process_zero:
+            print(self.report)

@@ -1,0 +1,5 @@
+"""`python -m zero.report`."""
+
+from zero.report.environment import environment
+
+print(environment())

@@ -1,0 +1,144 @@
+"""`zero.report`: bytes that lie on this rank now, by kind, and bytes that it has sent, beside what zero.plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zero.comm import Comm, Traffic, traffic
+from zero.fsdp import FSDP
+from zero.fsdp.summon import summons_of
+from zero.fsdp.unit import Unit
+from zero.oss import OSS, leaves
+from zero.plan.meter import nbytes
+from zero.plan.result import TITLES, Cost
+from zero.report.planned import planned_for
+from zero.sdp import ShardedDDP
+
+
+@dataclass(frozen=True)
+class Report:
+    """Bytes on this rank.
+
+    stage: as in a plan: "0" to "3", or "3 kept".
+    parameters, gradients, optimizer: what lies there now: parameters with the model's buffers, and the optimizer's
+        state with masters.
+    peak: the most that tensors have taken on this rank's GPU since its counter was reset; None without a GPU.
+    sent: what this process has sent through `zero`, after the reading that was given as `since`, or in all.
+    planned: what zero.plan says of a settled step, without activations; None where it cannot plan the optimizer.
+    """
+
+    stage: str
+    rank: int
+    world: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: int | None
+    sent: int
+    planned: Cost | None
+
+    @property
+    def resident(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    def numbers(self) -> dict[str, int]:
+        """By name, for loggers: those that are known."""
+        found = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "resident": self.resident,
+            "sent": self.sent,
+        }
+        if self.peak is not None:
+            found["peak"] = self.peak
+        if self.planned is not None:
+            found |= {"planned_resident": self.planned.resident, "planned_sent": self.planned.sent}
+        return {f"zero/{name}_bytes": value for name, value in found.items()}
+
+    def __str__(self) -> str:
+        """In MiB, with the plan in the line below."""
+        title = f"stage {self.stage} ({TITLES[self.stage]}), rank {self.rank} of {self.world}, MiB"
+        here = [self.parameters, self.gradients, self.optimizer, self.resident, self.peak, self.sent]
+        lines = [["", "params", "grads", "optim", "resident", "peak", "sent"], ["here", *map(_mib, here)]]
+        if self.planned is not None:
+            cost = self.planned
+            plan = [cost.parameters, cost.gradients, cost.optimizer, cost.resident, cost.peak, cost.sent]
+            lines.append(["planned", *map(_mib, plan)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join([title, *("  ".join(map(str.rjust, line, widths)) for line in lines)])
+
+
+def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, since: Traffic | None = None) -> Report:
+    """What this rank holds of a model and its optimizers now, and has sent. Sends nothing; gradients are there between
+    backward and step.
+
+        before = zero.traffic()
+        ...  # a step
+        print(zero.report(model, optimizer, since=before))
+
+    model: at any stage, or the module inside its wrapper. optimizer: the one that trains it, or several.
+    since: a reading of zero.traffic(), after which `sent` counts.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    inner = model.module if isinstance(model, (FSDP, ShardedDDP, DistributedDataParallel)) else model
+    held = summons_of(inner)
+    units = [unit for _, of_one in held for unit in of_one]
+    sharding = [one for one in optimizers if isinstance(one, OSS)]
+    stage = _stage(units, sharding)
+    comms = held[0][0].placement.all_groups() if held else [sharding[0].comm] if sharding else [_default()]
+    device = next((param.device for param in inner.parameters()), torch.device("cpu"))
+    return Report(
+        stage,
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        world=dist.get_world_size() if dist.is_initialized() else 1,
+        **_resident(inner, optimizers, sharding),
+        peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        sent=(traffic() - (since or Traffic())).total,
+        planned=planned_for(stage, inner, optimizers, units, comms, device),
+    )
+
+
+def _resident(inner: nn.Module, optimizers: Sequence[Optimizer], sharding: Sequence[OSS]) -> dict[str, int]:
+    """Storages count once, however many tensors view them."""
+    buffers = [flat.full for one in sharding for flat in one.flat_groups]
+    parameters = [*inner.parameters(), *buffers, *inner.buffers()]
+    stepping = [one.optim if isinstance(one, OSS) else one for one in optimizers]
+    stepped = [param for one in stepping for group in one.param_groups for param in group["params"]]
+    state = [
+        leaf
+        for one in stepping
+        for kept in one.state.values()
+        for leaf in leaves.opened(dict(kept)).values()
+        if isinstance(leaf, torch.Tensor)
+    ]
+    masters = nbytes([*parameters, *stepped]) - nbytes(parameters)
+    both = [*inner.parameters(), *stepped]
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(param.grad for param in both if param.grad is not None),
+        "optimizer": nbytes(state) + masters,
+    }
+
+
+def _stage(units: Sequence[Unit], sharding: Sequence[OSS]) -> str:
+    if units:
+        return "3 kept" if units[0].stays else "3"
+    if any(one.gradients_arrive_in_parts for one in sharding):
+        return "2"
+    return "1" if sharding else "0"
+
+
+def _default() -> Comm:
+    return Comm(None) if dist.is_initialized() else Comm.alone()
+
+
+def _mib(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 2**20:.1f}"
