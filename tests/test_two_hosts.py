@@ -83,6 +83,7 @@ def test_the_pages_give_one_command():
     assert by_hand == readme
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(bool(two_hosts.problem()), reason=two_hosts.problem() or "it can be run")
 def test_two_hosts_train_to_the_numbers_of_one_and_both_say_when_the_link_fails(tmp_path):
     hosts = Hosts(tmp_path)

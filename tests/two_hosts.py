@@ -164,7 +164,7 @@ def train_until_it_fails(stage: int, folder: Path) -> dict[str, Any]:
     return {"steps": number, "told": "no error", "at": time.monotonic()}
 
 
-def wait_for(there: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(there: Callable[[], bool], seconds: float = 120) -> None:
     until = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < until, "it never came"
