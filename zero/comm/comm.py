@@ -24,7 +24,8 @@ from zero.comm.handle import Handle
 from zero.comm.link import Link, link_of
 from zero.comm.order import COMPARISON, SUM
 from zero.comm.packing import batches, room_for, spread, together
-from zero.comm.process_group import LEAD, NUMBER
+from zero.comm.process_group import NUMBER
+from zero.comm.rehearsal import Rehearsed, RehearsedLink
 from zero.comm.traffic import count
 from zero.comm.transport import Message
 
@@ -32,11 +33,15 @@ from zero.comm.transport import Message
 class Comm:
     """One process group, seen from this rank. `rank` and `world` are of the group, never of the whole job.
 
-    group: None is the default group, or this process alone where torch.distributed is not initialised.
+    group: None is the default group, or this process alone where torch.distributed is not initialised. A Comm stands
+        for its own ranks: wherever users pass a process group, plans pass a rehearsal.
     Raises ValueError where this rank is not in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | Comm | None = None) -> None:
+        if isinstance(group, Comm):
+            self._use(group.group, group._link)
+            return
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is not None and dist.get_rank(group) < 0:
@@ -51,6 +56,13 @@ class Comm:
         """This process by itself, whatever torch.distributed knows."""
         comm = cls.__new__(cls)
         comm._use(None, Link(None))
+        return comm
+
+    @classmethod
+    def rehearsal(cls, rank: int, world: int, like: Rehearsed) -> Comm:
+        """One rank of a group that does not exist: nothing is sent. See rehearsal.py."""
+        comm = cls.__new__(cls)
+        comm._use(None, RehearsedLink(rank, world, like) if world > 1 else Link(None))
         return comm
 
     def _use(self, group: dist.ProcessGroup | None, link: Link) -> None:
@@ -137,8 +149,7 @@ class Comm:
     def _exchange(self, data: bytes) -> list[bytes]:
         """What every rank gives, as many bytes on each, at least one."""
         count(other=len(data) * (self.world - 1))
-        received = self._link.transport().exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return [one.numpy().tobytes() for one in received]
+        return self._link.transport().exchange(data)
 
     # ------------------------------------------------------------------------------------------ the shards
 
@@ -220,11 +231,3 @@ class Comm:
         count(other=sum(tensor.nbytes for tensor in own) * receivers)
         devices = [tensor.device for _, tensor in transfers if tensor is not None]
         self._link.transport(devices[0] if devices else torch.device("cpu")).collect(transfers, to)
-
-
-def comparison_bytes(world: int) -> tuple[int, int]:
-    """What comparing an operation between ranks takes a rank: bytes held as long as it lasts, and bytes sent.
-
-    Held over Gloo; ranks that read one another's memory hold nothing.
-    """
-    return (NUMBER + LEAD) * (1 + world) if world > 1 else 0, NUMBER * (world - 1)

@@ -87,10 +87,11 @@ class ProcessGroupTransport(Transport):
         elif self._rank == to != owner:
             self._run(COLLECTION, tensor, lambda: self._group.recv([_real(tensor)], owner, 0))
 
-    def exchange(self, tensor: Tensor) -> list[Tensor]:
-        received = [torch.empty_like(tensor) for _ in range(self._world)]
-        self._run(None, (received, tensor), lambda: self._group.allgather([received], [tensor]))
-        return received
+    def exchange(self, data: bytes) -> list[bytes]:
+        given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = [torch.empty_like(given) for _ in range(self._world)]
+        self._run(None, (received, given), lambda: self._group.allgather([received], [given]))
+        return [one.numpy().tobytes() for one in received]
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
         how = dist.BroadcastOptions()
