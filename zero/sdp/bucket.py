@@ -185,7 +185,7 @@ class GradBucket:
         used = self._used_here
         *parts, counts = sums.split([*(span.numel for span in self._as_sent), len(self._owned)])
         if any(span.index not in used for span in self._owned):
-            used = frozenset(span.index for span, count in zip(self._owned, counts.tolist(), strict=True) if count)
+            used |= {span.index for span, count in zip(self._owned, counts.tolist(), strict=True) if count}
         for span, part in zip(self._as_sent, parts, strict=True):
             deliver(span.index, self.flat.shaped(span.index, part, span) if span.index in used else None)
 
