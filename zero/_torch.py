@@ -21,7 +21,12 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd import Variable, profiler
 from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join, Joinable
@@ -328,6 +333,17 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise torch keeps the mode from being compiled, operator by operator: a tenth of what it takes."""
+        return False
+
+
+DEVICE_OF: Any = torch.ops.prim.device.default
+"""What modes see when a fake tensor is asked for its device."""
+
+VALUE_OF: Any = torch.ops.aten._local_scalar_dense.default
+"""What `item()` and `bool()` of a tensor call."""
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What operators raise that cannot run on tensors without values. They have no public name."""
@@ -336,6 +352,11 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 def without_values() -> FakeTensorMode:
     """In this context new tensors have shapes but no memory, on any device. torch has no public name for it."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there is memory behind it, and not only a shape, as in `without_values`."""
+    return not isinstance(tensor, FakeTensor)
 
 
 def is_of_two_devices(error: RuntimeError) -> bool:

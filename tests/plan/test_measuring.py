@@ -23,6 +23,27 @@ def test_a_model_that_was_measured_is_left_as_it_was():
     assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in model.parameters())
 
 
+def test_nothing_that_is_planned_counts_as_sent():
+    before = zero.traffic()
+    assert zero.plan(Model(), world_size=2, batch=[torch.zeros(1, 2).long()], stages=[3]).cost(3).sent
+    assert zero.traffic() == before
+
+
+def test_parameters_that_are_not_used_are_known_not_to_be():
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    plan = zero.plan(Halved(), world_size=1, batch=[torch.ones(4, 8)])
+    assert [cost.gradients for cost in plan.costs[:2]] == [72 * 4] * 2
+    together = (2 * 72 + 4) * 4  # zeros, and whether each parameter was used, lie in one tensor with those that are
+    assert [cost.gradients for cost in plan.costs[2:]] == [together] * 3
+
+
 def test_a_model_that_is_frozen_has_a_forward_only():
     model = Model().requires_grad_(False)
     plan = zero.plan(model, world_size=2, batch=[torch.zeros(4, 32).long()])
@@ -35,8 +56,14 @@ def test_a_forward_that_needs_values_says_so():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * x.sum().item()
 
-    with pytest.raises(RuntimeError, match="its forward needs values"):
-        zero.plan(NeedsValues(4, 4), world_size=2, batch=[torch.ones(4)])
+    class ComparesValues(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if torch.equal(x, x) else -x)
+
+    for model in (NeedsValues(4, 4), ComparesValues(4, 4)):
+        for stage in (0, 2, 3):
+            with pytest.raises(RuntimeError, match="its forward needs values"):
+                zero.plan(model, world_size=2, batch=[torch.ones(4)], stages=[stage])
 
 
 class Caching(nn.Module):

@@ -35,6 +35,8 @@ ON_ONE_HOST = [
     *(Case(stage, model="Buffered") for stage in ("2", "3 kept", "3")),
     Case("3", 4, replicas=2, model="Buffered"),
     *(Case(stage, model="Reentrant", tokens=(8, 64)) for stage in ("2", "3 kept")),
+    *(Case(stage, model="Recurrent") for stage in ("0", "1", "2", "3 kept", "3")),
+    *(Case(stage, optim="adafactor", partition="whole") for stage in ("0", "1", "2", "3 kept", "3")),
     Case("2", 1, words=16_000, tokens=(1, 2)),  # whose step would be the peak, were it not taken slice by slice
 ]
 """As the tests run: ranks read one another's memory."""
@@ -76,10 +78,11 @@ CASES = [*ON_ONE_HOST, *(REST if os.environ.get("ZERO_MATRIX") else REST[::20])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.stage}-{case.world}-{CASES.index(case)}")
-def test_within_two_percent_of_a_step_that_is_run(case):
+def test_peaks_are_within_one_percent_of_a_step_that_is_run(case):
     found, expected = ranks.run(measured, case.world, (case,)), planned(case)
     most = {kind: max(one[kind] for one in found) for kind in KINDS}
     if case.stage in "01":  # what DistributedDataParallel sends, zero does not count
         most["sent"] += 2 * (case.world - 1) * most["gradients"] // case.world
     for kind in KINDS:
-        assert getattr(expected, kind) == pytest.approx(most[kind], rel=0.02), kind
+        off = 0.01 if kind == "peak" else 0.02  # which may be that of another rank
+        assert getattr(expected, kind) == pytest.approx(most[kind], rel=off), kind

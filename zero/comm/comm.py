@@ -24,6 +24,7 @@ from zero.comm.handle import Handle
 from zero.comm.link import Link, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, room_for, spread, together
+from zero.comm.rehearsal import Rehearsed, RehearsedLink
 from zero.comm.traffic import count
 from zero.comm.transport import Message
 
@@ -31,11 +32,15 @@ from zero.comm.transport import Message
 class Comm:
     """One process group, seen from this rank. `rank` and `world` are of the group, never of the whole job.
 
-    group: None is the default group, or this process alone where torch.distributed is not initialised.
+    group: None is the default group, or this process alone where torch.distributed is not initialised. A Comm stands
+        for its own ranks: wherever users pass a process group, plans pass a rehearsal.
     Raises ValueError where this rank is not in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | Comm | None = None) -> None:
+        if isinstance(group, Comm):
+            self._use(group.group, group._link)
+            return
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is not None and dist.get_rank(group) < 0:
@@ -50,6 +55,13 @@ class Comm:
         """This process by itself, whatever torch.distributed knows."""
         comm = cls.__new__(cls)
         comm._use(None, Link(None))
+        return comm
+
+    @classmethod
+    def rehearsal(cls, rank: int, world: int, like: Rehearsed) -> Comm:
+        """One rank of a group that does not exist: nothing is sent. See rehearsal.py."""
+        comm = cls.__new__(cls)
+        comm._use(None, RehearsedLink(rank, world, like) if world > 1 else Link(None))
         return comm
 
     def _use(self, group: dist.ProcessGroup | None, link: Link) -> None:
@@ -132,8 +144,7 @@ class Comm:
     def _exchange(self, data: bytes) -> list[bytes]:
         """What every rank gives, as many bytes on each, at least one."""
         count(other=len(data) * (self.world - 1))
-        received = self._link.transport().exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return [one.numpy().tobytes() for one in received]
+        return self._link.transport().exchange(data)
 
     # ------------------------------------------------------------------------------------------ the shards
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero.comm.handle import Handle
@@ -130,9 +131,9 @@ class HostMemory(Transport):
         rows = self._rows(flat, channel)
         flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([[*rows]]))
 
-    def exchange(self, tensor: Tensor) -> list[Tensor]:
-        rows = self._rows(tensor.contiguous().view(-1), COMPARISON)
-        return [row.view(tensor.shape) for row in rows]
+    def exchange(self, data: bytes) -> list[bytes]:
+        rows = self._rows(torch.frombuffer(bytearray(data), dtype=torch.uint8), COMPARISON)
+        return [row.numpy().tobytes() for row in rows]
 
     def _rows(self, flat: Tensor, channel: int) -> Tensor:
         """What every rank has, one row a rank."""

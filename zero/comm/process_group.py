@@ -15,6 +15,7 @@ its lock held.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -99,11 +100,12 @@ class ProcessGroupTransport(Transport):
         elif self._rank == to != owner:
             self._group.recv([_real(tensor)], owner, 0).wait()
 
-    def exchange(self, tensor: Tensor) -> list[Tensor]:
-        received = [torch.empty_like(tensor) for _ in range(self._world)]
-        with self._order.transfer(COMPARISON, (received, tensor)):
-            self._await(self._group.allgather([received], [tensor]))
-        return received
+    def exchange(self, data: bytes) -> list[bytes]:
+        given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = [torch.empty_like(given) for _ in range(self._world)]
+        with self._order.transfer(COMPARISON, (received, given)):
+            self._await(self._group.allgather([received], [given]))
+        return [one.numpy().tobytes() for one in received]
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
         self._order.note(channel)
@@ -238,9 +240,11 @@ class Overlapping(ProcessGroupTransport):
 def refuse_other_logs(transport: Transport, order: Order) -> None:
     """Collective. Raises RuntimeError on every rank: their logs differ."""
     length, tail = order.history
-    told = torch.tensor([length, *tail, *[-1] * (TAIL - len(tail))])
-    heard = [row.tolist() for row in transport.exchange(told)]
-    histories = {rank: (row[0], [channel for channel in row[1:] if channel >= 0]) for rank, row in enumerate(heard)}
+    heard = transport.exchange(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
+    histories = {}
+    for rank, told in enumerate(heard):
+        length, *channels = array("q", told)
+        histories[rank] = length, [channel for channel in channels if channel >= 0]
     order.out_of_step(order.difference(histories) or "their last operations moved other numbers of bytes")
 
 

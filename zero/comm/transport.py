@@ -55,8 +55,8 @@ class Transport(ABC):
         """Brings flat tensors from their owners to rank `to`, or (None) to all. See Comm.collect."""
 
     @abstractmethod
-    def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """What every rank gives, of one shape and dtype and on the CPU, by rank."""
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What every rank gives, as many bytes on each, at least one; by rank."""
 
     @abstractmethod
     def compare(self, channel: int, *, flag: bool = False) -> bool:

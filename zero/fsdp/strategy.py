@@ -117,6 +117,8 @@ def _placed(strategy: ShardingStrategy, groups: list[Any]) -> Placement:
             f"{strategy.name} needs two groups: process_group=(to shard within, to replicate across), or a "
             "DeviceMesh of two dimensions, (replicas, shards)."
         )
+    if any(isinstance(group, Comm) for group in groups):  # ranks that are not there
+        return Placement(Comm(groups[0]), Comm(groups[1]))
     shards, replicas = ([*dist.get_process_group_ranks(group)] for group in groups)
     if set(shards) & set(replicas) != {dist.get_rank()}:
         raise ValueError(

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero._torch import writes_so_far
+from zero._torch import has_values, writes_so_far
 from zero.comm import Comm, Handle
 from zero.oss.lane import lane_of
 from zero.oss.layout import Layout
@@ -225,7 +225,7 @@ class FlatGroup:
     def _were_written(self, own: Tensor) -> bool:
         if self._may_be_written:
             self._may_be_written = False
-            self._is_written = any(
+            self._is_written = has_values(own) and any(
                 not torch.equal(whole, part.to(whole))
                 for whole, part in zip(own.split(_CHUNK), self.part.split(_CHUNK), strict=True)
             )
@@ -337,9 +337,10 @@ class FlatGroup:
 def with_own_storage(view: Tensor) -> Tensor:
     """A tensor on the view's memory whose storage has the view's bytes alone, and keeps the memory alive.
 
-    Not for memory that is freed by shrinking its storage: this one would not notice.
+    Not for memory that is freed by shrinking its storage: this one would not notice. Tensors of a rehearsal
+    (zero.plan), which have no memory, stay views.
     """
-    return torch.from_dlpack(view)
+    return torch.from_dlpack(view) if has_values(view) else view
 
 
 def _is_copy(data: Tensor, view: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch import has_values
 from zero.measure.kinds import ELEMENTWISE
 
 SLICE = 1 << 18
@@ -60,6 +61,8 @@ def _slices(param: nn.Parameter, state: dict[str, Any] | None) -> Iterator[tuple
     whole = [param.detach(), gradient, *long.values()]
     if not all(tensor.is_contiguous() for tensor in whole):
         return
+    if not has_values(param):  # a rehearsal's (zero.plan): any slice takes as much memory as the others
+        whole = [tensor.view(-1)[:SLICE] for tensor in whole]
     for own, own_gradient, *own_state in zip(*(tensor.view(-1).split(SLICE) for tensor in whole), strict=True):
         one = nn.Parameter(own)
         one.grad = own_gradient

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 
-from zero._torch import DispatchMode, leaves, wrap_others
+from zero._torch import DEVICE_OF, DispatchMode, wrap_others
 
 
 class Meter(DispatchMode):
@@ -30,34 +30,85 @@ class Meter(DispatchMode):
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._apart = WeakSet(tensor.untyped_storage() for tensor in apart)
-        self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._bytes: dict[ref[torch.UntypedStorage], int] = {}
+        """Of the storages that live, as they were when last looked at."""
+        self._resized: set[ref[torch.UntypedStorage]] = set()
+        """Those that were found to have become larger or smaller, and are looked at after every operator."""
+        self._with_address: set[ref[torch.UntypedStorage]] = set()
+        """Those that may lie within one another."""
+        self._since_all = 0
+        """Operators since all storages were looked at."""
+        self._live = 0
         self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return func(*args)
         if wrap_others(types):
             return NotImplemented  # such as DTensor: the operators on what it wraps are seen instead
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        for value in leaves((args, kwargs, result)):
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                if storage not in self._storages and storage not in self._apart:
-                    self._add(storage)
-        self._peak = max(self._peak, self.live())
+        result = self.run(func, args, kwargs)
+        for values in (args, kwargs.values(), result if isinstance(result, (tuple, list)) else (result,)):
+            for value in values:
+                if isinstance(value, Tensor):
+                    self._see(value.untyped_storage())
+                elif isinstance(value, (tuple, list)):
+                    for one in value:
+                        if isinstance(one, Tensor):
+                            self._see(one.untyped_storage())
+        self._since_all += 1
+        if self._since_all < max(len(self._bytes) // 4, 8):
+            for known in [*self._resized]:
+                self._measure(known)
+            self._peak = max(self._peak, self._live)
+        else:  # nothing tells of a storage that is resized
+            self._peak = max(self._peak, self.live())
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        for other in [*self._storages]:
-            if _lies_within(storage, other):
-                self._apart.add(storage)
-                return
-            if _lies_within(other, storage):
-                self._storages.discard(other)
-                self._apart.add(other)
-        self._storages.add(storage)
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the operator, which is counted afterwards."""
+        return func(*args, **kwargs)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        known = ref(storage, self._forget)
+        if known in self._bytes:
+            if self._bytes[known] != storage.nbytes():
+                self._resized.add(known)
+        elif storage not in self._apart:
+            self._add(storage, known)
+
+    def _add(self, storage: torch.UntypedStorage, known: ref[torch.UntypedStorage]) -> None:
+        if _has_address(storage):
+            for key in [*self._with_address]:
+                other = key()
+                if other is not None and _lies_within(storage, other):
+                    self._apart.add(storage)
+                    return
+                if other is not None and _lies_within(other, storage):
+                    self._forget(key)
+                    self._apart.add(other)
+            self._with_address.add(known)
+        self._bytes[known] = 0
+        self._measure(known)
+
+    def _measure(self, known: ref[torch.UntypedStorage]) -> bool:
+        """Returns whether the storage has other bytes than before."""
+        storage, before = known(), self._bytes.get(known, 0)
+        if storage is None or storage.nbytes() == before:
+            return False
+        self._bytes[known] = storage.nbytes()
+        self._live += self._bytes[known] - before
+        return True
+
+    def _forget(self, known: ref[torch.UntypedStorage]) -> None:
+        self._live -= self._bytes.pop(known, 0)
+        self._resized.discard(known)
+        self._with_address.discard(known)
 
     def live(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages)
+        self._since_all = 0
+        self._resized.update([known for known in [*self._bytes] if self._measure(known)])
+        return self._live
 
     def peak(self) -> int:
         return self._peak
@@ -69,14 +120,22 @@ class Meter(DispatchMode):
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind the tensors, each byte of memory counted once."""
     outermost: list[torch.UntypedStorage] = []
+    without_address = 0
     for storage in {tensor.untyped_storage() for tensor in tensors}:
-        if not any(_lies_within(storage, other) for other in outermost):
+        if not _has_address(storage):
+            without_address += storage.nbytes()
+        elif not any(_lies_within(storage, other) for other in outermost):
             outermost = [other for other in outermost if not _lies_within(other, storage)] + [storage]
-    return sum(storage.nbytes() for storage in outermost)
+    return without_address + sum(storage.nbytes() for storage in outermost)
 
 
 def _lies_within(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    if "meta" in (storage.device.type, other.device.type) or not storage.nbytes():
+    """Of storages that have addresses."""
+    if not storage.nbytes():
         return False
     start = other.data_ptr()
     return start <= storage.data_ptr() and storage.data_ptr() + storage.nbytes() <= start + other.nbytes()
+
+
+def _has_address(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type != "meta"

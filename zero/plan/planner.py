@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,9 @@ from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.wrap import Policy
 from zero.measure.kinds import finding_of, title
 from zero.oss.partition import optimizer_problem, partition_problem
-from zero.plan.course import Course
-from zero.plan.job import Job, Needs
-from zero.plan.kept import Kept
-from zero.plan.layouts import Layouts
-from zero.plan.moments import Mark, measure
-from zero.plan.result import Cost, Plan
+from zero.plan.result import Plan
 from zero.plan.sizes import Options, Sizes
-from zero.plan.stages import STAGES
+from zero.plan.stages import STAGES, Job, cost_of
 
 
 def plan(
@@ -37,17 +32,20 @@ def plan(
     batch: Sequence[Any] | None = None,
     prefetch: Prefetch | None = None,
     options: Options | None = None,
+    stages: Sequence[str | int] = STAGES,
 ) -> Plan:
-    """What every stage would cost a rank, by the arithmetic that the stages themselves lay memory out with.
+    """What every stage would cost a rank: each is rehearsed, one rank of it, on tensors without values.
 
         model = torch.nn.Transformer(device="meta")
         print(zero.plan(model, world_size=[8, 64], memory=80 * 2**30).table())
 
-    Starts no rank, sends nothing, and allocates nothing of the model's size.
+    Runs the wrappers and the optimizer for two steps. Starts no rank, sends nothing, and allocates nothing of the
+    model's size. Takes some seconds; the model is what it was afterwards.
 
     model: a module, also on the meta device, or Sizes.
     world_size: number of ranks, or several.
-    optimizer: its class, or a functools.partial of it with options that matter, such as momentum.
+    optimizer: its class, or a functools.partial of it with options that matter, such as momentum. Where it reads
+        numbers from tensors it is told 0.
     precision: as of FSDP. The lower stages are planned with the same: parameters in its param_dtype, masters of their
         own dtype (OSS's master_dtype).
     auto_wrap_policy, prefetch: as of FSDP. With Sizes the units are those that they have.
@@ -55,15 +53,17 @@ def plan(
     batch: positional arguments of one forward of one rank, by which its activations are measured: on tensors without
         values, so what a kernel holds only while it runs is not in it. What forward keeps in attributes is forgotten.
     options: what else OSS, ShardedDDP and FSDP would be given.
+    stages: those that are planned, such as [3] or ["2", "3 kept"].
 
     Raises ValueError for what the stages would refuse and for a batch that forward does not take, RuntimeError for a
     forward that cannot be measured.
     """
     worlds = [world_size] if isinstance(world_size, int) else list(world_size)
+    wanted = [str(stage) for stage in stages]
     options = options or Options(precision=as_precision(precision))
     if precision is not None and options.precision != as_precision(precision):
         raise ValueError("precision was given twice, and differs: by itself and in options. Give it once.")
-    problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options)
+    problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, wanted)
     if problem is None:
         found = finding_of(optimizer, granularity=options.granularity)
         name = title(optimizer)
@@ -71,48 +71,38 @@ def plan(
     if problem:
         raise ValueError(problem)
     prefetch = as_prefetch(prefetch)
+    sizes = _sizes(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
+    if batch is not None and not isinstance(model, nn.Module):
+        raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
+    master_dtype = options.master_dtype or _stored(sizes)
+    jobs = [Job(sizes, world, optimizer, options, prefetch, master_dtype, batch) for world in worlds]
+    costs = [cost_of(job, stage) for job in jobs for stage in STAGES if stage in wanted]
+    return Plan(sizes.numel, tuple(costs), memory, activations=batch is not None)
+
+
+def _sizes(model: nn.Module | Sizes, policy: Policy, precision: MixedPrecision, *, small: bool) -> Sizes:
     if isinstance(model, nn.Module):
-        sizes = Sizes.of_module(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
+        sizes = Sizes.of_module(model, policy, precision, small=small)
     elif isinstance(model, Sizes):
-        sizes = model
+        sizes = model if precision == MixedPrecision() else replace(model, precision=precision)
     else:
         raise ValueError(f"the model is a {type(model).__name__}. Pass a torch.nn.Module, or Sizes.")
     if not sizes.params:
         raise ValueError("the model has no parameters: there is nothing to plan.")
-    kept = Kept(sizes, options.master_dtype)
-    course = Course(sizes, kept, _marks(model, sizes, batch, options))
-    needs: Needs = {}
-    costs: list[Cost] = []
-    for world in worlds:
-        costs += _costs(Layouts(sizes, kept, course, world, optimizer, options), prefetch, needs)
-    return Plan(sizes.numel, tuple(costs), memory, activations=batch is not None)
+    return sizes
 
 
-def _costs(layouts: Layouts, prefetch: Prefetch, needs: Needs) -> Iterator[Cost]:
-    """Of each stage on so many ranks, on the rank that needs most."""
-    replicas = layouts.options.replicas
-    within = layouts if replicas == 1 else replace(layouts, world=layouts.world // replicas)
-    jobs: dict[tuple[int, int], Job] = {}
-    for stage, cost_of in STAGES.items():
-        laid_out = within if stage.startswith("3") else layouts
-        by_rank = [
-            cost_of(jobs.setdefault((laid_out.world, rank), Job(laid_out, rank, prefetch, needs)))
-            for rank in laid_out.fullest(stage)
-        ]
-        yield max(by_rank, key=lambda cost: cost.peak)
+def _stored(sizes: Sizes) -> torch.dtype | None:
+    """The dtype of the parameters where they are computed with in one of fewer bits."""
+    computed = sizes.precision.param_dtype
+    stored = {param.dtype for param in sizes.module.parameters() if param.is_floating_point()}
+    return next((dtype for dtype in stored if computed is not None and dtype.itemsize > computed.itemsize), None)
 
 
-def _marks(model: nn.Module | Sizes, sizes: Sizes, batch: Sequence[Any] | None, options: Options) -> Sequence[Mark]:
-    """What a step of the model passes through and holds, where there is a batch to measure it with."""
-    if batch is None:
-        return ()
-    if not isinstance(model, nn.Module):
-        raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
-    on = "cuda" if options.backend == "nccl" and torch.cuda.is_available() else "cpu"
-    return measure(model, sizes.units, batch, options.precision, on)
-
-
-def _misfit(worlds: Sequence[int], options: Options) -> str | None:
+def _misfit(worlds: Sequence[int], options: Options, stages: Sequence[str]) -> str | None:
+    unknown = [stage for stage in stages if stage not in STAGES]
+    if unknown:
+        return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
     for world in worlds:
         if world < 1:
             return f"world_size={world}: it is a number of ranks, at least 1."

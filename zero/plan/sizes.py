@@ -1,4 +1,4 @@
-"""What is planned for: parameters without values, the units they belong to, and the options of the stages."""
+"""What is planned for: a model without values, its units, and the options of the stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zero.comm.packing import batches
 from zero.fsdp import MixedPrecision
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
 from zero.oss.partition import Partition
@@ -39,11 +38,6 @@ class Options:
     backend: Literal["gloo", "nccl"] = "gloo"
     one_host: bool = False
 
-    @property
-    def reads(self) -> bool:
-        """Whether ranks read one another's memory."""
-        return self.one_host and self.backend == "gloo"
-
 
 @dataclass(frozen=True)
 class Group:
@@ -59,25 +53,41 @@ class Group:
 class Sizes:
     """A model as far as its memory goes. `Sizes.of_module`, `Sizes.of_shapes` and `Sizes.of_count` make one.
 
-    params: by name, in the model's order, tied ones once.
-    groups: of all units, as FSDP lays them out; the root unit "" comes first.
-    buffers: bytes.
-    messages: bytes of what is sent at a time where the buffers of one rank become those of all.
+    module: may be on the meta device.
+    unit_modules: those of FSDP by name; the root "" comes first.
+    precision: as of FSDP.
     """
 
-    params: dict[str, nn.Parameter]
-    groups: tuple[Group, ...]
-    buffers: int = 0
-    messages: tuple[int, ...] = ()
+    module: nn.Module
+    unit_modules: dict[str, nn.Module]
+    precision: MixedPrecision
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """By name, in the model's order, tied ones once."""
+        return dict(self.module.named_parameters())
+
+    def owned(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """The parameters of each unit, with their names."""
+        return params_by_unit(self.module, self.unit_modules)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Of all units, as FSDP lays them out."""
+        return tuple(
+            Group(unit, dtype, *zip(*named, strict=True))
+            for unit, owned in self.owned().items()
+            for dtype, named in self.precision.apart(self.module, owned).items()
+        )
 
     @property
     def numel(self) -> int:
-        return sum(param.numel() for param in self.params.values())
+        return sum(param.numel() for param in self.module.parameters())
 
     @property
     def units(self) -> dict[str, int]:
         """The numbers of the units by name, in their order; the root's is 0."""
-        return {unit: number for number, unit in enumerate(dict.fromkeys(["", *(group.unit for group in self.groups)]))}
+        return {unit: number for number, unit in enumerate(self.unit_modules)}
 
     @classmethod
     def of_module(
@@ -92,20 +102,7 @@ class Sizes:
 
         policy: FSDP's `auto_wrap_policy`. small: make units of large embeddings and heads too, as a limit of 1 does.
         """
-        precision = precision or MixedPrecision()
-        groups = []
-        for unit, owned in params_by_unit(module, unit_modules(module, policy, small=small)).items():
-            for dtype, named in precision.apart(module, owned).items():
-                names, params = zip(*named, strict=True)
-                groups.append(Group(unit, dtype, names, params))
-        cast = {one.tensor for one in precision.buffers_to_cast(module.modules())}
-        computed = [
-            torch.empty_like(buffer, dtype=precision.buffer_dtype, device="meta") if buffer in cast else buffer
-            for buffer in module.buffers()
-        ]
-        buffers = {buffer.untyped_storage(): buffer.untyped_storage().nbytes() for buffer in computed}
-        messages = tuple(sum(buffer.nbytes for buffer in batch) for batch in batches(computed))
-        return cls(dict(module.named_parameters()), tuple(groups), sum(buffers.values()), messages)
+        return cls(module, unit_modules(module, policy, small=small), precision or MixedPrecision())
 
     @classmethod
     def of_shapes(
@@ -115,21 +112,19 @@ class Sizes:
         precision: MixedPrecision | None = None,
     ) -> Sizes:
         """Of shapes of parameters, by unit: those of the root first (it may have none), then unit by unit."""
-        precision = precision or MixedPrecision()
-        params: dict[str, nn.Parameter] = {}
-        groups = []
+        root = nn.Module()
+        modules = {"": root}
         for number, shapes in enumerate(units):
             unit = f"unit {number}" if number else ""
-            made = {
-                f"{unit or 'root'}, parameter {i}": nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
-                for i, shape in enumerate(shapes)
-            }
-            params |= made
-            if made:
-                groups.append(Group(unit, precision.param_dtype, tuple(made), tuple(made.values())))
-        if not params:
+            if number and shapes:
+                modules[unit] = nn.Module()
+                root.add_module(unit, modules[unit])
+            for index, shape in enumerate(shapes):
+                param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+                modules[unit].register_parameter(f"parameter {index}", param)
+        if next(root.parameters(), None) is None:
             raise ValueError("there is no parameter among the shapes. Pass at least one, such as [[(1024, 1024)]].")
-        return cls(params, tuple(groups))
+        return cls(root, modules, precision or MixedPrecision())
 
     @classmethod
     def of_count(

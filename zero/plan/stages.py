@@ -1,206 +1,227 @@
-"""A step at each stage, as what comes and goes in the order in which the stages themselves do it.
-
-Every function returns a `Cost`: what a rank holds between backward and step, the peak of a settled step, and what
-leaves the rank. In which order gradients come, and what the model itself holds meanwhile, says the Course.
-"""
+"""A step of each stage, rehearsed: the wrappers and optimizers that train, on tensors without values."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from zero.plan.job import Job
-from zero.plan.ledger import Ledger
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero.comm import Comm
+from zero.comm.packing import batches
+from zero.comm.traffic import traffic
+from zero.fsdp import FSDP, Prefetch
+from zero.oss import OSS
+from zero.oss.flat import FlatGroup
+from zero.plan.averaging import Averaged
+from zero.plan.meter import nbytes
+from zero.plan.rehearsal import Rehearsal, cast, explaining, faked, rehearsing, run_forward, walk
 from zero.plan.result import Cost
-from zero.plan.traffic import Reduction
-from zero.plan.units import Step
+from zero.plan.sizes import Options, Sizes
+from zero.sdp import ShardedDDP
+from zero.sdp.tensors import map_tensors
 
-
-def data_parallel(job: Job) -> Cost:
-    """Stage 0: DistributedDataParallel and the plain optimizer; masters, where there are any, whole beside it."""
-    trained = [kind for kind in job.kept.kinds if kind.trained]
-    parameters = job.kept.nbytes + job.buffers
-    masters = sum(sum(kind.numels) * kind.stepped.itemsize for kind in trained if kind.mastered)
-    state, scratch = job.stepping(
-        (kind.stepped, sum(kind.numels), max(kind.numels), len(kind.numels)) for kind in trained
-    )
-    ledger = Ledger(parameters + state + masters)
-    gradients = _whole_gradients(job, ledger, copies=True)
-    ledger.take(masters)  # gradients in the masters' dtype
-    ledger.touch(scratch)
-    held = {"parameters": parameters, "gradients": gradients, "optimizer": state + masters}
-    return Cost("0", job.world, **held, peak=ledger.peak, sent=_sent_by_ddp(job, gradients))
-
-
-def sharded_state(job: Job) -> Cost:
-    """Stage 1: DistributedDataParallel, whose buckets are the gradients, and OSS."""
-    parameters, optimizer, scratch = _of_oss(job)
-    ledger = Ledger(parameters + optimizer)
-    gradients = _whole_gradients(job, ledger, copies=False)
-    ledger.take(sum(bucket.owned * bucket.stepped.itemsize for bucket in job.buckets if bucket.mastered))
-    ledger.touch(max(scratch, _refreshed_masters(job)))
-    sent = _sent_by_ddp(job, gradients) + _gather_after_step(job, ledger)
-    held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
-    return Cost("1", job.world, **held, peak=ledger.peak, sent=sent)
-
-
-def sharded_gradients(job: Job) -> Cost:
-    """Stage 2: ShardedDDP and OSS."""
-    parameters, optimizer, scratch = _of_oss(job)
-    ledger = Ledger(parameters + optimizer)
-    sent = _broadcast_buffers(job, ledger, [job.world])
-    ledger.touch(job.course.forward)
-    gradients = _backward_by_buckets(job, ledger)
-    ledger.touch(max(scratch, _refreshed_masters(job)))
-    sent += job.agreement[1] + sum(bucket.sent for bucket in job.buckets) + _gather_after_step(job, ledger)
-    held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
-    return Cost("2", job.world, **held, peak=ledger.peak, sent=sent)
-
-
-def sharded_parameters(job: Job) -> Cost:
-    """Stage 3: FSDP."""
-    return _fsdp(job, stays=False)
-
-
-def sharded_parameters_kept(job: Job) -> Cost:
-    """Stage 3 with parameters that stay whole from forward to backward (SHARD_GRAD_OP)."""
-    return _fsdp(job, stays=True)
-
-
-STAGES: dict[str, Callable[[Job], Cost]] = {
-    "0": data_parallel,
-    "1": sharded_state,
-    "2": sharded_gradients,
-    "3 kept": sharded_parameters_kept,
-    "3": sharded_parameters,
-}
+STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
 
+_WARM_UP = 1
+"""Steps until one is as all that follow: state is made, and units know which comes next."""
 
-# ---------------------------------------------------------------------------------------------- stages 0 to 2
+_FEW = 2
+"""Ranks that are all rehearsed where they differ: in how large pieces they add up gradients of 16 bits, say."""
 
 
-def _whole_gradients(job: Job, ledger: Ledger, *, copies: bool) -> int:
-    """A forward and backward after which every gradient is whole on every rank; their bytes.
-
-    copies: whether DistributedDataParallel's buckets, which are there all the time, are a second copy of the gradients.
+@dataclass(frozen=True)
+class Job:
+    """master_dtype: at stages 0 to 2, where parameters are computed with in a dtype of fewer bits.
+    batch: positional arguments of a forward; None where activations are not to be measured.
     """
-    gradients, alone = sum(job.kept.gradients), job.world == 1
-    ledger.take(0 if alone else gradients)
-    ledger.touch(job.course.forward)
-    for moment in job.course.gradients():
-        ledger.compute(moment.before, moment.after)
-        if alone or copies:
-            ledger.take(sum(moment.gradients))
+
+    sizes: Sizes
+    world: int
+    optim: Callable[..., Optimizer]
+    options: Options
+    prefetch: Prefetch
+    master_dtype: torch.dtype | None
+    batch: Sequence[Any] | None
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.options.backend == "nccl" and torch.cuda.is_available() else "cpu"
+
+    def comm(self, rank: int, world: int) -> Comm:
+        reads = self.options.one_host and self.options.backend == "gloo"
+        return Comm.rehearsal(rank, world, "host memory" if reads else self.options.backend)
+
+    def optimizer(self) -> Callable[..., Optimizer]:
+        """As on CUDA with the backend "nccl": there torch's take all parameters at once."""
+        parameters = inspect.signature(self.optim).parameters
+        with_all = self.options.backend == "nccl" and "foreach" in parameters
+        return partial(self.optim, foreach=True) if with_all else self.optim
+
+
+# ------------------------------------------------------------------------------------------------- a stage
+
+
+@dataclass(frozen=True)
+class Built:
+    """stepped: the optimizer that has the state. groups: what the parameters lie in."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    stepped: Optimizer
+    groups: list[FlatGroup]
+
+
+def _data_parallel(job: Job, rank: int) -> Built:
+    """Stage 0. Masters, where there are any, are those of an OSS of one rank: whole beside the parameters."""
+    cast(job.sizes.module, job.sizes.precision)
+    model = Averaged(job.sizes.module, job.world, into_buckets=False)
+    if job.master_dtype is not None:
+        return _with_oss(job, model, job.comm(0, 1))
+    optimizer = job.optimizer()(model.parameters())
+    return Built(model, optimizer, optimizer, [])
+
+
+def _sharded_state(job: Job, rank: int) -> Built:
+    """Stage 1: DistributedDataParallel, whose buckets are the gradients, and OSS."""
+    cast(job.sizes.module, job.sizes.precision)
+    return _with_oss(job, Averaged(job.sizes.module, job.world, into_buckets=True), job.comm(rank, job.world))
+
+
+def _sharded_gradients(job: Job, rank: int) -> Built:
+    """Stage 2: ShardedDDP and OSS."""
+    cast(job.sizes.module, job.sizes.precision)
+    built = _with_oss(job, job.sizes.module, job.comm(rank, job.world))
+    assert isinstance(built.optimizer, OSS)
+    model = ShardedDDP(built.model, built.optimizer, reduce_fp16=job.options.reduce_dtype or False)
+    return Built(model, built.optimizer, built.stepped, built.groups)
+
+
+def _with_oss(job: Job, model: nn.Module, comm: Any) -> Built:
+    options = job.options
+    optimizer = OSS(
+        job.sizes.module.named_parameters(),
+        job.optimizer(),
+        comm,
+        partition=options.partition,
+        granularity=options.granularity,
+        broadcast_fp16=options.broadcast_dtype or False,
+        master_dtype=job.master_dtype,
+    )
+    if options.bucket_bytes is not None:
+        optimizer.set_bucket_size(options.bucket_bytes // max(param.itemsize for param in model.parameters()))
+    return Built(model, optimizer, optimizer.optim, optimizer.flat_groups)
+
+
+def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
+    """Stage 3: FSDP. kept: parameters stay whole from forward to backward (SHARD_GRAD_OP)."""
+    shards = job.world // job.options.replicas
+    units = {*job.sizes.unit_modules.values()}
+    model = FSDP(
+        job.sizes.module,
+        process_group=(job.comm(rank, shards), job.comm(0, job.options.replicas)),
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
+        partition=job.options.partition,
+        sharding_strategy="HYBRID_SHARD_ZERO2" if kept else "HYBRID_SHARD",
+        mixed_precision=job.sizes.precision,
+        prefetch=job.prefetch,
+    )
+    optimizer = job.optimizer()(model.parameters())
+    return Built(model, optimizer, optimizer, model.flat_groups)
+
+
+_BUILD: dict[str, Callable[[Job, int], Built]] = {
+    "0": _data_parallel,
+    "1": _sharded_state,
+    "2": _sharded_gradients,
+    "3 kept": partial(_sharded_parameters, kept=True),
+    "3": partial(_sharded_parameters, kept=False),
+}
+
+
+# ------------------------------------------------------------------------------------------------- a step
+
+
+def cost_of(job: Job, stage: str) -> Cost:
+    """Of the rank that needs most."""
+    costs, fullest = {}, [0]
+    while waiting := [rank for rank in fullest if rank not in costs]:
+        costs[waiting[0]], groups = _rehearsed(job, stage, waiting[0])
+        fullest = [0, *_fullest(job, groups)]
+    sent = max(cost.sent for cost in costs.values())  # of buffers the first rank sends most
+    return replace(max(costs.values(), key=lambda cost: cost.peak), sent=sent)
+
+
+def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[FlatGroup]]:
+    module = job.sizes.module
+    owned = job.sizes.owned()
+    with rehearsing(module, job.device) as rehearsal:
+        inputs: Sequence[Any]
+        if job.batch is None:
+            walk(module, job.sizes.unit_modules, owned)
+            inputs = (torch.zeros((), requires_grad=next(module.parameters()).requires_grad).clone(),)
         else:
-            ledger.touch(max(moment.gradients))  # each goes into its bucket as it comes
-    ledger.end_backward()
-    return gradients
+            inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
+        built = _BUILD[stage](job, rank)
+        if not stage.startswith("3"):
+            inputs = job.sizes.precision.cast_inputs(module, inputs, root=True)
+        for _ in range(_WARM_UP):
+            _step(job, built, inputs, rehearsal)
+        before = traffic().total
+        rehearsal.reset_peak()
+        held = _step(job, built, inputs, rehearsal)
+        sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
+        return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), built.groups
 
 
-def _sent_by_ddp(job: Job, gradients: int) -> int:
-    """Buffers from the first rank, and gradients to all."""
-    return (job.world - 1) * sum(job.messages) + 2 * (job.world - 1) * gradients // job.world
+def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -> dict[str, int]:
+    """Returns bytes between backward and step."""
+    with explaining(job.sizes.module, inputs, job.device):
+        loss = run_forward(built.model, inputs, rehearsal)
+    if loss is not None:
+        loss.backward()
+        del loss
+    held = _held(built)
+    if held["gradients"]:
+        built.optimizer.step()
+    built.optimizer.zero_grad()
+    return held
 
 
-def _of_oss(job: Job) -> tuple[int, int, int]:
-    """Bytes of parameters, of state with masters, and what the step holds for a moment."""
-    parameters = sum(bucket.whole for bucket in job.buckets) + job.buffers
-    masters = sum(bucket.part for bucket in job.buckets if bucket.mastered)
-    state, scratch = job.stepping_in_slices(job.buckets)
-    return parameters, state + masters, scratch
+def _held(built: Built) -> dict[str, int]:
+    stepped = [param for group in built.stepped.param_groups for param in group["params"]]
+    params = [*built.model.parameters(), *(flat.full for flat in built.groups if flat.full.untyped_storage().nbytes())]
+    both = [*params, *stepped]
+    state = [value for kept in built.stepped.state.values() for value in kept.values() if isinstance(value, Tensor)]
+    return {
+        "parameters": nbytes(params) + nbytes(built.model.buffers()),
+        "gradients": nbytes(param.grad for param in both if param.grad is not None),
+        "optimizer": nbytes(state) + nbytes(both) - nbytes(params),
+    }
 
 
-def _refreshed_masters(job: Job) -> int:
-    """What OSS holds to find what was written into parameters since its last step: a copy of a master, and a mask."""
-    parts = (bucket.part + bucket.part // bucket.stepped.itemsize for bucket in job.buckets if bucket.mastered)
-    return max(parts, default=0)
+def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
+    """What DistributedDataParallel sends: gradients to all, and buffers from the first rank."""
+    if stage not in ("0", "1"):
+        return 0
+    buffers = sum(buffer.nbytes for batch in batches([*job.sizes.module.buffers()]) for buffer in batch)
+    return (job.world - 1) * buffers + 2 * (job.world - 1) * gradients // job.world
 
 
-def _backward_by_buckets(job: Job, ledger: Ledger) -> int:
-    """A backward of ShardedDDP; the bytes of the gradients that stay."""
-    buckets, reduction = job.buckets, Reduction(ledger)
-    room = _room(job)
-    taken, launched = [0] * len(buckets), 0
-
-    def complete(number: int) -> bool:
-        return taken[number] == buckets[number].taken
-
-    for _, home, gradients, before, after in job.layouts.gradients_in_buckets():
-        ledger.compute(before, after)
-        sums = [*accumulate(gradients, initial=taken[home])]
-        taken[home] = sums[-1]
-        beside = bisect_right(sums, room, 1)
-        ledger.take(sum(gradients[:beside]))
-        if beside < len(sums):
-            reduction.finish()
-            ledger.take(sum(gradients[beside:]))
-        while complete(home) and launched < len(buckets) and complete(launched):
-            ledger.touch(0 if launched else job.agreement[0])
-            reduction.finish()
-            reduction.launch(buckets[launched])
-            launched += 1
-            if launched < len(buckets) and taken[launched] > room:
-                reduction.finish()
-    ledger.end_backward()
-    reduction.finish()
-    return reduction.kept
-
-
-def _room(job: Job) -> float:
-    """Bytes of gradients that may fill a bucket while those of another are on their way."""
-    if not job.gloo:
-        return math.inf
-    largest = max(job.kept.gradients)
-    return max(bucket.whole for bucket in job.buckets) // job.world - largest
-
-
-def _gather_after_step(job: Job, ledger: Ledger) -> int:
-    """What OSS sends after its step."""
-    as_sent = job.layouts.options.broadcast_dtype
-    ledger.touch(job.agreement[0])
-    sent, copies = job.agreement[1], [0]
-    for flat in job.buckets:
-        if flat.taken and as_sent is not None and as_sent.itemsize < flat.computed.itemsize and job.world > 1:
-            sent += flat.gathered * as_sent.itemsize // flat.computed.itemsize * (job.world - 1)
-            copies.append(flat.whole * as_sent.itemsize // flat.computed.itemsize)
-        elif flat.taken:
-            sent += flat.gathered * (job.world - 1)
-            copies.append(0)
-    ledger.touch(max(map(sum, pairwise(copies)), default=0))  # those of two buckets are in flight at a time
-    return sent
-
-
-# --------------------------------------------------------------------------------------------- stages 2 and 3
-
-
-def _broadcast_buffers(job: Job, ledger: Ledger, worlds: Sequence[int]) -> int:
-    """Before the forward, within groups of so many ranks, one after another; what leaves the first of a group, which
-    sends most."""
-    sent = 0
-    for world in worlds:
-        for message in job.messages if world > 1 else ():
-            ledger.touch(message)
-            sent += message * (world - 1)
-    return sent
-
-
-# ---------------------------------------------------------------------------------------------------- stage 3
-
-
-def _fsdp(job: Job, *, stays: bool) -> Cost:
-    flats = [flat for unit in job.units for flat in unit]
-    parameters = sum(flat.part for flat in flats) + job.buffers
-    state, scratch = job.stepping_parts(flats)
-    replicas = job.layouts.options.replicas
-    ledger = Ledger(parameters + state)
-    sent = _broadcast_buffers(job, ledger, [job.world, replicas])
-    step = Step(job, ledger, stays=stays)
-    step.run()
-    ledger.touch(scratch)
-    sent += step.sent + sum(flat.sent for flat in flats)
-    sent += sum(2 * flat.sums * (replicas - 1) // replicas for flat in flats)
-    held = {"parameters": parameters, "gradients": step.gradients, "optimizer": state}
-    return Cost("3 kept" if stays else "3", job.world * replicas, **held, peak=ledger.peak, sent=sent)
+def _fullest(job: Job, groups: Sequence[FlatGroup]) -> Iterable[int]:
+    """The ranks among which the one is that needs most, but for the first."""
+    owned = [np.diff(group.layout.bounds) * group.part.itemsize for group in groups]
+    sent = [job.options.reduce_dtype, job.sizes.precision.reduce_dtype, *(group.full.dtype for group in groups)]
+    widened = any(dtype is not None and dtype.itemsize < torch.float32.itemsize for dtype in sent)
+    if not widened and not any(np.ptp(of_each) for of_each in owned):
+        return []
+    if len(owned[0]) <= _FEW:
+        return range(len(owned[0]))
+    return [int(np.argmax(sum(owned))), int(np.argmax(np.max(owned, axis=0)))]

@@ -1,0 +1,196 @@
+"""A model on tensors without values, and what takes memory while it runs on them.
+
+Operators run in a mode that counts live bytes (meter.py). They take no time there; whoever is to tell how long a step
+takes has all of them pass `Rehearsal.run`, and all transfers pass `zero.comm.rehearsal`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_two_devices, without_values
+from zero.comm.traffic import rehearsed_traffic
+from zero.fsdp import MixedPrecision
+from zero.plan.attributes import plain_tensors, put_back
+from zero.plan.calls import misfit
+from zero.plan.meter import Meter
+from zero.plan.workspace import LSTM_LAYER, with_workspace
+from zero.sdp.tensors import tensors_in
+
+
+class Rehearsal(Meter):
+    """Counts live bytes, and answers for tensors without values.
+
+    zero and optimizers read some on the host: whether a rank has found a problem, the norm of a parameter. They are
+    told 0, which says that there is none. A forward that reads values is not to be told any: what it computes may
+    depend on them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_forward = False
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Values that are read in here raise what they raise of tensors that have none."""
+        self._in_forward = True
+        try:
+            yield
+        finally:
+            self._in_forward = False
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is VALUE_OF and not self._in_forward:
+            try:
+                return func(*args, **kwargs)
+            except NEEDS_VALUES:
+                return args[0].dtype.is_floating_point * 0.0
+        result = func(*args, **kwargs)
+        return with_workspace(result, args) if func is LSTM_LAYER else result
+
+
+@contextmanager
+def rehearsing(module: nn.Module, device: str) -> Iterator[Rehearsal]:
+    """In this context the module's parameters and buffers are others, without values, and so are all new tensors.
+
+    Whatever happens to the module in here is undone. What is sent is not counted as this process's.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(put_back(module))
+        stack.enter_context(rehearsed_traffic())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torch's, that such tensors have no address; of the model's it has warned, too
+        if torch.get_default_device().type != device:  # a mode, which takes time
+            stack.enter_context(torch.device(device))
+        stack.enter_context(torch.enable_grad())
+        if any(map(is_compiled, module.modules())):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(without_values())
+        rehearsal = stack.enter_context(Rehearsal())
+        _take_values(module, device)
+        yield rehearsal
+
+
+def _take_values(module: nn.Module, device: str) -> None:
+    params: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    for holder in module.modules():
+        for name, param in [*holder.named_parameters(recurse=False, remove_duplicate=False)]:
+            if param not in params:
+                params[param] = nn.Parameter(faked(param, device), requires_grad=param.requires_grad)
+            holder.__setattr__(name, params[param])  # which nn.LSTM, say, takes note of
+    buffers: dict[Tensor, Tensor] = {}
+    for holder in module.modules():
+        for name, buffer in buffers_of(holder).items():
+            if buffer is not None:
+                buffers.setdefault(buffer, faked(buffer, device))
+                buffers_of(holder)[name] = buffers[buffer]
+
+
+def faked(tensor: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def cast(module: nn.Module, precision: MixedPrecision) -> None:
+    """Parameters and buffers in the dtypes that they are computed with, as FSDP gathers them."""
+    for holder in module.modules():
+        dtype = precision.dtype_of(holder)
+        for param in holder.parameters(recurse=False):
+            if dtype is not None and param.is_floating_point():
+                param.data = param.data.to(dtype)
+    precision.prepare(module.modules())
+
+
+def run_forward(model: nn.Module, inputs: Sequence[Any], rehearsal: Rehearsal) -> Tensor | None:
+    """The loss, or a sum of what the model returns; None where nothing of it is trained."""
+    with rehearsal.forward():
+        outputs = [tensor for tensor in tensors_in(model(*inputs)) if tensor.requires_grad]
+    if not outputs:
+        return None
+    scalar = len(outputs) == 1 and not outputs[0].dim()
+    return outputs[0] if scalar else torch.stack([output.float().sum() for output in outputs]).sum()
+
+
+@contextmanager
+def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator[None]:
+    """Says of errors that come of running the model in this way what to do about them."""
+    try:
+        yield
+    except NEEDS_VALUES as error:
+        raise RuntimeError(
+            "the activations cannot be measured without running the model: its forward needs values, as .item() and "
+            f"masks by value do ({error}). Plan without a batch, and add what a step of yours holds to what is planned."
+        ) from error
+    except TypeError as error:
+        problem = misfit(module.forward, *batch)
+        if not problem:
+            raise
+        raise ValueError(
+            f"{type(module).__name__}.forward cannot be called with what is in the batch (positional arguments: "
+            f"{len(batch)}): {problem}. Pass all that it needs, in order; what it takes by keyword only, have a module "
+            "around it pass."
+        ) from error
+    except RuntimeError as error:
+        elsewhere = [name for name, tensor in plain_tensors(module) if tensor.device.type != device]
+        if not elsewhere or not is_of_two_devices(error):
+            raise
+        raise RuntimeError(
+            f"the activations are measured on {device}, but these attributes are tensors elsewhere: "
+            f"{', '.join(elsewhere)} ({error}). Make them buffers, which go where the model goes: "
+            'self.register_buffer("name", tensor, persistent=False).'
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------ without a batch
+
+
+class _Touch(torch.autograd.Function):
+    """Computes nothing with a parameter, which gets a gradient all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Tensor, param: Tensor) -> Tensor:
+        ctx.like = param.shape, param.stride(), param.dtype, param.device
+        return passed.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        shape, stride, dtype, device = ctx.like
+        wanted = ctx.needs_input_grad[1]
+        return gradients[0], torch.empty_strided(shape, stride, dtype=dtype, device=device) if wanted else None
+
+
+def walk(module: nn.Module, units: dict[str, nn.Module], owned: dict[str, list[tuple[str, nn.Parameter]]]) -> None:
+    """Gives the units forwards without activations, to be called with a 0-dim tensor: the units run in the order of
+    their first parameters, one after another, and gradients come from the last parameter to the first.
+
+    owned: the parameters of each unit, as before their values were taken.
+    """
+    touch: Callable[[Tensor, Tensor], Tensor] = _Touch.apply
+    homes = {name: unit for unit, named in owned.items() for name, _ in named}
+
+    def touching(unit: nn.Module, names: Sequence[str]) -> Callable[[Tensor], Tensor]:
+        def forward(passed: Tensor) -> Tensor:
+            for name in names:
+                passed = touch(passed, module.get_parameter(name))
+            return passed
+
+        return forward
+
+    steps: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name in [name for name, _ in module.named_parameters()]:
+        unit = homes[name]
+        steps[unit or name] = units[unit] if unit else touching(module, [name])
+        if unit:
+            units[unit].forward = touching(units[unit], [one for one, _ in owned[unit]])
+
+    def forward(passed: Tensor) -> Tensor:
+        for step in steps.values():
+            passed = step(passed)
+        return passed
+
+    module.forward = forward

@@ -1,0 +1,37 @@
+"""What a kernel of torch's leaves for its backward and tells nobody of where tensors have no values: oneDNN's LSTM.
+
+Its workspace was found to be as computed here, to the byte, with torch 2.13 in float32 (oneDNN: src/cpu/rnn/rnn_utils).
+In 16 bits it is up to a third smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LSTM_LAYER: Any = torch.ops.aten.mkldnn_rnn_layer.default
+
+_PAGE = 4096
+
+
+def with_workspace(result: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """result, args: of the operator; of the result the last is the workspace, without elements."""
+    (steps, batch, inputs), (_, hidden) = args[0].shape, args[2].shape
+    buffers = [
+        (steps, batch, _padded(4 * hidden)),  # gates
+        (steps, batch, _padded(hidden)),
+        *[(2, steps + 1, batch, _padded(max(inputs, hidden)))] * 3,  # states and their gradients, before and after
+        *[(2, steps + 1, batch, hidden)] * 2,  # those of the cells
+    ]
+    pages = sum(-(-4 * prod(buffer) // _PAGE) for buffer in buffers)
+    return (*result[:-1], result[-1].new_empty(pages * _PAGE))
+
+
+def _padded(numel: int) -> int:
+    """A row of so many numbers: whole lines of the cache, and no power of two apart, which would share them."""
+    rows = -(-numel // 16) * 16
+    return rows + 16 if rows % 256 == 0 else rows
