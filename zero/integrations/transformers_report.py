@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 import zero
 
 
-class MemoryCallback(TrainerCallback):
+class MemoryCallback(TrainerCallback):  # type: ignore[misc]
     """Adds `zero.report`, taken between backward and step, to what the Trainer logs, and prints the last at the end.
 
     every: steps between reports. Figures are this rank's, by the names of `Report.numbers()`; `sent` is what went since
