@@ -84,7 +84,7 @@ if __name__ == "__main__":
         max_steps=options.steps,
         max_epochs=-1,
         gradient_clip_val=1.0,
-        callbacks=[zero.integrations.lightning.MemoryCallback(every=20)],
+        callbacks=[zero.integrations.lightning.MemoryCallback(every=10)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

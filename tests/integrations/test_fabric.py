@@ -29,7 +29,7 @@ def test_a_stage_trains_to_the_numbers_of_ddp(stage, name):
             assert close(found[name][1][weight], value, tolerance), weight
 
 
-@pytest.mark.parametrize(("kind", "stages"), [("full", [0, 1, 2, 3]), ("sharded", [1, 2, 3])])
+@pytest.mark.parametrize(("kind", "stages"), [("full", [0, 2, 3]), ("sharded", [1, 3])])
 def test_a_run_goes_on_at_any_stage_where_another_was_saved(kind, stages, tmp_path):
     on_ranks("fabrics", "resumed", kind, stages, str(tmp_path))
 
