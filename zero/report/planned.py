@@ -14,7 +14,6 @@ from zero.fsdp.unit import Unit
 from zero.oss import OSS
 from zero.oss.from_optimizer import arguments
 from zero.plan import Cost, Options, Sizes, plan
-from zero.plan.sizes import Group
 
 
 def planned_for(
@@ -47,22 +46,23 @@ def planned_for(
 
 
 def _of_units(units: Sequence[Unit], inner: nn.Module) -> Sizes:
-    """With full shapes, which the parameters do not have at rest."""
-    params: dict[str, nn.Parameter] = {}
-    groups = []
-    for unit in units:
+    """With full shapes, which the parameters do not have at rest. What is kept in float32 by its module's class is
+    planned as the rest."""
+    root = nn.Module()
+    modules = {"": root}
+    for number, unit in enumerate(units):
+        if number:
+            modules[f"unit {number}"] = nn.Module()
+            root.add_module(f"unit {number}", modules[f"unit {number}"])
+        within = modules[f"unit {number}" if number else ""]
         for flat in unit.groups:
-            made = {
-                name: nn.Parameter(
-                    torch.empty(flat.shapes.whole[index], dtype=flat.part.dtype, device="meta"),
-                    requires_grad=param.requires_grad,
-                )
-                for index, (name, param) in enumerate(zip(flat.names, flat.params, strict=True))
-            }
-            dtype = None if flat.full.dtype == flat.part.dtype else flat.full.dtype
-            groups.append(Group(unit.name, dtype, tuple(made), tuple(made.values())))
-            params |= made
-    return Sizes(params, tuple(groups), sum(buffer.nbytes for buffer in inner.buffers()))
+            for shape, param in zip(flat.shapes.whole, flat.params, strict=True):
+                full = torch.empty(shape, dtype=flat.part.dtype, device="meta")
+                made = nn.Parameter(full, requires_grad=param.requires_grad)
+                within.register_parameter(f"parameter {len([*within.parameters(recurse=False)])}", made)
+    for number, buffer in enumerate(inner.buffers()):
+        root.register_buffer(f"buffer {number}", torch.empty_like(buffer, device="meta"))
+    return Sizes(root, modules, units[0].precision)
 
 
 def _master_dtype(optimizer: Optimizer) -> torch.dtype | None:
