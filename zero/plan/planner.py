@@ -39,45 +39,45 @@ def plan(
         model = torch.nn.Transformer(device="meta")
         print(zero.plan(model, world_size=[8, 64], memory=80 * 2**30).table())
 
-    Runs the wrappers and the optimizer for two steps. Starts no rank, sends nothing, and allocates nothing of the
-    model's size. Takes some seconds; the model is what it was afterwards.
+    Runs two steps. Starts no rank, sends nothing, and allocates nothing of the model's size. Takes some seconds.
 
     model: a module, also on the meta device, or Sizes.
     world_size: number of ranks, or several.
-    optimizer: its class, or a functools.partial of it with options that matter, such as momentum. Where it reads
-        numbers from tensors it is told 0.
+    optimizer: its class, or a partial of it with options that matter. Values that it reads of tensors are 0.
     precision: as of FSDP. The lower stages are planned with the same: parameters in its param_dtype, masters of their
         own dtype (OSS's master_dtype).
     auto_wrap_policy, prefetch: as of FSDP. With Sizes the units are those that they have.
     memory: bytes that a rank has, for what fits.
-    batch: positional arguments of one forward of one rank, by which its activations are measured: on tensors without
-        values, so what a kernel holds only while it runs is not in it. What forward keeps in attributes is forgotten.
+    batch: positional arguments of one forward of one rank, by which its activations are measured, but for what a kernel
+        holds only while it runs. What forward keeps in attributes is forgotten.
     options: what else OSS, ShardedDDP and FSDP would be given.
-    stages: those that are planned, such as [3] or ["2", "3 kept"].
+    stages: those to plan, such as [3] or ["2", "3 kept"].
 
-    Raises ValueError for what the stages would refuse and for a batch that forward does not take, RuntimeError for a
-    forward that cannot be measured.
+    Raises ValueError for what the stages would refuse and a batch that forward does not take, RuntimeError for one
+    that cannot be measured.
     """
     worlds = [world_size] if isinstance(world_size, int) else list(world_size)
     wanted = [str(stage) for stage in stages]
-    options = options or Options(precision=as_precision(precision))
-    if precision is not None and options.precision != as_precision(precision):
-        raise ValueError("precision was given twice, and differs: by itself and in options. Give it once.")
+    options = _options(options, precision)
     problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, wanted)
-    if problem is None:
-        found = finding_of(optimizer, granularity=options.granularity)
-        name = title(optimizer)
-        problem = optimizer_problem(name, found, options.partition, options.granularity)
+    problem = problem or _unfit(optimizer, options)
     if problem:
         raise ValueError(problem)
     prefetch = as_prefetch(prefetch)
-    sizes = _sizes(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
-    if batch is not None and not isinstance(model, nn.Module):
+    if batch is not None and isinstance(model, Sizes):
         raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
+    sizes = _sizes(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
     master_dtype = options.master_dtype or _stored(sizes)
-    jobs = [Job(sizes, world, optimizer, options, prefetch, master_dtype, batch) for world in worlds]
+    jobs = (Job(sizes, world, optimizer, options, prefetch, master_dtype, batch) for world in worlds)
     costs = [cost_of(job, stage) for job in jobs for stage in STAGES if stage in wanted]
     return Plan(sizes.numel, tuple(costs), memory, activations=batch is not None)
+
+
+def _options(options: Options | None, precision: MixedPrecision | None) -> Options:
+    options = options or Options(precision=as_precision(precision))
+    if precision is not None and options.precision != as_precision(precision):
+        raise ValueError("precision was given twice, and differs: by itself and in options. Give it once.")
+    return options
 
 
 def _sizes(model: nn.Module | Sizes, policy: Policy, precision: MixedPrecision, *, small: bool) -> Sizes:
@@ -97,6 +97,11 @@ def _stored(sizes: Sizes) -> torch.dtype | None:
     computed = sizes.precision.param_dtype
     stored = {param.dtype for param in sizes.module.parameters() if param.is_floating_point()}
     return next((dtype for dtype in stored if computed is not None and dtype.itemsize > computed.itemsize), None)
+
+
+def _unfit(optimizer: Callable[..., Optimizer], options: Options) -> str | None:
+    found = finding_of(optimizer, granularity=options.granularity)
+    return optimizer_problem(title(optimizer), found, options.partition, options.granularity)
 
 
 def _misfit(worlds: Sequence[int], options: Options, stages: Sequence[str]) -> str | None:
