@@ -31,16 +31,14 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
-import zero.fsdp.unit
 import zero.oss.gradients
-import zero.oss.optimizer
+import zero.oss.stepping
 import zero.sdp.bucket
 from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
 from zero.comm import Comm
 from zero.comm.order import Order
-from zero.comm.process_group import Gloo
 from zero.fsdp.guard import Guard
 from zero.oss import OSS
 from zero.oss.joining import Joining
@@ -53,16 +51,11 @@ TRANSPORTS = {"host memory": {}, "gloo": {"ZERO_HOST_MEMORY": "0"}}
 ORDER = ("with", "without", "counted", "without", "with", "counted")
 AIM = 2.0  # percent
 
-_gather, _reduce = Comm.gather, Comm.reduce
 _nothing = nullcontext()
 
 
-def _gather_unseen(comm: Comm, full: Any, bounds: Any, channel: Any) -> Any:
-    return _gather(comm, full, bounds, None)
-
-
-def _reduce_unseen(comm: Comm, messages: Any, *, times: float = 1, into: Any = None, channel: Any = None) -> Any:
-    return _reduce(comm, messages, times=times, into=into)
+def _agree_unseen(comm: Comm, channel: int, *, flag: bool = False) -> bool:
+    return flag
 
 
 def _none(*args: Any, **kwargs: Any) -> None:
@@ -70,10 +63,8 @@ def _none(*args: Any, **kwargs: Any) -> None:
 
 
 PATCHES: list[tuple[Any, str, Any]] = [
-    (Comm, "agree", _none),
-    (Comm, "announce", _none),
-    (Comm, "gather", _gather_unseen),
-    (Comm, "reduce", _reduce_unseen),
+    (Comm, "agree", _agree_unseen),
+    (Order, "append", lambda *_: False),
     (Order, "refuse_others", _none),
     (Order, "transfer", lambda *_: _nothing),
     (Scaling, "remember", _none),
@@ -86,16 +77,13 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (OSS, "_refuse_replaced", _none),
     (Joining, "before_step", _none),
     (Reducer, "_refuse_replaced", _none),
-    (zero.oss.optimizer, "refuse_unreduced", _none),
+    (zero.oss.stepping, "refuse_unreduced", _none),
     (zero.oss.gradients, "refuse_sparse", _none),
     (zero.sdp.bucket, "refuse_sparse", _none),
-    (zero.fsdp.unit.Unit, "refuse_incomplete", _none),
 ]
 
 
-COUNTED = [
-    (holder, name) for holder, name, _ in PATCHES if name not in ("announce", "gather", "reduce", "transfer")
-] + [(Gloo, "_launch_comparison")]
+COUNTED = [(holder, name) for holder, name, _ in PATCHES if name != "transfer"]
 """The checks that can be told apart from what they check."""
 
 
@@ -125,8 +113,7 @@ class Counting:
             finally:
                 self.seconds += time.process_time() - begin
                 self._inside.check = False
-            # Of a comparison over Gloo, what waits for it.
-            return self.around(result) if callable(result) else result
+            return result
 
         return counted
 

@@ -41,9 +41,11 @@ def full_state_dict(
 
 
 def _comm_of(model: nn.Module) -> Comm:
+    if not (dist.is_available() and dist.is_initialized()):  # or no longer: its own weights a rank still has
+        return Comm.alone()
     if isinstance(model, DistributedDataParallel):
         return Comm(model.process_group)
-    return Comm(None) if dist.is_initialized() else Comm.alone()
+    return Comm(None)
 
 
 class ParameterCount(NamedTuple):
