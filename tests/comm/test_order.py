@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 
 import ranks
+import zero
 from ranks import refusal
 from transports import between_hosts
 from zero.comm import Comm
@@ -177,3 +179,41 @@ def test_logs_are_compared_where_both_have_entries():
     a, b, c = names
     assert order.difference({0: (2, [a, b]), 1: (3, [a, b, c])}) is None
     assert order.difference({0: (3, [b, c]), 1: (2, [a, c])}) == "rank 0 is in b, but rank 1 in c"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole steps
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def comparisons_of_steps(rank: int, world: int, stage: int) -> list[int]:
+    """What waits for all ranks without bringing anything: comparisons, and sums of a few numbers."""
+    found = []
+    with between_hosts(), counted() as seen:
+        sums = mock.patch.object(Comm, "all_reduce", autospec=True, side_effect=Comm.all_reduce)
+        model, optimizer = zero.setup(Net(), torch.optim.Adam, stage=stage, lr=0.01)
+        for step in range(3):
+            seen.clear()
+            optimizer.zero_grad()
+            with sums as summed:
+                model(torch.full((2, 8), float(rank + step))).square().mean().backward()
+                optimizer.step()
+            found.append(len(seen) + summed.call_count)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "most"), [(1, 1), (2, 2), (3, 2)])
+def test_a_settled_step_has_few_comparisons_whatever_the_number_of_units(stage, most):
+    for first, *settled_ones in ranks.run(comparisons_of_steps, 2, args=(stage,)):
+        assert settled_ones == [most, most]
+        assert first > most
