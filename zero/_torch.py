@@ -298,8 +298,12 @@ def follow(scheduler: LRScheduler, optimizer: Optimizer) -> None:
 
 def copy_all(into: list[Tensor], tensors: list[Tensor]) -> None:
     """Copies each tensor, in a few kernels however many there are. The optimizers of torch do so too, by a private
-    name."""
-    torch._foreach_copy_(into, tensors)
+    name. Without values torch would make copies in between, which on a device there are not."""
+    if all(map(has_values, tensors)):
+        torch._foreach_copy_(into, tensors)
+    else:
+        for place, tensor in zip(into, tensors, strict=True):
+            place.copy_(tensor)
 
 
 def wraps_others(tensor: Tensor) -> bool:

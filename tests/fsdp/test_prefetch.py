@@ -15,6 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 import ranks
 import zero
 from sidebyside import SideBySide, data, sgd, stage_3
+from transports import overlapping
 from zero.oss.flat import FlatGroup
 
 WIDTH, BLOCKS = 8, 4
@@ -103,6 +104,23 @@ def test_the_next_unit_is_gathered_while_the_current_one_computes(prefetch, expe
         assert told == expected
 
 
+def what_happens_beside(rank: int, world: int, prefetch: zero.Prefetch) -> list[str]:
+    with overlapping():
+        return what_happens(rank, world, prefetch)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "expected"),
+    [(zero.Prefetch(), AHEAD), (zero.Prefetch(forward_prefetch=False), AS_NEEDED), (zero.MEMORY_FIRST, None)],
+    ids=["default", "not asked for", "memory first"],
+)
+def test_by_default_forward_gathers_ahead_where_transfers_overlap(prefetch, expected):
+    for told in ranks.run(what_happens_beside, args=(prefetch,)):
+        if expected is not None:
+            assert told == expected
+        assert (told.index("gather 1") < told.index("forward 0")) == (expected is AHEAD)
+
+
 def whole_at_once(rank: int, world: int, prefetch: zero.Prefetch) -> tuple[int, list[str]]:
     """The largest number of units, the root aside, of which whole parameters or gradients exist in a block's backward,
     and the names of all units."""
@@ -115,7 +133,7 @@ def whole_at_once(rank: int, world: int, prefetch: zero.Prefetch) -> tuple[int, 
             unit
             for unit in model._units[1:]
             if any(group.full.untyped_storage().nbytes() for group in unit.groups)
-            or any(bucket.taken_bytes or bucket.phase.name == "REDUCING" for bucket in unit.buckets)
+            or any(bucket.taken_bytes or bucket.phase.name == "REDUCING" for bucket, _ in unit.gradients.deliveries)
         ]
         most = max(most, len(in_flight))
 

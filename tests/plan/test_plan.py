@@ -203,7 +203,7 @@ def test_the_command_line_knows_of_prefetching(capsys):
         main(["--parameters", "1e7", "--layers", "4", "--world", "4", "--prefetch", name, "--json"])
         peaks.append({cost["stage"]: cost["peak"] for cost in json.loads(capsys.readouterr().out)["costs"]})
     memory_first, default, speed_first = peaks
-    assert memory_first["3"] < default["3"] < speed_first["3"]
+    assert memory_first["3"] < default["3"] <= speed_first["3"]
     for stage in ("0", "1", "2"):
         assert memory_first[stage] == default[stage] == speed_first[stage]
 

@@ -18,7 +18,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ from zero.comm.sums import sum_in_rank_order, wide
 from zero.comm.transport import Message, Transport
 from zero.comm.watch import Watch
 
-_LONG, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=4)
-"""After which a rank that waits says so, and looks what the others wait for; then twice as long, up to the longest."""
+_LOOKS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
+"""After which a rank that waits says so, and looks what the others wait for, again and again; the last stays."""
 
 
 class ProcessGroupTransport(Transport):
@@ -144,15 +144,13 @@ class ProcessGroupTransport(Transport):
                 self._await(work)
 
     def _await(self, work: dist.Work) -> None:
-        until_look = _LONG
-        while self._watch is not None:
+        for until_look in chain(_LOOKS, repeat(_LOOKS[-1])) if self._watch is not None else ():
             try:
                 work.wait(until_look)
             except RuntimeError:
                 if work.is_completed():
                     raise
                 self._watch.look()
-                until_look = min(2 * until_look, _LONGEST)
             else:
                 return
         work.wait()

@@ -54,7 +54,7 @@ class Rehearsal(Transport):
         def finish() -> Tensor:
             rows = self._rows(messages, own) if received is None else received
             total = wide(rows[0][:0]).new_empty(sum(own))
-            for each in rows if total.dtype is not rows[0].dtype else ():
+            for each in rows if total.dtype is not rows[0].dtype and not self.overlaps else ():
                 _widened(each)
             return total if into is None else into.copy_(total)
 

@@ -24,7 +24,8 @@ class Prefetch:
     """What an FSDP gathers before it is needed.
 
     backward_prefetch: a BackwardPrefetch or its name; None gathers each unit when backward reaches it.
-    forward_prefetch: in forward, gather the unit that came next the last time while the current one computes.
+    forward_prefetch: in forward, gather the unit that came next the last time while the current one computes. None does
+        so where transfers overlap computing, as over NCCL.
     limit: how many units may be in flight at once, 1 to 3. With 1 a unit's gradients have been reduced before the next
         is gathered, and nothing is gathered ahead. With 2 either the next unit's parameters or the last one's gradients
         are on their way while one computes, with 3 both. The root unit, which stays from forward to backward, is not
@@ -34,7 +35,7 @@ class Prefetch:
     """
 
     backward_prefetch: Any = BackwardPrefetch.BACKWARD_POST
-    forward_prefetch: bool = False
+    forward_prefetch: bool | None = None
     limit: int = 2
 
     def __post_init__(self) -> None:
@@ -55,12 +56,12 @@ class Prefetch:
     def after_backward(self) -> bool:
         return self.limit > 1 and self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
 
-    @property
-    def before_forward(self) -> bool:
-        return self.limit > 1 and self.forward_prefetch
+    def before_forward(self, *, overlaps: bool) -> bool:
+        """overlaps: whether transfers overlap computing."""
+        return self.limit > 1 and (overlaps if self.forward_prefetch is None else self.forward_prefetch)
 
 
-MEMORY_FIRST = Prefetch(backward_prefetch=None, limit=1)
+MEMORY_FIRST = Prefetch(backward_prefetch=None, forward_prefetch=False, limit=1)
 """One unit at a time."""
 
 SPEED_FIRST = Prefetch(BackwardPrefetch.BACKWARD_PRE, forward_prefetch=True, limit=3)

@@ -123,7 +123,7 @@ class Schedule:
         if unit is not self._root and unit is not self._last:
             self._last.after, unit.before = unit, self._last
         self._last = unit
-        if self._prefetch.before_forward and unit.after is not None:
+        if unit.after is not None and self._prefetch.before_forward(overlaps=unit.overlaps):
             unit.after.launch_unshard()
 
     def _end_interrupted(self) -> None:

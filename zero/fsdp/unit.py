@@ -160,6 +160,11 @@ class Unit:
     def gathering(self) -> bool:
         return any(group.gathering for group in self.groups)
 
+    @property
+    def overlaps(self) -> bool:
+        """Collective the first time. Whether its parameters are gathered beside the computing."""
+        return any(group.comm.runs_beside(group.full) for group in self.groups)
+
     def unshard(self) -> None:
         """Collective. Makes the parameters whole. Raises RuntimeError where they have not arrived, because an earlier
         gather failed."""
