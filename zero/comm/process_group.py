@@ -144,7 +144,10 @@ class ProcessGroupTransport(Transport):
                 self._await(work)
 
     def _await(self, work: dist.Work) -> None:
-        for until_look in chain(_LOOKS, repeat(_LOOKS[-1])) if self._watch is not None else ():
+        if self._watch is None:
+            work.wait()
+            return
+        for until_look in chain(_LOOKS, repeat(_LOOKS[-1])):
             try:
                 work.wait(until_look)
             except RuntimeError:
@@ -153,7 +156,6 @@ class ProcessGroupTransport(Transport):
                 self._watch.look()
             else:
                 return
-        work.wait()
 
 
 class Gloo(ProcessGroupTransport):

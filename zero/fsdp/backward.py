@@ -20,7 +20,7 @@ from zero.comm import Comm
 from zero.fsdp.at_rest import RestingReads
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
-from zero.fsdp.unit import Call, Stage, Unit
+from zero.fsdp.unit import Call, TrainingState, Unit
 from zero.sdp.usage import End
 
 
@@ -69,7 +69,7 @@ class Backward:
         self._begin()
         unit.expect(call)  # once more, if the graph was retained, or is older than another backward
         self._complete_later_than(call)
-        entered = [one for one in (unit, *unit.reads) if one.stage is Stage.IDLE]
+        entered = [one for one in (unit, *unit.reads) if one.state is TrainingState.IDLE]
         for one in entered:
             self._enter(one)
         if not call.seen_off:  # which need not be the end of all: re-entrant checkpoints run backwards inside of it
@@ -81,7 +81,7 @@ class Backward:
 
     def leaves(self, unit: Unit, call: Call, *_: Any) -> None:
         """Backward has been through the call."""
-        if unit.stage is not Stage.BACKWARD or not unit.leave(call):
+        if unit.state is not TrainingState.BACKWARD or not unit.leave(call):
             return
         if unit.calls == 0 and not unit.ends_last:
             self._complete(unit)
@@ -114,7 +114,7 @@ class Backward:
     def _launch_ahead(self, unit: Unit) -> None:
         """Gathers the unit that backward comes to next, if it is known and not there."""
         ahead = unit.before
-        if ahead is not None and ahead.calls and ahead.stage is Stage.IDLE:
+        if ahead is not None and ahead.calls and ahead.state is TrainingState.IDLE:
             ahead.launch_unshard()
 
     def _complete(self, unit: Unit) -> None:
@@ -138,9 +138,9 @@ class Backward:
 
     def _finish(self) -> None:
         for unit in reversed(self._units):
-            if unit.stage is Stage.IDLE and unit.calls and (unit.whole or unit.gathering):
+            if unit.state is TrainingState.IDLE and unit.calls and (unit.whole or unit.gathering):
                 self._enter(unit)  # whole since forward, or gathered ahead, but not reached: others may have
-            if unit.stage is Stage.BACKWARD:
+            if unit.state is TrainingState.BACKWARD:
                 self._complete(unit)
             elif unit.gradients.kept and self.reduces:
                 unit.gradients.hand_over_leftovers()

@@ -22,7 +22,7 @@ from zero.fsdp.offload import Disk
 from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.stepping import Stepping
-from zero.fsdp.unit import Stage, Unit
+from zero.fsdp.unit import TrainingState, Unit
 from zero.measure.kinds import Finding, Kind
 from zero.measure.numbers import differs
 from zero.measure.param_groups import PART
@@ -188,7 +188,7 @@ class Guard:
         if problem is not None:
             return problem
         for unit in {self._places[param][0]: None for param in params}:
-            if unit.stage is Stage.IDLE and not unit.summoned:
+            if unit.state is TrainingState.IDLE and not unit.summoned:
                 unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
                 unit.settle()
             if unit.passed_by and all(param.grad is None for param in unit.params):
@@ -227,7 +227,7 @@ class Guard:
         """whole: the name of the optimizer that needs whole parameters, if one does, and why."""
         unit, group, index = self._places[param]
         name, kind = group.names[index], type(optimizer).__name__
-        if group.summoned or unit.stage is not Stage.IDLE:
+        if group.summoned or unit.state is not TrainingState.IDLE:
             return (
                 f"{name!r} is whole, not this rank's part, while {kind}.step() is called: backward is not complete, or "
                 "this is inside summon_full_params(). Step after backward, outside it."

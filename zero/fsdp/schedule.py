@@ -24,7 +24,7 @@ from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.lookout import Lookout
 from zero.fsdp.prefetch import Prefetch
-from zero.fsdp.unit import Call, Stage, Unit
+from zero.fsdp.unit import Call, TrainingState, Unit
 
 
 class Schedule:
@@ -73,7 +73,7 @@ class Schedule:
                 hook.remove()
 
     def _rest(self, unit: Unit) -> None:
-        if unit.depth == 0 and unit.readers == 0 and unit.stage is Stage.IDLE:
+        if unit.depth == 0 and unit.readers == 0 and unit.state is TrainingState.IDLE:
             unit.reshard()
 
     # --------------------------------------------------------------------------------------------- forward
@@ -84,7 +84,7 @@ class Schedule:
                 self._abandon()
             if unit is self._root and module is unit.module and self._running and not self._backward.active:
                 self._end_interrupted()
-            if unit.stage is Stage.BACKWARD:
+            if unit.state is TrainingState.BACKWARD:
                 return None  # activation checkpointing computes the forward again, and backward has gathered the unit
             if unit.summoned:
                 _refuse_to_train_whole(unit)
@@ -146,7 +146,7 @@ class Schedule:
 
     def _post_forward(self, unit: Unit) -> Callable[..., Any]:
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if unit.stage is Stage.BACKWARD or unit.summoned or not unit.depth:
+            if unit.state is TrainingState.BACKWARD or unit.summoned or not unit.depth:
                 return None
             trains = torch.is_grad_enabled()
             if module is not unit.module:
@@ -238,7 +238,7 @@ class Schedule:
 
     def _pre_backward(self, unit: Unit, call: Call, *, inside: bool = False) -> Callable[[Any], None]:
         def pre_backward(_: Any) -> None:
-            if unit.stage is Stage.BACKWARD and unit.expects(call):
+            if unit.state is TrainingState.BACKWARD and unit.expects(call):
                 return
             if inside and unit.running:
                 return  # its forward takes a gradient, as of an energy for forces: all that it needs is whole

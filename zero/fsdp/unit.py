@@ -17,7 +17,7 @@ from zero.fsdp.unit_gradients import UnitGradients
 from zero.oss.flat import FlatGroup, Residence
 
 
-class Stage(enum.Enum):
+class TrainingState(enum.Enum):
     """What a unit is doing."""
 
     IDLE = "idle"
@@ -61,7 +61,7 @@ class Unit:
         self.name, self.module, self.groups = name, module, groups
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
-        self.stage = Stage.IDLE
+        self.state = TrainingState.IDLE
         self.entrance: nn.Module | None = None
         """The module by which the running forward came in, if not the unit's own."""
         self.running: list[Call] = []
@@ -100,7 +100,7 @@ class Unit:
             group.rename([f"{prefix}.{name}" for name in group.names], self.title)
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {self.stage.value}, {self.groups})"
+        return f"Unit({self.name!r}, {self.state.value}, {self.groups})"
 
     @property
     def depth(self) -> int:
@@ -205,7 +205,7 @@ class Unit:
 
     def enter_backward(self) -> None:
         """From here on autograd may write whole gradients; the parameters are whole."""
-        self.stage = Stage.BACKWARD
+        self.state = TrainingState.BACKWARD
         self.passed_by = False
         self.gradients.enter_backward()
 
@@ -221,7 +221,7 @@ class Unit:
         self.gradients.keep(whole)
 
     def _leave_backward(self) -> None:
-        self.stage = Stage.IDLE
+        self.state = TrainingState.IDLE
         self.forget_calls()
         self.reshard()
 
@@ -236,7 +236,7 @@ class Unit:
     @property
     def at_rest(self) -> bool:
         """Whether `param.grad` is the part's, with nothing on its way to it."""
-        return self.stage is Stage.IDLE and not (self.gradients.sends or self.whole or self.gathering)
+        return self.state is TrainingState.IDLE and not (self.gradients.sends or self.whole or self.gathering)
 
     def take_resting(self, param: nn.Parameter, name: str) -> None:
         """Autograd is about to add a gradient of the part to `param.grad`.
@@ -261,7 +261,7 @@ class Unit:
 
         Where that backward has not come they are there.
         """
-        if self.stage is Stage.BACKWARD:
+        if self.state is TrainingState.BACKWARD:
             self.gradients.clear_whole()
             self._leave_backward()
         if self.gradients.waits and not self.gathering:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zero._torch import wraps_others
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.unit import Stage, Unit
+from zero.fsdp.unit import TrainingState, Unit
 from zero.oss.flat import FlatGroup
 
 
@@ -61,7 +61,7 @@ def summoned(
 
 def refuse_busy(units: Sequence[Unit], call: str) -> None:
     """Raises RuntimeError where `call` comes within forward, backward or summon_full_params()."""
-    busy = [unit.title for unit in units if unit.stage is not Stage.IDLE or unit.depth or unit.summoned]
+    busy = [unit.title for unit in units if unit.state is not TrainingState.IDLE or unit.depth or unit.summoned]
     if busy:
         raise RuntimeError(
             f"{call} was called while {busy[0]} is whole already: within forward, backward or another "
