@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
-from zero.measure.param_groups import PART
-from zero.measure.param_groups import options as group_options
+from zero.measure import param_groups
 from zero.oss import leaves
 from zero.oss.flat import FlatGroup
 from zero.oss.masters import settled
@@ -147,7 +146,7 @@ def part_of(optimizer: Sharded, *, as_whole: bool = False, settle: bool = True) 
     pieces = {piece.number: _state_of(optimizer, piece, settle) for piece in _pieces(optimizer, optimizer.comm.rank)}
     pieces |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     state = {number: state for number, state in sorted(pieces.items()) if state}
-    mark = {} if as_whole else {PART: fingerprint(optimizer)}
+    mark = {} if as_whole else {param_groups.PART: fingerprint(optimizer)}
     return {"state": state, "param_groups": numbered_groups(optimizer), **mark}
 
 
@@ -171,8 +170,8 @@ def own_part(
             f"the state has parameter groups of {found} parameters, the optimizer has {expected}. "
             "Build OSS from the same parameters, in the same groups, as the optimizer that was saved."
         )
-    is_part = PART in state_dict
-    refuse_other_part(optimizer, state_dict.get(PART))
+    is_part = param_groups.PART in state_dict
+    refuse_other_part(optimizer, state_dict.get(param_groups.PART))
     numbers = [number for group in groups for number in group["params"]]
     if not is_part:
         _refuse_other_shapes(optimizer, state_dict["state"], numbers)
@@ -221,7 +220,7 @@ def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], gro
     masters = {
         part: state.pop("master") for part, state in taken.items() if optimizer.keeps_masters and "master" in state
     }
-    options = [deepcopy(group_options(group)) for group in groups]
+    options = [deepcopy(param_groups.options(group)) for group in groups]
     restore(optimizer.optim, taken, options)
     for option, group in zip(options, optimizer.param_groups, strict=True):
         group.update(option)
@@ -235,7 +234,7 @@ def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: 
 
     Through its own `load_state_dict`, which knows what dtype and device each entry needs.
     """
-    optimizer.load_state_dict({**numbered(optimizer, taken, options), PART: OWN})
+    optimizer.load_state_dict({**numbered(optimizer, taken, options), param_groups.PART: OWN})
 
 
 OWN = "own"
@@ -338,7 +337,7 @@ def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
     first, told = 0, []
     for group in optimizer.param_groups:
         numbers = list(range(first, first + len(group["params"])))
-        options = {key: value for key, value in group.items() if key not in ("params", PART)}
+        options = {key: value for key, value in group.items() if key not in ("params", param_groups.PART)}
         told.append({**deepcopy(options), "params": numbers})
         first += len(numbers)
     return told
