@@ -123,6 +123,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def state_dict_hooks_of(module: nn.Module) -> list[Any]:
+    """What is called before and after its state_dict(). Hooks can be registered in public, but not listed."""
+    return [*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()]
+
+
 def modules_being_called() -> list[nn.Module]:
     """The modules whose calls are on this thread's stack, from the inside out. torch keeps no list of them."""
     called, frame = [], sys._getframe()

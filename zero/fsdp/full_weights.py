@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import wraps_others
+from zero._torch import state_dict_hooks_of, wraps_others
 from zero.comm import Comm
 from zero.fsdp import whole
+from zero.fsdp.precision import Uncast
+from zero.fsdp.sentry import Refusal
 from zero.fsdp.strategy import Placement
 from zero.fsdp.summon import summons_of
 from zero.fsdp.unit import Unit
@@ -121,13 +123,14 @@ def _refuse_what_is_elsewhere(units: Sequence[Unit], *, wanted: bool) -> None:
 
 
 def _named(module: nn.Module) -> dict[str, Any] | None:
-    """Parameters and buffers by the names of state_dict(). None where hooks of modules have made others of them, which
-    must see full parameters, and where an FSDP inside gives full ones."""
-    if any(isinstance(one, Wrapper) for one in module.modules()):
-        return None
+    """Parameters and buffers by the names of state_dict(). None where modules have hooks of the user's, or make others of
+    them by themselves, which must see full parameters, and where an FSDP inside gives full ones."""
+    for one in module.modules():
+        if isinstance(one, Wrapper) or not all(isinstance(h, (Refusal, Uncast)) for h in state_dict_hooks_of(one)):
+            return None
     try:
         found: dict[str, Any] = module.state_dict(keep_vars=True)
-    except Exception:  # of a hook that cannot do with shards
+    except Exception:  # of a module that cannot do with shards
         return None
     own = {*module.parameters(), *module.buffers()}
     return None if any(isinstance(value, Tensor) and value not in own for value in found.values()) else found

@@ -77,7 +77,7 @@ class MixedPrecision:
         found, hooks = [*self.buffers_to_cast(modules)], []
         for one in found:
             buffers_of(one.module)[one.name] = one.tensor.to(self.buffer_dtype)
-            hooks.append(one.module.register_state_dict_post_hook(_Uncast(one.name, one.dtype)))
+            hooks.append(one.module.register_state_dict_post_hook(Uncast(one.name, one.dtype)))
         for module in modules:
             if self.param_dtype is not None and isinstance(module, self.keep_fp32):
                 hooks.append(module.register_forward_pre_hook(_cast_arguments, with_kwargs=True))
@@ -98,7 +98,7 @@ class CastBuffer(NamedTuple):
 
 
 @dataclass
-class _Uncast:
+class Uncast:
     """Called after the state_dict() of a module: gives a buffer in its own dtype, but for keep_vars=True."""
 
     name: str

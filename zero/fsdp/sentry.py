@@ -25,7 +25,7 @@ class Sentry:
         for module in units[0].module.modules():
             held = [homes[param] for param in module.parameters(recurse=False) if param in homes]
             if held:
-                self._hooks.append(module.register_state_dict_pre_hook(_Refusal(held)))
+                self._hooks.append(module.register_state_dict_pre_hook(Refusal(held)))
 
     def dismiss(self) -> None:
         """Takes itself off the modules."""
@@ -33,7 +33,7 @@ class Sentry:
             hook.remove()
 
 
-class _Refusal:
+class Refusal:
     """Called before the state_dict() of a module, and copied with it."""
 
     def __init__(self, held: Sequence[FlatGroup]) -> None:
