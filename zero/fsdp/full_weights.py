@@ -123,8 +123,8 @@ def _refuse_what_is_elsewhere(units: Sequence[Unit], *, wanted: bool) -> None:
 
 
 def _named(module: nn.Module) -> dict[str, Any] | None:
-    """Parameters and buffers by the names of state_dict(). None where modules have hooks of the user's, or make others of
-    them by themselves, which must see full parameters, and where an FSDP inside gives full ones."""
+    """Parameters and buffers by the names of state_dict(). None where modules make others of them, or have hooks of the
+    user's, which must see full parameters, and where an FSDP inside gives full ones."""
     for one in module.modules():
         if isinstance(one, Wrapper) or not all(isinstance(h, (Refusal, Uncast)) for h in state_dict_hooks_of(one)):
             return None
