@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from reference import Net, batch, built, distributed, loss_of, same_weights
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -17,8 +16,9 @@ import optimizers
 import ranks
 import zero
 from optimizers import ByPlace, Clipping, Curious, Eight, Estimating, Grouped, Lamb, Lion, Noisy, Sam, TrainedLion
+from reference import Net, batch, built, distributed, loss_of, same_weights
+from zero.measure import probe
 from zero.measure.kinds import Finding, Kind, finding_of
-from zero.oss import probe
 
 KINDS = {
     "element-wise, wants train()": (Lion, {}, Kind.ELEMENTWISE, ""),
