@@ -199,7 +199,8 @@ def ordered_by_streams(rank: int, world: int) -> list[str]:
 
     with noted_streams() as streams, overlapping():
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), offload=zero.CPUOffload())
+        policy, as_needed = ModuleWrapPolicy({nn.Linear}), zero.Prefetch(forward_prefetch=False)
+        model = zero.FSDP(net, auto_wrap_policy=policy, offload=zero.CPUOffload(), prefetch=as_needed)
         for layer in net:
             layer.register_forward_pre_hook(lambda *_: streams.note("product"))
         optimizer = sgd(model.parameters())
