@@ -199,7 +199,7 @@ def _prefetch(keys: Keys) -> Prefetch | None:
     if backward is None and not forward and limited:
         return None
     ahead = BackwardPrefetch.BACKWARD_POST if backward is None else _BACKWARD[backward]
-    return Prefetch(ahead, forward_prefetch=forward, limit=2 if limited else 3)
+    return Prefetch(ahead, forward_prefetch=forward or None, limit=2 if limited else 3)  # False is the default there
 
 
 _BACKWARD = {
