@@ -26,7 +26,7 @@ fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 t
 	@ZERO_FUZZ=$(or $(CASES),500) $(BIN)/pytest -q -p no:xdist tests/test_random_models.py $(ARGS)
 
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, and all steps that plans are compared with
-	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan -k "any_stage or killed or one_percent" $(ARGS)
+	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan tests/fsdp/test_compile_whole.py -k "any_stage or killed or one_percent or all_blocks" $(ARGS)
 
 faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills under torchrun, 4,000 altered checkpoints
 	@ZERO_FAULTS=1 $(BIN)/pytest -q tests/test_faults.py tests/test_resume.py tests/test_two_hosts.py \

@@ -119,12 +119,8 @@ def reported(rank, world, stage, options):
 @pytest.mark.parametrize(
     ("stage", "options", "kind"),
     [
-        (0, {}, "0"),
         (1, {}, "1"),
-        (2, {}, "2"),
         (2, {"master_dtype": torch.float32}, "2"),
-        (3, {}, "3"),
-        (3, {"reshard_after_forward": False}, "3 kept"),
         (3, {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}, "3"),
     ],
     ids=str,

@@ -125,11 +125,11 @@ def test_a_hybrid_is_cut_within_and_repeated_across():
 
 
 def test_of_many_ranks_with_unequal_parts_the_one_that_needs_most_is_found(monkeypatch):
-    shapes = [[(n, 64 + 7 * n) for n in range(unit, 70, 13)] for unit in (5, 2, 3, 4)]
+    shapes = [[(n, 64 + 7 * n) for n in range(unit, 50, 19)] for unit in (5, 2, 3, 4)]
     sizes, options = Sizes.of_shapes(shapes), Options(partition="whole")
-    plan = zero.plan(sizes, world_size=7, options=options, stages=[2, 3])
+    plan = zero.plan(sizes, world_size=7, options=options, stages=[3])
     monkeypatch.setattr(stages, "_FEW", 7)
-    of_each = zero.plan(sizes, world_size=7, options=options, stages=[2, 3])
+    of_each = zero.plan(sizes, world_size=7, options=options, stages=[3])
     for found, expected in zip(plan.costs, of_each.costs, strict=True):
         assert found.peak == pytest.approx(expected.peak, rel=0.02), found
 
@@ -169,13 +169,13 @@ def test_a_number_of_parameters_is_finite(parameters):
 
 
 def test_the_command_line():
-    command = [sys.executable, "-m", "zero.plan", "counted:Model", "--world", "8,64", "--memory", "1GiB"]
+    command = [sys.executable, "-m", "zero.plan", "counted:Model", "--world", "8", "--memory", "1GiB"]
     beside, batch = Path(__file__).parents[1], ["--batch", "4x32:int64"]
     done = subprocess.run([*command, "--json", *batch], capture_output=True, text=True, timeout=100, cwd=beside)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert [one["world"] for one in told["recommended"]] == [8, 64]
-    assert len(told["costs"]) == 10
+    assert [one["world"] for one in told["recommended"]] == [8]
+    assert len(told["costs"]) == 5
     assert told["activations"] is True
 
 
