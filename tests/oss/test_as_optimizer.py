@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from reference import FEATURES, MOMENTUM, built, loss_of, same, train
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import SGD, Adam, Optimizer
@@ -17,6 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 import ranks
 import zero
 from atstage import at_stage, weights
+from reference import FEATURES, MOMENTUM, built, loss_of, same, train
 
 by_stage = pytest.mark.parametrize("stage", [1, 2])
 

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from reference import FEATURES, MOMENTUM, batch, built, distributed, loss_of, refusal, same, same_weights, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam
@@ -15,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import ranks
 import zero
 from atstage import at_stage, weights
+from reference import FEATURES, MOMENTUM, batch, built, distributed, loss_of, refusal, same, same_weights, train
 
 by_stage = pytest.mark.parametrize("stage", [1, 2])
 by_cut = pytest.mark.parametrize("cut", ["even", "whole"])

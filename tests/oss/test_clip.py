@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from reference import FEATURES, MOMENTUM, Net, built, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import ranks
 from atstage import at_stage, clip
+from reference import FEATURES, MOMENTUM, Net, built, loss_of
 from zero import OSS, ShardedDDP
 
 NORMS = (1.0, 2.0, 3.0, math.inf)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from reference import MOMENTUM, Net, built, loss_of, same
 from torch import nn
 from torch.optim import SGD, Adam
 
 import ranks
 import zero
 from atstage import at_stage, own_elements
+from reference import MOMENTUM, Net, built, loss_of, same
 from zero.plan.meter import Meter
 
 DTYPES = {"fp16": (True, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16)}

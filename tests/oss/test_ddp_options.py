@@ -3,7 +3,6 @@ optimizer, bit for bit, whichever of OSS and DDP was built first."""
 
 import pytest
 import torch
-from reference import FEATURES, MOMENTUM, Net, batch, built, same
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -12,6 +11,7 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
+from reference import FEATURES, MOMENTUM, Net, batch, built, same
 
 
 def fp16(model):

@@ -6,12 +6,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from reference import FEATURES, built, loss_of, refusal, same
 from torch import nn
 
 import ranks
 import zero
 from optimizers import ByParameter
+from reference import FEATURES, built, loss_of, refusal, same
 from zero.oss import layout
 
 BLOCK = 256

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from reference import MOMENTUM, Net, batch, built, same
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
@@ -13,6 +12,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import ranks
 import zero
+from reference import MOMENTUM, Net, batch, built, same
 from transports import between_hosts
 from zero.oss.averaging import average_by_reading
 

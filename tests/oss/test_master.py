@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from reference import FEATURES, batch, built, same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
@@ -14,6 +13,7 @@ from torch.optim import SGD, Adam
 import ranks
 import zero
 from atstage import at_stage
+from reference import FEATURES, batch, built, same
 
 OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.01),

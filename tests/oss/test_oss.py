@@ -5,6 +5,14 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+import ranks
+from optimizers import Lamb
 from reference import (
     ELEMENTWISE,
     MOMENTUM,
@@ -21,14 +29,6 @@ from reference import (
     same_weights,
     train,
 )
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
-
-import ranks
-from optimizers import Lamb
 from zero import OSS, ShardedDDP
 
 

@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from reference import MOMENTUM, Net, built, distributed, loss_of, refusal
 from torch import nn
 from torch.optim import SGD, Adam
 
 import ranks
 from optimizers import Lamb
+from reference import MOMENTUM, Net, built, distributed, loss_of, refusal
 from zero import OSS, ShardedDDP
 
 

@@ -5,13 +5,13 @@ Scales are powers of two, so that gradients have the same bits with and without 
 
 import pytest
 import torch
-from reference import FEATURES, built, loss_of, same
 from torch import nn
 from torch.optim import SGD, Adam
 
 import ranks
 import zero
 from atstage import at_stage, clip
+from reference import FEATURES, built, loss_of, same
 
 OPTIMIZERS = {"sgd": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}), "adam": (Adam, {"lr": 0.01})}
 SCALE = {"init_scale": 2.0**8, "growth_interval": 2}

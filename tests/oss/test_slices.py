@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from reference import ELEMENTWISE, MyAdam, pair, same, same_weights, train
 from torch import nn
 from torch.optim import Adam
 
 import ranks
+from reference import ELEMENTWISE, MyAdam, pair, same, same_weights, train
 from zero.oss import slices
 from zero.oss.slices import step_in_slices
 from zero.plan.meter import Meter

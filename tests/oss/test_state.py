@@ -5,6 +5,14 @@ import io
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ranks
+from optimizers import ByParameter, Lamb
 from reference import (
     Net,
     batch,
@@ -18,14 +26,6 @@ from reference import (
     same_weights,
     train,
 )
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import StepLR
-from torch.testing._internal.two_tensor import TwoTensor
-
-import ranks
-from optimizers import ByParameter, Lamb
 from zero import FSDP, OSS, ShardedDDP, full_state_dict, traffic
 from zero.plan.meter import Meter
 
