@@ -33,6 +33,7 @@ from zero._torch import (
 )
 from zero.comm.handle import Handle
 from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order
+from zero.comm.packing import joined
 from zero.comm.sums import sum_in_rank_order, wide
 from zero.comm.transport import Message, Transport
 from zero.comm.watch import Watch
@@ -196,7 +197,7 @@ class Overlapping(ProcessGroupTransport):
         longest = max(high - low for low, high in pairwise(bounds))
         equal = longest * self._world == len(full)
         rows = full if equal else full.new_empty(self._world * longest)
-        sent = own if equal or len(own) == longest else torch.cat([own, own.new_empty(longest - len(own))])
+        sent = own if equal or len(own) == longest else joined([own, own.new_empty(longest - len(own))])
         works = self._launch(
             channel,
             full.nbytes,
@@ -233,7 +234,7 @@ class Overlapping(ProcessGroupTransport):
     def _sum(self, received: Sequence[Tensor], times: float) -> Tensor:
         """One kernel a message, whatever the number of ranks."""
         sums = [rows.sum(0, dtype=wide(rows[:0]).dtype) for rows in received]
-        total = sums[0] if len(sums) == 1 else torch.cat(sums)
+        total = sums[0] if len(sums) == 1 else joined(sums)
         return total if times == 1 else total.mul_(times)
 
 
