@@ -194,6 +194,8 @@ def describe(options: Options) -> str:
     machine = f"{describe_device(options.world)}, one thread a rank, {os.cpu_count()} cores of {processor()}"
     packages = [f"{name} {installed}" for name in ("torch", "fairscale", "deepspeed") if (installed := version(name))]
     load = f", load before {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    if os.environ.get("ZERO_HOST_MEMORY") == "0":
+        ranks += " by Gloo alone"
     return f"{ranks}, {machine}; AdamW; {', '.join(packages)}; {time.strftime('%d %B %Y').lstrip('0')}{load}"
 
 
@@ -247,11 +249,14 @@ def read_options(arguments: list[str]) -> Options:
     )
     add("--rounds", type=int, metavar="N", default=3, help="turns of each variant (default: %(default)s)")
     add("--steps", type=int, metavar="N", default=6, help="timed steps a turn (default: %(default)s)")
+    add("--between-hosts", action="store_true", help="ranks of zero read nothing from one another, as on several hosts")
     add("--out", type=Path, metavar="DIR", default=OUT, help="folder of the results (default: %(default)s)")
     given = parser.parse_args(arguments)
     if min(given.world, given.rounds, given.steps) < 1:
         parser.error("--world, --rounds and --steps are numbers from 1 up")
     chosen = [name for name in VARIANTS if name == "ddp" or name in given.variants]
+    if given.between_hosts:
+        os.environ["ZERO_HOST_MEMORY"] = "0"  # which the ranks inherit
     return Options(given.world, given.tasks, chosen, given.rounds, given.steps, given.out)
 
 
