@@ -157,3 +157,14 @@ def test_the_command_prints_the_environment():
     )
     assert "versions:" in run.stdout
     assert "transports:" in run.stdout
+
+
+def test_a_model_is_planned_once_and_for_its_own_stage():
+    model = nn.Linear(37, 5)
+    optimizer = torch.optim.Adam(model.parameters())
+    with mock.patch("zero.report.planned.plan", side_effect=zero.plan) as planning:
+        first, second = zero.report(model, optimizer), zero.report(model, optimizer)
+    assert planning.call_count == 1
+    assert planning.call_args.kwargs["stages"] == ["0"]
+    assert first.planned is second.planned is not None
+    assert first.planned.parameters == first.parameters

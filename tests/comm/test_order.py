@@ -84,8 +84,7 @@ def test_schedules_settle_without_agreements_too():
     assert [len(seen) for seen in ranks.run(comparisons_without_agreement, 2)] == [2, 2]
 
 
-def test_each_operation_is_compared_where_the_environment_says_so(monkeypatch):
-    monkeypatch.setenv("ZERO_CHECK", "each")
+def test_each_operation_is_compared_where_the_environment_says_so():
     assert ranks.run(with_check, 2, args=("each",)) == [[4, 4, 4, 4, 4]] * 2
 
 
@@ -171,6 +170,21 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout():
     for told in ranks.run(never_comes, 3, timeout=30)[:2]:
         assert "waited in vain in the end of a step" in told
         assert "(rank 2 did not say that it waits)" in told
+
+
+class CompleteJustAfterwards:
+    """A transfer that is there when the time to wait for it has just passed."""
+
+    def wait(self, *timeout: timedelta) -> None:
+        if timeout:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_transfer_that_is_complete_just_after_the_time_is_up_has_arrived():
+    ProcessGroupTransport._await(mock.Mock(_watch=mock.Mock()), CompleteJustAfterwards())  # type: ignore[arg-type]
 
 
 def test_logs_are_compared_where_both_have_entries():

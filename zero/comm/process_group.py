@@ -110,7 +110,7 @@ class ProcessGroupTransport(Transport):
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
         self._order.note(channel)
-        said = torch.tensor([channel, self._order.digest, flag])
+        said = torch.tensor([channel, self._order.digest, flag], device="cpu")
         heard = said.new_empty(self._world * len(said))
         with self._order.transfer(channel, (said, heard)):
             self._await(all_gather_of_one_tensor(self._group, heard, said))
@@ -151,12 +151,12 @@ class ProcessGroupTransport(Transport):
         for until_look in chain(_LOOKS, repeat(_LOOKS[-1])):
             try:
                 work.wait(until_look)
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                self._watch.look()
-            else:
                 return
+            except RuntimeError:
+                if work.is_completed():  # it failed, or was complete just after the time was up
+                    break
+                self._watch.look()
+        work.wait()
 
 
 class Gloo(ProcessGroupTransport):
@@ -214,9 +214,9 @@ class Overlapping(ProcessGroupTransport):
         return Handle(finish)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
-        message, counts = messages[0]
-        if len(messages) > 1 or len(set(counts)) > 1 or wide(message[:0]).dtype != message.dtype:
+        if not scatters(messages):
             return super().reduce(messages, times, into, channel)
+        message, counts = messages[0]
         sums = message.new_empty(counts[0]) if into is None else into
         works = self._launch(
             channel,
@@ -236,6 +236,13 @@ class Overlapping(ProcessGroupTransport):
         sums = [rows.sum(0, dtype=wide(rows[:0]).dtype) for rows in received]
         total = sums[0] if len(sums) == 1 else joined(sums)
         return total if times == 1 else total.mul_(times)
+
+
+def scatters(messages: Sequence[Message]) -> bool:
+    """Whether a backend that overlaps reduces these by a reduce-scatter: one message, of equal shards, whose sums are
+    of the dtype that travels."""
+    message, counts = messages[0]
+    return len(messages) == 1 and len(set(counts)) == 1 and wide(message[:0]).dtype == message.dtype
 
 
 def refuse_other_logs(transport: Transport, order: Order) -> None:

@@ -19,6 +19,7 @@ from zero.comm.handle import Handle
 from zero.comm.host_memory import CHUNK
 from zero.comm.link import Link
 from zero.comm.order import Order
+from zero.comm.process_group import scatters
 from zero.comm.sums import wide
 from zero.comm.transport import Message, Transport
 
@@ -45,9 +46,8 @@ class Rehearsal(Transport):
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         own = [counts[self._rank] for _, counts in messages]
-        message, counts = messages[0]
-        if self.overlaps and len(messages) == 1 and len(set(counts)) == 1 and wide(message[:0]).dtype == message.dtype:
-            sums = message.new_empty(counts[0]) if into is None else into
+        if self.overlaps and scatters(messages):
+            sums = messages[0][0].new_empty(own[0]) if into is None else into
             return Handle(lambda: sums)
         received = None if self._reads else self._rows(messages, own)
 

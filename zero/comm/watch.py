@@ -22,8 +22,8 @@ from zero.comm.order import Order
 
 _FAILURE = "failure"
 
-_PATIENCE = 1.0
-"""Seconds in which a store answers."""
+_PATIENCE, _PATIENCE_A_RANK = 1.0, 0.01
+"""Seconds in which a store answers, and more for each rank that it may be asked about."""
 
 _Answer = TypeVar("_Answer")
 _Waiting = tuple[int, tuple[int, list[int]]]
@@ -71,7 +71,7 @@ class Watch:
         if self._answers:
             thread = Thread(target=run, daemon=True)
             thread.start()
-            thread.join(_PATIENCE)
+            thread.join(_PATIENCE + _PATIENCE_A_RANK * self._world)
             self._answers = not thread.is_alive()
         return answers[0] if answers else None
 

@@ -6,25 +6,17 @@ sent     on the way; waited for before the next is sent
 
 from __future__ import annotations
 
-from typing import Protocol
-
-
-class Reduced(Protocol):
-    """What is needed of a Unit."""
-
-    def launch_reduce(self) -> None: ...
-
-    def finish_reduce(self) -> None: ...
+from zero.fsdp.unit import Unit
 
 
 class Reductions:
     """The gradients of one unit that is due, and of one whose gradients are sent."""
 
     def __init__(self) -> None:
-        self._due: Reduced | None = None
-        self._sent: Reduced | None = None
+        self._due: Unit | None = None
+        self._sent: Unit | None = None
 
-    def put(self, unit: Reduced) -> None:
+    def put(self, unit: Unit) -> None:
         """Collective. The unit's gradients are in its buckets, due to be sent."""
         self.send()
         self._due = unit
@@ -33,16 +25,16 @@ class Reductions:
         """Collective. Sends what is due."""
         if self._due is not None:
             self.finish()
-            self._due.launch_reduce()
+            self._due.gradients.launch()
             self._sent, self._due = self._due, None
 
     def finish(self) -> None:
         """Waits for what was sent."""
         if self._sent is not None:
             sent, self._sent = self._sent, None
-            sent.finish_reduce()
+            sent.gradients.finish(sent.title)
 
-    def finish_of(self, unit: Reduced) -> None:
+    def finish_of(self, unit: Unit) -> None:
         """Collective. Sends what the unit has due, and waits for it: backward has come to the unit again."""
         if self._due is unit:
             self.send()

@@ -210,7 +210,7 @@ class Unit:
         self.gradients.enter_backward()
 
     def end_backward(self) -> None:
-        """Hands the gradients over, for `launch_reduce` to send, and leaves of the parameters the parts."""
+        """Hands the gradients over, to be sent, and leaves of the parameters the parts."""
         self.gradients.hand_over()
         self._leave_backward()
 
@@ -224,14 +224,6 @@ class Unit:
         self.state = TrainingState.IDLE
         self.forget_calls()
         self.reshard()
-
-    def launch_reduce(self) -> None:
-        """Collective. Sends the gradients that were handed over."""
-        self.gradients.launch()
-
-    def finish_reduce(self) -> None:
-        """Waits for this rank's part of them."""
-        self.gradients.finish(self.title)
 
     @property
     def at_rest(self) -> bool:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.fsdp.unit import Unit
+from zero.measure.param_groups import told_options
 from zero.oss import OSS
 from zero.oss.from_optimizer import arguments
 from zero.plan import Cost, Options, Sizes, plan
+
+_KEPT = 16
+_planned: dict[tuple[object, ...], Cost | None] = {}
+"""A plan takes seconds, and reports are made again and again of one model."""
 
 
 def planned_for(
@@ -36,33 +41,49 @@ def planned_for(
         replicas=replicas[0].world if replicas else 1,
         backend="nccl" if device.type == "cuda" else "gloo",
     )
-    sizes = _of_units(units, inner) if units else Sizes.of_module(inner)
-    world = shards.world * options.replicas
-    optim = partial(type(inside), **arguments(inside)[0])
+    world, given = shards.world * options.replicas, arguments(inside)[0]
+    sizes = _without_values(units, inner)
+    shapes = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in _tensors(sizes.module))
+    key = stage, world, options, type(inside), told_options(given), shapes
+    if key not in _planned:
+        if len(_planned) == _KEPT:
+            _planned.clear()
+        _planned[key] = _plan(stage, world, options, partial(type(inside), **given), sizes)
+    return _planned[key]
+
+
+def _plan(stage: str, world: int, options: Options, optim: Callable[..., Optimizer], sizes: Sizes) -> Cost | None:
     try:
-        return plan(sizes, world_size=world, optimizer=optim, options=options).cost(stage, world)
+        found = plan(sizes, world_size=world, optimizer=optim, options=options, stages=[stage])
     except (ValueError, RuntimeError):  # of an optimizer that was built in a way that cannot be told
         return None
+    return found.cost(stage, world)
 
 
-def _of_units(units: Sequence[Unit], inner: nn.Module) -> Sizes:
-    """With full shapes, which the parameters do not have at rest. What is kept in float32 by its module's class is
-    planned as the rest."""
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _without_values(units: Sequence[Unit], inner: nn.Module) -> Sizes:
+    """A module of the same parameters, full, and buffers, in the same units: the model itself, which trains, is left
+    alone. What is kept in float32 by its module's class is planned as the rest."""
+    params = [(param.shape, param) for param in inner.parameters()]
+    of_units = [
+        [pair for flat in unit.groups for pair in zip(flat.shapes.whole, flat.params, strict=True)] for unit in units
+    ]
     root = nn.Module()
     modules = {"": root}
-    for number, unit in enumerate(units):
+    for number, held in enumerate(of_units or [params]):
         if number:
             modules[f"unit {number}"] = nn.Module()
             root.add_module(f"unit {number}", modules[f"unit {number}"])
-        within = modules[f"unit {number}" if number else ""]
-        for flat in unit.groups:
-            for shape, param in zip(flat.shapes.whole, flat.params, strict=True):
-                full = torch.empty(shape, dtype=flat.part.dtype, device="meta")
-                made = nn.Parameter(full, requires_grad=param.requires_grad)
-                within.register_parameter(f"parameter {len([*within.parameters(recurse=False)])}", made)
+        for place, (shape, param) in enumerate(held):
+            made = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
+            modules[f"unit {number}" if number else ""].register_parameter(f"parameter {place}", made)
     for number, buffer in enumerate(inner.buffers()):
         root.register_buffer(f"buffer {number}", torch.empty_like(buffer, device="meta"))
-    return Sizes(root, modules, units[0].precision)
+    return Sizes(root, modules, units[0].precision if units else Options().precision)
 
 
 def _master_dtype(optimizer: Optimizer) -> torch.dtype | None:

@@ -37,11 +37,6 @@ Deliver = Callable[[int, Tensor | None], None]
 Of float32 where gradients travelled with 16 bits."""
 
 
-def travels_alone(nbytes: int) -> bool:
-    """Whether a gradient of so many bytes is sent from where autograd wrote it, not with others."""
-    return nbytes >= _LARGE
-
-
 class Phase(enum.Enum):
     """Of one backward."""
 
@@ -94,7 +89,7 @@ class GradBucket:
         assert not self._taken and self.phase is Phase.FILLING
         self.trained = trained
         numels, itemsize = self.flat.layout.numels, self.flat.full.element_size()
-        self._large = [index for index in trained if travels_alone(numels[index] * itemsize)]
+        self._large = [index for index in trained if numels[index] * itemsize >= _LARGE]
         self._routes = Routes(self.flat.layout, trained, self._large)
         alone = set(self._large)
         owned = [self.flat.spans[index] for index in trained if index in self.flat.spans]

@@ -31,7 +31,8 @@ class End:
 
     def _used_anywhere(self, buckets: Sequence[GradBucket]) -> dict[GradBucket, dict[int, bool]]:
         """Collective. By bucket and index, whether any rank has used the parameter."""
-        told = torch.tensor([i in bucket.used for bucket in buckets for i in bucket.trained], dtype=torch.uint8)
+        used_here = [i in bucket.used for bucket in buckets for i in bucket.trained]
+        told = torch.tensor(used_here, dtype=torch.uint8, device="cpu")
         for comm, _ in self._groups:
             comm.all_reduce(told, maximum=True)
         by_bucket = told.bool().split([len(bucket.trained) for bucket in buckets])

@@ -104,11 +104,7 @@ def fields(
     found["micro_batch_size"] = _micro_batch_size(keys, found["gradient_accumulation_steps"])
     travels_in = keys.take("communication_data_type", lambda name: _DTYPES[name])
     found["reduce_dtype"] = None if stage < 2 and travels_in is torch.float32 else travels_in
-    for written, reason in _REFUSED.items():
-        keys.refuse(written, reason)
-    for reason, written in _WITHOUT_EFFECT.items():
-        keys.without_effect(written, reason)
-    keys.done()
+    keys.rest(_REFUSED, _WITHOUT_EFFECT)
     return found
 
 
@@ -197,11 +193,7 @@ def _zero(given: Mapping[str, Any], section: str) -> dict[str, Any]:
             f"{section}: ignore_unused_parameters=false is not available: unused parameters have no gradient at every "
             "stage. Remove it."
         )
-    for written, reason in _ZERO_REFUSED.items():
-        keys.refuse(written, reason)
-    for reason, written in _ZERO_WITHOUT_EFFECT.items():
-        keys.without_effect(written, reason)
-    keys.done()
+    keys.rest(_ZERO_REFUSED, _ZERO_WITHOUT_EFFECT)
     return found
 
 

@@ -70,6 +70,15 @@ class Keys:
             if name in self._left and not _not_said(self._left.pop(name)):
                 self._without_effect.setdefault(reason, []).append(self._written[name])
 
+    def rest(self, refused: Mapping[str, str], without_effect: Mapping[str, str]) -> None:
+        """All keys that are left: those refused with their reasons, and by reasons those without an effect; then
+        `done`."""
+        for names, reason in refused.items():
+            self.refuse(names, reason)
+        for reason, names in without_effect.items():
+            self.without_effect(names, reason)
+        self.done()
+
     def done(self) -> None:
         """Raises ValueError for keys that nobody asked about; warns once of those without an effect."""
         if self._left:

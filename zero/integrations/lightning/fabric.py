@@ -58,9 +58,7 @@ class ZeroFabricStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **options: Any,
     ) -> None:
-        if checkpoint not in ("full", "sharded"):
-            raise ValueError(f"checkpoint={checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
-        self._sharding = Sharding(stage, dict(oss or {}), options, in_shards=checkpoint == "sharded")
+        self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

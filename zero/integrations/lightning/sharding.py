@@ -29,20 +29,28 @@ class Sharding:
     """How a model is sharded.
 
     oss: options of OSS, at stages 1 and 2. options: of what wraps the model: DistributedDataParallel, ShardedDDP, FSDP.
-    in_shards: whether checkpoints are directories that zero.checkpoint writes, instead of one file.
-    Raises ValueError for a stage that is none, and for options that the stage has no use for.
+    checkpoint: "full", one file, or "sharded", directories that zero.checkpoint writes.
+    Raises ValueError for a stage or checkpoint of another kind, and for options that the stage has no use for.
     """
 
     stage: int
     oss: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    in_shards: bool = False
+    checkpoint: str = "full"
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage={self.stage!r} is unknown. Choose 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
         if self.stage == 3 and self.oss:
             raise ValueError(f"oss={dict(self.oss)}: OSS is of stages 1 and 2. At stage 3 pass FSDP's options by name.")
+
+        if self.checkpoint not in ("full", "sharded"):
+            raise ValueError(f"checkpoint={self.checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether checkpoints are directories that zero.checkpoint writes, instead of one file."""
+        return self.checkpoint == "sharded"
 
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Collective. At stages 1 and 2 an OSS in its place."""

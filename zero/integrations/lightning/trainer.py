@@ -72,9 +72,7 @@ class ZeroStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **options: Any,
     ) -> None:
-        self._sharding = Sharding(stage, dict(oss or {}), options, in_shards=checkpoint == "sharded")
-        if checkpoint not in ("full", "sharded"):
-            raise ValueError(f"checkpoint={checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
+        self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
         self._wrapper: nn.Module | None = None
         """At stage 3, between runs too, in which `model` is the plain one."""
         super().__init__(
