@@ -18,7 +18,6 @@ from zero.fsdp.choice import Choice
 from zero.fsdp.compiled import BETWEEN_UNITS
 from zero.fsdp.forward import Forward
 from zero.fsdp.guard import Guard, guarded
-from zero.fsdp.offload import CPUOffload, DiskOffload
 from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.schedule import Schedule
@@ -35,6 +34,7 @@ from zero.oss import norm
 from zero.oss.announce import announce
 from zero.oss.ddp import ddp_within
 from zero.oss.joining import NO_JOIN
+from zero.oss.offload import CPUOffload, DiskOffload
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
 from zero.sdp.unwrapped import refuse_steps

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero.comm import Comm
-from zero.fsdp.offload import Disk
 from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.stepping import Stepping
@@ -28,6 +27,7 @@ from zero.measure.numbers import differs
 from zero.measure.param_groups import PART
 from zero.oss.ddp import refuse_within_ddp
 from zero.oss.flat import FlatGroup
+from zero.oss.offload import Disk
 from zero.oss.partition import Partition, optimizer_problem
 from zero.oss.scaling import Scaling
 
@@ -174,7 +174,7 @@ class Guard:
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepping.after_step(optimizer)
         if self._disk is not None:
-            self._disk.after_step(optimizer, self._held(optimizer))
+            self._disk.stepped(optimizer, self._held(optimizer))
 
     def _problem(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
         """Why the step cannot be taken, in words for the user; None if it can."""

@@ -16,15 +16,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zero._torch import has_values, writes_so_far
 from zero.comm import Comm, Handle
-from zero.oss.lane import lane_of
+from zero.oss.lane import bring, lane_of
 from zero.oss.layout import Layout
+from zero.oss.offload import Home
 from zero.oss.shapes import Shapes
 from zero.oss.shown import shown
 
@@ -38,16 +38,6 @@ class Residence(enum.Enum):
     WHOLE = "whole"
     GATHERING = "being gathered"
     PART = "in part"
-
-
-class Home(Protocol):
-    """Where the parts of groups lie that are not kept beside the whole: in the memory of the CPU, in files."""
-
-    def place(self, part: Tensor) -> Tensor:
-        """A copy of the part, there. Raises OSError where there is no room."""
-
-    def used(self, part: Tensor) -> None:
-        """Called when a part that was placed has been read or written, and will not be for a while."""
 
 
 class FlatGroup:
@@ -267,13 +257,7 @@ class FlatGroup:
 
     def bring_home(self, gradient: Tensor) -> Tensor:
         """Where the part lies, in its dtype. From a GPU to the CPU it is on its way until `settle`."""
-        gradient = gradient.to(self.part.dtype)
-        if gradient.device == self.part.device:
-            return gradient
-        if self._lane is None:
-            return gradient.to(self.part.device)
-        there = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self.part.is_pinned())
-        return self._lane.bring(gradient, there)
+        return bring(gradient, self.part)
 
     def settle(self) -> None:
         """Waits until what was brought home is there, and the part is no longer being read."""

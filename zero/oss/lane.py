@@ -52,9 +52,25 @@ class Lane:
         """The host waits for all that is in the lane."""
         if self._used:
             self._used = False
-            event = self._streams.Event()
-            event.record(self._stream)
-            event.synchronize()
+            self.event().synchronize()
+
+    def event(self) -> Any:
+        """After all that is in the lane now."""
+        event = self._streams.Event()
+        event.record(self._stream)
+        return event
+
+
+def bring(source: Tensor, like: Tensor) -> Tensor:
+    """In the dtype of `like`, where that lies. From a device to the CPU it is on its way until the device's lane has
+    been waited for."""
+    source = source.to(like.dtype)
+    if source.device == like.device:
+        return source
+    if like.device.type != "cpu":
+        return source.to(like.device)
+    there = torch.empty(source.shape, dtype=source.dtype, pin_memory=like.is_pinned())
+    return lane_of(source.device).bring(source, there)
 
 
 _lanes: dict[torch.device, Lane] = {}

@@ -7,7 +7,8 @@ elements in 33 ms instead of 43), and what it holds in between is of a slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,19 @@ SLICE = 1 << 18
 
 _IN_THEIR_OWN_WAY = ("foreach", "fused", "capturable", "differentiable")
 """Options with which torch's optimizers do not take one parameter and operation after another."""
+
+
+@contextmanager
+def only(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """In here the optimizer has these parameters and no others."""
+    given, chosen = [group["params"] for group in optimizer.param_groups], {*params}
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param in chosen]
+        yield
+    finally:
+        for group, everything in zip(optimizer.param_groups, given, strict=True):
+            group["params"] = everything
 
 
 def step_in_slices(optimizer: Optimizer, **options: Any) -> None:

@@ -180,6 +180,8 @@ class Reducer:
             self._launch_next()
         self._finish_in_flight()
         self._end.reach([*zip(self._buckets, self._deliver, strict=True)])
+        for optimizer in self._optimizers:
+            optimizer.arrive()
         self._launched = 0
         self._in_backward = False
 
@@ -233,11 +235,12 @@ def _delivery(bucket: GradBucket, optimizer: OSS) -> Deliver:
 
     def deliver(index: int, gradient: Tensor | None) -> None:
         part = optimizer.part(bucket.flat.params[index])
-        if gradient is not None and gradient.dtype is not part.dtype:
-            gradient = gradient.to(part.dtype)
+        if gradient is not None:
+            gradient = optimizer.bring(bucket.flat, gradient)
         if part.grad is None:
             part.grad = gradient
         elif gradient is not None:
+            optimizer.arrive()
             part.grad += gradient
 
     return deliver

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision, Prefetch
-from zero.fsdp.offload import as_offload
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.strategy import as_strategy
 from zero.integrations.accelerate import deepspeed_keys, files, fsdp_keys
+from zero.oss.offload import as_offload
 from zero.oss.partition import Partition, partition_problem
 
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
