@@ -55,6 +55,11 @@ class Masters:
         """Whether there are masters of more bits than the parameters have, which belong to the optimizer's state."""
         return any(self._is_wider(flat) for flat in self._stepped)
 
+    def differ(self) -> bool:
+        """Whether any has bits of its own: is another than the parameters in its dtype."""
+        chunks = (pair for flat, stepped in self._stepped.items() for pair in _chunks(stepped, flat.part))
+        return any(bool((own != shard.to(own)).any()) for own, shard in chunks)
+
     def of(self, flat: FlatGroup) -> Tensor | None:
         """The master; None of what has as many bits as the parameters."""
         return self._stepped.get(flat) if self._is_wider(flat) else None

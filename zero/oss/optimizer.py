@@ -223,9 +223,10 @@ class OSS(Stepping):
         """
         self.finish_gathers()
         self._refuse_edits()
-        # Some ranks may own nothing that has state.
-        some_state = any(self._comm.all_gather_text("some" if self.optim.state else ""))
-        whole = state.consolidate(self, None, settle=False) if some_state or self.keeps_masters else None
+        # Some ranks may own nothing that has state, and before the first step nobody does.
+        some_state = self.optim.state or (self.keeps_masters and self._parts.masters.differ())
+        somewhere = any(self._comm.all_gather_text("some" if some_state else ""))
+        whole = state.consolidate(self, None, settle=False) if somewhere else None
         self._parts = self._laid_out(numel)
         self.optim.state.clear()
         for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
