@@ -11,11 +11,11 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -230,10 +230,43 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._world.pg_map[group][1]
 
 
+_Options = TypeVar("_Options")
+
+
+def in_stream_order(options: _Options) -> _Options:
+    """Has a collective on a GPU run on the current stream, instead of one of the group's own.
+
+    torch.distributed's functions say so by async_op=False, and wait then. Elsewhere this changes nothing.
+    """
+    options.asyncOp = False  # type: ignore[attr-defined]
+    return options
+
+
+def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Any:
+    """A Backend of the same ranks with communicators of its own if the group sends from the device by NCCL, else None.
+
+    torch.distributed.new_group() is collective over all ranks of the job. store: of this backend alone.
+    """
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # of builds for GPUs
+    if nccl is None or not isinstance(group._get_backend(device), nccl):
+        return None
+    options = nccl.Options()
+    options._timeout = timeout_of(group, device)
+    return nccl(store, dist.get_rank(group), dist.get_world_size(group), options)
+
+
+def abort(group: Any, device: torch.device) -> None:
+    """Ends what a ProcessGroup or Backend has launched on such a device and did not arrive. Nothing can be sent by it
+    afterwards. Of a ProcessGroup torch only offers to end all backends."""
+    backend = group._get_backend(device) if hasattr(group, "_get_backend") else group
+    with suppress(RuntimeError):  # of a kind that cannot
+        backend.abort()
+
+
 def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work:
     """Of a ProcessGroup or Backend. torch.distributed's functions take only groups that it has made itself."""
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
-    return gather(into, tensor, AllgatherOptions())  # type: ignore[no-any-return]
+    return gather(into, tensor, in_stream_order(AllgatherOptions()))  # type: ignore[no-any-return]
 
 
 def all_to_all_of_one_tensor(
@@ -241,13 +274,14 @@ def all_to_all_of_one_tensor(
 ) -> dist.Work:
     """The same. Counts are of elements, along the first dimension."""
     send = getattr(group, "all_to_all_single", None) or group.alltoall_base
-    return send(into, tensor, counts_in, counts_out, dist.AllToAllOptions())  # type: ignore[no-any-return]
+    how = in_stream_order(dist.AllToAllOptions())
+    return send(into, tensor, counts_in, counts_out, how)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work:
     """The same; sums."""
     scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    return scatter(into, tensor, dist.ReduceScatterOptions())  # type: ignore[no-any-return]
+    return scatter(into, tensor, in_stream_order(dist.ReduceScatterOptions()))  # type: ignore[no-any-return]
 
 
 # -------------------------------------------------------------------------------------------------- joining

@@ -8,7 +8,6 @@ import re
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +19,6 @@ import ranks
 import zero
 from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
-from streams import noted_streams
-from transports import overlapping
-from zero.comm.process_group import Overlapping
 from zero.oss.offload import Disk
 
 
@@ -188,38 +184,3 @@ def test_a_tensor_in_a_file_keeps_its_values_and_its_order_in_memory(tmp_path):
         disk.used(placed)
         assert torch.equal(placed, tensor + 1)
     assert disk.place(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-def ordered_by_streams(rank: int, world: int) -> list[str]:
-    gather = Overlapping.gather
-
-    def noted_gather(*args: Any) -> Any:
-        streams.note("gather")
-        return gather(*args)
-
-    with noted_streams() as streams, overlapping():
-        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        policy, as_needed = ModuleWrapPolicy({nn.Linear}), zero.Prefetch(forward_prefetch=False)
-        model = zero.FSDP(net, auto_wrap_policy=policy, offload=zero.CPUOffload(), prefetch=as_needed)
-        for layer in net:
-            layer.register_forward_pre_hook(lambda *_: streams.note("product"))
-        optimizer = sgd(model.parameters())
-        with mock.patch.object(Overlapping, "gather", noted_gather):
-            for _ in range(2):
-                optimizer.zero_grad()
-                streams.notes.clear()
-                model(torch.ones(2, 4)).sum().backward()
-                streams.note("backward was")
-                optimizer.step()
-    return streams.notes
-
-
-def test_gathers_of_offloaded_parts_go_in_the_lane_and_the_host_waits_at_the_end_of_backward():
-    for notes in ranks.run(ordered_by_streams):
-        gather = ["lane after computing", "gather in lane", "computing after lane"]
-        forward = [*gather, "product in computing"] * 2
-        assert notes[: len(forward)] == forward
-        backward = notes[len(forward) : notes.index("backward was in computing")]
-        assert backward[-2:] == ["event in lane", "host waits"]
-        assert backward[:-2].count("gather in lane") == 2
-        assert "product in computing" not in backward

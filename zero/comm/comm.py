@@ -97,6 +97,14 @@ class Comm:
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
 
+    def refuse_if_broken(self, buffers: object) -> None:
+        """Raises RuntimeError where a transfer has failed: nothing that was in flight counts as arrived.
+
+        buffers: of one that was, which are kept then: it may still write into them.
+        """
+        with self._order.transfer(None, buffers):
+            pass
+
     # ------------------------------------------------------------------------------------------- agreeing
 
     def channel(self, name: str) -> int:

@@ -7,7 +7,9 @@ one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
@@ -15,7 +17,7 @@ from weakref import WeakKeyDictionary, proxy
 import torch
 import torch.distributed as dist
 
-from zero._torch import backend_of, store_of, timeout_of
+from zero._torch import abort, another_like, backend_of, store_of, timeout_of
 from zero.comm.host_memory import HostMemory
 from zero.comm.local import Local
 from zero.comm.meeting import meet
@@ -66,10 +68,26 @@ class Link:
             if device.type == "cpu":  # what sends from the CPU can compare there, too
                 watch = self._watch(backend)
                 return Overlapping(*where, watch, checks=Gloo(*where, watch), name=backend)
-            return Overlapping(*where, None, checks=self.transport(), name=backend)
+            return self._of_device(device, backend, self.transport())
         timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
         with self.order.transfer(None, None):
             return self._among_cpus(timeout)
+
+    def _of_device(self, device: torch.device, backend: str, checks: Transport) -> Transport:
+        """Collective."""
+        assert self._store is not None
+        nonce = checks.exchange(os.urandom(16))[0].hex()  # the store may know an earlier group of the same name
+        store = dist.PrefixStore(f"zero/{nonce}", self._store)
+        group, reduces_by = self._group, another_like(self._group, device, store)
+
+        def end() -> None:
+            for one in (group, reduces_by):
+                with suppress(ReferenceError):  # the user has dropped the group
+                    if one is not None:
+                        abort(one, device)
+
+        where = self.order, group, self.rank, self.world
+        return Overlapping(*where, None, checks=checks, name=backend, reduces_by=reduces_by, abort=end)
 
     def _watch(self, backend: str) -> Watch | None:
         """Collective. torch's fake backend sends nothing, and its store keeps nothing."""

@@ -57,7 +57,7 @@ class Order:
         self._log: deque[int] = deque(maxlen=TAIL)
         self._length = 0
         self._stranded: list[Any] = []
-        """Buffers of transfers that failed, into which messages may still be written."""
+        """Buffers of transfers that failed, or were in flight then, into which messages may still be written."""
         self._names = [
             "a comparison of what the ranks were given",
             "a sum over the ranks",
@@ -151,6 +151,10 @@ class Order:
             for act in self.at_failure:
                 act(said)
 
+    def strand(self, buffers: object) -> None:
+        """Keeps the buffers of a transfer that did not arrive, and may still."""
+        self._stranded.append(buffers)
+
     def transfer(self, channel: int | None, buffers: object) -> Transfer:
         """A context for the part of a transfer that can fail. It keeps the buffers of one that does alive: they may
         still be written into, or read."""
@@ -158,7 +162,7 @@ class Order:
 
     def fail(self, channel: int | None, buffers: object, error: BaseException) -> str:
         """After the error of a transfer. Returns what to say of it."""
-        self._stranded.append(buffers)
+        self.strand(buffers)
         if self.broken:
             return self.broken  # ranks are out of step, or an earlier transfer failed
         where = "a transfer" if channel is None else self.name(channel)
@@ -179,7 +183,9 @@ class Transfer:
         self._order, self._channel, self._buffers = order, channel, buffers
 
     def __enter__(self) -> None:
-        self._order.refuse_if_broken()
+        if self._order.broken:
+            self._order.strand(self._buffers)
+            self._order.refuse_if_broken()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:

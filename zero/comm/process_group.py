@@ -29,6 +29,7 @@ from zero._torch import (
     all_gather_of_one_tensor,
     all_to_all_of_one_tensor,
     copy_all,
+    in_stream_order,
     reduce_scatter_of_one_tensor,
 )
 from zero.comm.handle import Handle
@@ -41,6 +42,10 @@ from zero.comm.watch import Watch
 _LOOKS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
 """After which a rank that waits says so, and looks what the others wait for, again and again; the last stays."""
 
+_SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
+_SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8}
+"""Dtypes that NCCL and Gloo have. Others move as bytes."""
+
 
 class ProcessGroupTransport(Transport):
     """What both have in common.
@@ -51,6 +56,7 @@ class ProcessGroupTransport(Transport):
 
     def __init__(self, order: Order, group: Any, rank: int, world: int, watch: Watch | None = None) -> None:
         self._order, self._group, self._rank, self._world, self._watch = order, group, rank, world, watch
+        self._reduces_by = group
         if watch is not None:
             order.at_failure.append(lambda _: _keep_for_ever(group))
 
@@ -76,13 +82,13 @@ class ProcessGroupTransport(Transport):
     def _all_to_all(self, rows: Tensor, message: Tensor, counts: Sequence[int]) -> dist.Work:
         """rows: what is received, one row a rank."""
         received = [counts[self._rank]] * self._world
-        return all_to_all_of_one_tensor(self._group, _real(rows.view(-1)), _real(message), received, [*counts])
+        return all_to_all_of_one_tensor(self._reduces_by, _real(rows.view(-1)), _real(message), received, [*counts])
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         self._run(BROADCAST, flat, lambda: self._broadcast(flat, source))
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
-        how = dist.AllreduceOptions()
+        how = in_stream_order(dist.AllreduceOptions())
         how.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         self._run(channel, tensor, lambda: self._group.allreduce([_real(tensor)], how))
 
@@ -97,9 +103,9 @@ class ProcessGroupTransport(Transport):
         if to is None:
             self._await(self._broadcast(tensor, owner))
         elif self._rank == owner != to:
-            self._group.send([_real(tensor)], to, 0).wait()
+            self._group.send([_moved(tensor)], to, 0).wait()
         elif self._rank == to != owner:
-            self._group.recv([_real(tensor)], owner, 0).wait()
+            self._group.recv([_moved(tensor)], owner, 0).wait()
 
     def exchange(self, data: bytes) -> list[bytes]:
         given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -122,9 +128,9 @@ class ProcessGroupTransport(Transport):
         return any(flags)
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
-        how = dist.BroadcastOptions()
+        how = in_stream_order(dist.BroadcastOptions())
         how.rootRank, how.rootTensor = source, 0
-        return self._group.broadcast([_real(flat)], how)  # type: ignore[no-any-return]
+        return self._group.broadcast([_moved(flat)], how)  # type: ignore[no-any-return]
 
     def _launch(
         self, channel: int, nbytes: int, buffers: object, launch: Callable[[], Sequence[dist.Work]]
@@ -175,19 +181,35 @@ class Gloo(ProcessGroupTransport):
 
 
 class Overlapping(ProcessGroupTransport):
-    """By a backend that sends beside the computing, on streams of its own, such as NCCL: neither launching nor waiting
-    keeps the host.
+    """By a backend that sends beside the computing, such as NCCL, in the stream that it is called on (streams.py):
+    neither launching nor waiting keeps the host.
 
     checks: the transport by which the ranks compare what they do, on the CPU.
+    reduces_by: communicators for reductions alone, so that they need not wait for gathers; by default those of `group`.
+    abort: ends what was launched, after a failure: other operations on the device would wait for it.
     """
 
     overlaps = True
 
     def __init__(
-        self, order: Order, group: Any, rank: int, world: int, watch: Watch | None, *, checks: Transport, name: str
+        self,
+        order: Order,
+        group: Any,
+        rank: int,
+        world: int,
+        watch: Watch | None,
+        *,
+        checks: Transport,
+        name: str,
+        reduces_by: Any = None,
+        abort: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(order, group, rank, world, watch)
         self._checks, self.name = checks, name
+        if reduces_by is not None:
+            self._reduces_by = reduces_by
+        if abort is not None:
+            order.at_failure.append(lambda _: abort())
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
         return self._checks.compare(channel, flag=flag)
@@ -202,7 +224,7 @@ class Overlapping(ProcessGroupTransport):
             channel,
             full.nbytes,
             (full, rows, sent),
-            lambda: [all_gather_of_one_tensor(self._group, _real(rows), _real(sent))],
+            lambda: [all_gather_of_one_tensor(self._group, _moved(rows), _moved(sent))],
         )
 
         def finish() -> None:
@@ -222,7 +244,7 @@ class Overlapping(ProcessGroupTransport):
             channel,
             message.nbytes,
             (message, sums),
-            lambda: [reduce_scatter_of_one_tensor(self._group, _real(sums), _real(message))],
+            lambda: [reduce_scatter_of_one_tensor(self._reduces_by, _real(sums), _real(message))],
         )
 
         def finish() -> Tensor:
@@ -265,3 +287,9 @@ def _keep_for_ever(group: object) -> None:
 def _real(tensor: Tensor) -> Tensor:
     """Complex numbers as pairs, in one more dimension: backends know none."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """As what a flat tensor is moved, where nothing is computed with it."""
+    real = _real(tensor)
+    return real if real.dtype in _SENT else real.view(torch.uint8)

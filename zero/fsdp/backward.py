@@ -18,6 +18,7 @@ import torch
 from zero._torch import at_end_of_backward
 from zero.comm import Comm
 from zero.fsdp.at_rest import RestingReads
+from zero.fsdp.beside import Beside
 from zero.fsdp.in_backward import StepsInBackward
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
@@ -39,7 +40,7 @@ class Backward:
         self.reduces = True
         self.active = self.awaited = False
         self._units, self._root, self._prefetch, self._after = units, units[0], prefetch, after
-        self._reductions = Reductions(self._reduced)
+        self._beside, self._reductions = Beside(units), Reductions(self._reduced)
         self.steps: StepsInBackward | None = None
         self._end = End(comms, "the end of a backward of FSDP")
         self._resting_reads = RestingReads()
@@ -78,7 +79,7 @@ class Backward:
         if not call.seen_off:  # which need not be the end of all: re-entrant checkpoints run backwards inside of it
             at_end_of_backward(partial(self.leaves, unit, call))
         if entered and self._prefetch.before_backward:
-            if self._prefetch.limit < 3:
+            if self._prefetch.limit != 3:
                 self._reductions.finish()
             self._launch_ahead(unit)
 
@@ -95,6 +96,7 @@ class Backward:
             self.abandon()
         if not self.active:
             self.active = True
+            self._beside.begin()
             self._resting_reads.backward_begins()
             if self.steps is not None:
                 self.steps.begin()
@@ -103,6 +105,7 @@ class Backward:
             at_end_of_backward(finish)
 
     def _enter(self, unit: Unit) -> None:
+        self._beside.expect(unit)
         self._resting_reads.end(unit)
         if self.steps is not None:
             self.steps.refuse_again(unit)
@@ -122,15 +125,15 @@ class Backward:
         """Gathers the unit that backward comes to next, if it is known and not there."""
         ahead = unit.before
         if ahead is not None and ahead.calls and ahead.state is TrainingState.IDLE:
-            ahead.launch_unshard()
+            ahead.launch_unshard(ahead=True)
 
     def _complete(self, unit: Unit) -> None:
         self._under_way.remove(unit)
         if not self.reduces:
             unit.keep_gradients()
             return
+        unit.end_backward()  # first, so that what is gathered into its memory need not wait for what was sent
         self._reductions.finish()
-        unit.end_backward()
         self._reductions.put(unit)
         if self._prefetch.limit == 1:
             self._reductions.finish_all()

@@ -171,6 +171,7 @@ class FSDP(Weights):
         self._summons = Summons(self._units, self._guard, self._placement, self._cast_buffers)
         self._sentry = Sentry(self._units)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
+        prefetch = prefetch.where(overlaps=any(unit.overlaps for unit in self._units))
         self._backward = Backward(self._units, self.comms, prefetch, after=self._guard.after_backward)
         self._schedule = Schedule(self._units, self.comms, prefetch, self._backward)
         gradients = Gradients([param for group in self.flat_groups for param in group.params])

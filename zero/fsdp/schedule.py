@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from zero._torch import in_a_backward, modules_being_called
 from zero.comm import Comm
 from zero.fsdp.backward import Backward
+from zero.fsdp.beside import Beside
 from zero.fsdp.casts import Casts
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
@@ -41,7 +42,7 @@ class Schedule:
         self.uncompiled = False
         self._units, self._comms, self._prefetch, self._backward = units, comms, prefetch, backward
         self._root = units[0]
-        self._casts = Casts(units)
+        self._casts, self._beside = Casts(units), Beside(units)
         self._running: list[Unit] = []
         """Units whose forward runs, from the outside in."""
         self._begun = 0
@@ -108,8 +109,10 @@ class Schedule:
         if not self._running:
             self._casts.before_forward()
             if not self._backward.active:
+                self._beside.begin()
                 for comm in self._comms:
                     comm.begin_schedule()
+        self._beside.expect(unit)
         for other in (unit, *unit.reads):
             self._backward.end_reads(other)
             other.unshard()
@@ -123,8 +126,8 @@ class Schedule:
         if unit is not self._root and unit is not self._last:
             self._last.after, unit.before = unit, self._last
         self._last = unit
-        if unit.after is not None and self._prefetch.before_forward(overlaps=unit.overlaps):
-            unit.after.launch_unshard()
+        if unit.after is not None and self._prefetch.before_forward:
+            unit.after.launch_unshard(ahead=True)
 
     def _end_interrupted(self) -> None:
         """Forgets forwards that an interrupt has ended (KeyboardInterrupt), of which no hook is told."""
@@ -161,10 +164,14 @@ class Schedule:
             needs_backward = trains and watch_outputs(unit, output, self._pre_backward(unit, call))
             self._backward.awaited |= needs_backward
             if unit.depth == 0:
-                self._leave(unit, kept=needs_backward and (unit is self._root or unit.stays))
+                self._leave(unit, kept=needs_backward and (unit is self._root or unit.stays or self._comes_first(unit)))
             return output
 
         return post_forward
+
+    def _comes_first(self, unit: Unit) -> bool:
+        """Whether backward comes to the unit first, as the last time, and would gather it ahead."""
+        return unit is self._root.before and self._prefetch.before_backward
 
     def _leave(self, unit: Unit, *, kept: bool) -> None:
         unit.inputs.clear()
@@ -175,9 +182,10 @@ class Schedule:
         if unit is self._root:
             self._looking.close()
             unit.before = None if self._last is unit else self._last
-            for ahead in self._units:
-                if ahead.gathering:
-                    self._rest(ahead)  # what came next the last time did not this time
+            for other in self._units:
+                if other.gathering:
+                    self._rest(other)  # what came next the last time did not this time
+                other.settle()  # the user may write into shards from here on
         if not kept:
             for other in (unit, *unit.reads):
                 self._rest(other)

@@ -177,11 +177,11 @@ class Unit:
                     "the first error, and start the process group anew."
                 )
 
-    def launch_unshard(self) -> None:
-        """Collective. Starts to make the parameters whole, where they are not."""
+    def launch_unshard(self, *, ahead: bool = False) -> None:
+        """Collective. Starts to make the parameters whole, where they are not. ahead: they are needed later."""
         for group in self.groups:
             if group.residence is Residence.PART:
-                group.launch_gather()
+                group.launch_gather(ahead=ahead)
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are whole."""
@@ -200,6 +200,11 @@ class Unit:
         """Has the next `reshard` look whether the module wrote into its parameters, if it was whole till then."""
         for group in self.groups:
             group.look_for_writes()
+
+    def settle(self) -> None:
+        """Waits until the parts and their gradients are the host's to read and write."""
+        for group in self.groups:
+            group.settle()
 
     # -------------------------------------------------------------------------------------------- backward
 
@@ -242,11 +247,6 @@ class Unit:
                 "loss = criterion(model(inputs), targets) + penalty."
             )
         self.gradients.take_resting(param)
-
-    def settle(self) -> None:
-        """Waits until the parts and their gradients are the host's to read and write."""
-        for group in self.groups:
-            group.settle()
 
     def interrupt(self) -> None:
         """Puts the gradients from before a backward that an exception ended where they were. Waits for nobody.

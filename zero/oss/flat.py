@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zero._torch import has_values, writes_so_far
 from zero.comm import Comm, Handle
-from zero.oss.lane import bring, lane_of
+from zero.comm.streams import NONE, NoStreams, streams_of
 from zero.oss.layout import Layout
 from zero.oss.offload import Home
-from zero.oss.shapes import Shapes
+from zero.oss.shapes import Shapes, is_copy, with_own_storage
 from zero.oss.shown import shown
 
 _CHUNK = 2**18
@@ -78,9 +78,13 @@ class FlatGroup:
         self._summoned: Tensor | None = None
         self._written_to = 0
         """How often torch had counted writes into the parameters when they became whole."""
+        self._written_at_begin = 0
+        """The same when the forward or backward began that runs now."""
         self._may_be_written = self._is_written = False
 
         self.full = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
+        beside = home is not None or comm.runs_beside(self.full)
+        self.streams: NoStreams = streams_of(self.full) if beside else NONE
         self.whole_views = self._views_to_bind(self.full)
         with torch.no_grad():
             for param, view in zip(self.params, self.whole_views, strict=True):
@@ -93,7 +97,6 @@ class FlatGroup:
         if not self._frees:
             self.part_views = [with_own_storage(view) for view in self.part_views]
         self._home = home
-        self._lane = lane_of(self.full.device) if home else None
         self._part_in_whole = part_in_whole and self._frees and home is None and computed_as == self.part.dtype
         if own_part:
             if computed_as != self.part.dtype:
@@ -119,32 +122,38 @@ class FlatGroup:
 
     # --------------------------------------------------------------------------------------- residence
 
-    def launch_gather(self, *, sent_as: torch.dtype | None = None, conceal: bool = False) -> None:
+    def begin(self) -> None:
+        """A forward or backward begins, on a device that has streams."""
+        self._written_at_begin = self._count_writes()
+
+    def launch_gather(self, *, sent_as: torch.dtype | None = None, ahead: bool = False, conceal: bool = False) -> None:
         """Collective. Starts to bring every other rank's segment into `full`.
 
         sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision.
+        ahead: it is needed later. It waits for what was computed only if the part was written since `begin`.
         conceal: until `finish_gather` the parameters are NaN in their own shape, which takes one element of memory and
             cannot be written to, so that nobody takes for new what has not arrived.
         """
         assert self._handle is None, "a gather is in flight already"
         if self._own_part:
             assert self.residence is Residence.PART
-            if self._frees:
-                self.full.untyped_storage().resize_(self.full.nbytes)
             self.residence = Residence.GATHERING
         if conceal:
             unknown = self.full.new_full((), torch.nan)
             self._bind([unknown.expand(shape) for shape in self.shapes.whole])
             self.residence = Residence.GATHERING
-        with shown("unshard", self.label, self.comm.rank), self._lane or nullcontext():
-            if self._frees:
-                with torch.no_grad():
-                    own = self.full[self.layout.segment(self.comm.rank)]
-                    own.copy_(self.part.to(own.device, non_blocking=True))
-                self._part_used()
-            self._handle = self._launch_gather(sent_as)
+        with shown("unshard", self.label, self.comm.rank):
+            launch = partial(self._launch_gather, sent_as)
+            ahead = ahead and self.streams is not NONE and self._count_writes() == self._written_at_begin
+            self._handle = self.streams.gather(self.comm, launch, ahead=ahead, from_host=self._offloaded)
 
     def _launch_gather(self, sent_as: torch.dtype | None) -> Handle:
+        if self._frees:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+            with torch.no_grad():
+                own = self.full[self.layout.segment(self.comm.rank)]
+                own.copy_(self.part.to(own.device, non_blocking=True))
+            self._part_used()
         if sent_as is None or sent_as.itemsize >= self.full.element_size() or self.comm.world == 1:
             return self.comm.gather(self.full, self.layout.bounds, self._channel)
         return self._gather_compressed(sent_as)
@@ -168,8 +177,6 @@ class FlatGroup:
         handle, self._handle = self._handle, None
         with shown("wait_for_unshard", self.label, self.comm.rank):
             handle.wait()
-        if self._lane is not None:
-            self._lane.join()
         if self._bound is not self.whole_views:
             self._bind(self.whole_views)
         if self._part_in_whole:
@@ -226,12 +233,14 @@ class FlatGroup:
         """Into the part, what differs: where `full` has a lower precision, the rest keeps its own."""
         with torch.no_grad():
             for whole, part in zip(own.split(_CHUNK), self.part.split(_CHUNK), strict=True):
-                part.copy_(torch.where(whole == part.to(whole), part, whole.to(part)))
+                same = (whole == part.to(whole)).to(part.device)
+                part.copy_(torch.where(same, part, whole.to(part)))
         self._part_used()
 
     def _leave_part(self) -> None:
         self._bind(self.part_views)
         if self._frees:
+            self.streams.release()
             self.full.untyped_storage().resize_(0)
         self.residence = Residence.PART
 
@@ -257,12 +266,24 @@ class FlatGroup:
 
     def bring_home(self, gradient: Tensor) -> Tensor:
         """Where the part lies, in its dtype. From a GPU to the CPU it is on its way until `settle`."""
-        return bring(gradient, self.part)
+        return self.bring(gradient, self.part)
+
+    def bring(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """In the dtype of `like`, and where that lies. From a GPU to the CPU it is on its way until `settle`."""
+        if gradient.device == like.device:
+            return gradient.to(like.dtype)
+        there = torch.empty(gradient.shape, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
+        self.streams.to_host(gradient, there)
+        return there
 
     def settle(self) -> None:
         """Waits until what was brought home is there, and the part is no longer being read."""
-        if self._lane is not None:
-            self._lane.wait()
+        self.streams.settle()
+
+    @property
+    def _offloaded(self) -> bool:
+        """Whether the part lies on another device than `full`."""
+        return self.part.device != self.full.device
 
     def _part_used(self) -> None:
         if self._home is not None:
@@ -312,23 +333,7 @@ class FlatGroup:
         CPU. Returns the name of one whose data is other data, if there is one."""
         for param, view, name in zip(self.params, self._bound, self.names, strict=True):
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
-                if not _is_copy(param.data, view):
+                if not is_copy(param.data, view):
                     return name
                 param.data = view
         return None
-
-
-def with_own_storage(view: Tensor) -> Tensor:
-    """A tensor on the view's memory whose storage has the view's bytes alone, and keeps the memory alive.
-
-    Not for memory that is freed by shrinking its storage: this one would not notice. Tensors of a rehearsal
-    (zero.plan), which have no memory, stay views.
-    """
-    return torch.from_dlpack(view) if has_values(view) else view
-
-
-def _is_copy(data: Tensor, view: Tensor) -> bool:
-    """Whether the bytes are the same (so NaN is equal to itself)."""
-    if (data.stride(), data.dtype, data.device, data.shape) != (view.stride(), view.dtype, view.device, view.shape):
-        return False
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (data, view)))

@@ -10,14 +10,12 @@ weights) is taken over, for there it is the master that is out of date.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from zero.oss.flat import FlatGroup
-from zero.oss.lane import bring, lane_of
 from zero.oss.offload import Home
 
 _CHUNK = 2**22
@@ -30,8 +28,8 @@ class Masters:
     def __init__(self, dtype: torch.dtype | None, home: Home | None = None) -> None:
         self._dtype, self.home = dtype, home
         self._stepped: dict[FlatGroup, Tensor] = {}
-        self._on_their_way: dict[FlatGroup, Any] = {}
-        """Events after the gradients that are being brought."""
+        self._on_their_way: dict[FlatGroup, Callable[[], None]] = {}
+        """What waits for the gradients that are being brought."""
 
     def add(self, flat: FlatGroup) -> Tensor:
         """What is stepped of a flat group: its shard itself where nothing else is to be."""
@@ -89,15 +87,15 @@ class Masters:
 
     def bring(self, flat: FlatGroup, gradient: Tensor) -> Tensor:
         """A gradient of the shard, in the dtype of what is stepped, where that lies; on its way until `arrive`."""
-        brought = bring(gradient, self._stepped.get(flat, flat.part))
-        if gradient.device.type != brought.device.type == "cpu":
-            self._on_their_way[flat] = lane_of(gradient.device).event()
+        brought = flat.bring(gradient, self._stepped.get(flat, flat.part))
+        if brought.device != gradient.device:
+            self._on_their_way[flat] = flat.streams.at_host()
         return brought
 
     def arrive(self, flat: FlatGroup) -> None:
         """The host waits for the gradients that were brought."""
         if flat in self._on_their_way:
-            self._on_their_way.pop(flat).synchronize()
+            self._on_their_way.pop(flat)()
 
     def _used(self, stepped: Tensor) -> None:
         if self.home is not None:

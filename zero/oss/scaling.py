@@ -86,7 +86,7 @@ class Scaling:
         more: float64, on all ranks or none; the maximum over the ranks is returned.
         """
         factor = self._factor()
-        told = torch.tensor([float(problem is not None), -math.inf, -math.inf], dtype=torch.float64)
+        told = torch.tensor([float(problem is not None), -math.inf, -math.inf], dtype=torch.float64, device="cpu")
         if factor is not None:
             told[1], told[2] = factor, -factor
         if more is None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zero._torch import wraps_others
+from zero._torch import has_values, wraps_others
 from zero.measure.shapes import part_shape
 from zero.oss.layout import ALIGNMENT, Layout, Span
 
@@ -99,3 +99,19 @@ def unusable(param: object, name: str) -> str | None:
             f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
         )
     return None
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """A tensor on the view's memory whose storage has the view's bytes alone, and keeps the memory alive.
+
+    Not for memory that is freed by shrinking its storage: this one would not notice. Tensors of a rehearsal
+    (zero.plan), which have no memory, stay views.
+    """
+    return torch.from_dlpack(view) if has_values(view) else view
+
+
+def is_copy(data: Tensor, view: Tensor) -> bool:
+    """Whether the bytes are the same (so NaN is equal to itself)."""
+    if (data.stride(), data.dtype, data.device, data.shape) != (view.stride(), view.dtype, view.device, view.shape):
+        return False
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (data, view)))

@@ -13,7 +13,8 @@ not used what it owns, that is known at the end of the backward only (usage.py).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NoReturn
 
@@ -23,6 +24,8 @@ from torch import Tensor
 from zero._torch import copy_all
 from zero.comm import Comm, Handle
 from zero.comm.packing import joined
+from zero.comm.streams import streams_of
+from zero.comm.transport import Message
 from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_sparse
 from zero.oss.layout import Span
@@ -57,7 +60,10 @@ class GradBucket:
         self._replicas = replicas
         self._sent_as = sent_as or flat.full.dtype
         self._channel = flat.comm.channel(f"the reduction of {flat.label}")
+        self._streams = flat.streams
         if replicas is not None:
+            if replicas.runs_beside(flat.full):  # though nothing may be sent within the group
+                self._streams = streams_of(flat.full)
             self._replica_channel = replicas.channel(f"the averaging over replicas of {flat.label}")
         self.phase = Phase.FILLING
         self.trained: tuple[int, ...] = ()
@@ -152,7 +158,20 @@ class GradBucket:
         self.missing = self.missing or not self.complete
         self._forget_taken()
         with shown("reduce", self.flat.label, self.flat.comm.rank):
-            self._handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
+            self._handle = self._streams.reduce(comm, partial(self._reduce, messages))
+
+    def _reduce(self, messages: Sequence[Message]) -> Handle:
+        comm, replicas = self.flat.comm, self._replicas
+        handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
+        if replicas is None:
+            return handle
+
+        def average() -> Tensor:
+            sums: Tensor = handle.wait()
+            replicas.all_reduce(sums, channel=self._replica_channel)
+            return sums.mul_(1 / replicas.world)
+
+        return Handle(average)
 
     def _in_layout_order(self) -> Tensor:
         """All gradients, flat; zeros where there are none."""
@@ -195,9 +214,6 @@ class GradBucket:
         with shown("wait_for_reduce", self.flat.label, self.flat.comm.rank):
             sums: Tensor = handle.wait()
         self.phase = Phase.FILLING
-        if self._replicas is not None:
-            self._replicas.all_reduce(sums, channel=self._replica_channel)
-            sums *= 1 / self._replicas.world
         for span, shard in zip(self._owned, self._by_parameter(sums), strict=True):
             shard = self.flat.shapes.shaped(span.index, shard, span)
             if span.index in self._sent:

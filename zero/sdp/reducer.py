@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm
+from zero.comm.streams import Streams
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import Deliver, GradBucket
 from zero.sdp.gathers import finish_all
@@ -67,6 +68,8 @@ class Reducer:
             for number, bucket in enumerate(self._buckets)
             for index, param in enumerate(bucket.flat.params)
         }
+        streams = {bucket.flat.streams for bucket in self._buckets}
+        self._streams = [one for one in streams if isinstance(one, Streams)]
         self._largest_bucket = max(bucket.flat.full.nbytes for bucket in self._buckets)
         self._largest_param = max(param.nbytes for param in self._places)
 
@@ -124,6 +127,8 @@ class Reducer:
         self._begin()
         number, index = self._places[param]
         bucket = self._buckets[number]
+        for streams in self._streams:
+            streams.expect_computing(f"the gradient of {bucket.flat.names[index]} arrived")
         if number < self._launched:
             bucket.refuse_late(index)
         bucket.take_from(param, index)
@@ -136,6 +141,8 @@ class Reducer:
             finish_all(self._optimizers)  # of a graph from before the last step
             self._begin_reducing()
             self._in_backward = True
+            for streams in self._streams:
+                streams.compute_here()
             at_end_of_backward(self._finish)
 
     def _launch_complete(self) -> None:

@@ -1,0 +1,132 @@
+"""Streams and events of a device that is not there.
+
+A stream has a vector clock: of every stream, how many of its operations come before what the stream runs next. The
+host is one more stream: what it launches comes after what it has done and waited for. Beside this each stream has a
+time, at which it has run all that it was given; the host takes none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zero
+
+PACKAGE = str(Path(zero.__file__).parent)
+
+
+class Site(NamedTuple):
+    """A line of the package by which a stream, or the host, waits: where that is done, or what leads there."""
+
+    file: str
+    function: str
+    line: int
+
+
+class Stall(NamedTuple):
+    """That the computing stream had nothing to do. what: it waited for."""
+
+    what: str
+    seconds: float
+
+
+class Event:
+    def __init__(self, stream: Stream) -> None:
+        self.clock, self.time, self.label = dict(stream.clock), stream.time, stream.label
+        self._device = stream.device
+
+    def synchronize(self) -> None:
+        if self._device.waits_here():
+            self._device.host.join(self.clock)
+
+
+class Stream:
+    """label: what it was given last, if that was a transfer."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name, self.label, self.time = device, name, "", 0.0
+        self.clock: dict[Stream, int] = {}
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def join(self, clock: dict[Stream, int]) -> None:
+        for stream, tick in clock.items():
+            self.clock[stream] = max(tick, self.clock.get(stream, 0))
+
+    def knows(self, stream: Stream, tick: int) -> bool:
+        """Whether what the stream ran at the tick comes before what this one runs next."""
+        return stream is self or self.clock.get(stream, 0) >= tick or self.device.host.clock.get(stream, 0) >= tick
+
+    def run(self, seconds: float, label: str = "") -> int:
+        """The next operation. Returns its tick."""
+        self.join(self.device.host.clock)
+        self.clock[self] = self.clock.get(self, 0) + 1
+        self.time += seconds
+        self.label = label
+        return self.clock[self]
+
+    def record_event(self) -> Event:
+        return Event(self)
+
+    def wait_event(self, event: Event) -> None:
+        if self.device.waits_here():
+            self.wait(event)
+
+    def wait_stream(self, other: Stream) -> None:
+        if self.device.waits_here():
+            self.wait(Event(other))
+
+    def wait(self, event: Event) -> None:
+        self.join(event.clock)
+        if event.time > self.time and self is self.device.computing:
+            self.device.stalls.append(Stall(event.label, event.time - self.time))
+        self.time = max(self.time, event.time)
+
+
+class Device:
+    """In the place of torch.cuda.
+
+    sites: where the package waited. removed: the one at which nothing does, as if the line were not there.
+    stalls: of the computing stream. recording: whether a CUDA graph is.
+    """
+
+    def __init__(self) -> None:
+        self.host = Stream(self, "host")
+        self.computing = self._current = Stream(self, "computing")
+        self.sites: set[Site] = set()
+        self.removed: Site | None = None
+        self.stalls: list[Stall] = []
+        self.recording = False
+        self._names = iter(("gathers", "reductions"))
+
+    def Stream(self, device: object = None, priority: int = 0) -> Stream:
+        return Stream(self, next(self._names, "another stream"))
+
+    def current_stream(self, device: object = None) -> Stream:
+        return self._current
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.recording
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def waits_here(self) -> bool:
+        """Called by what the package calls in order to wait. Whether it is to."""
+        here = set()
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                here.add(Site(frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_code.co_name, frame.f_lineno))
+            frame = frame.f_back
+        self.sites |= here
+        return self.removed not in here

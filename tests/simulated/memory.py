@@ -1,0 +1,197 @@
+"""Every access to the memory of a device, checked.
+
+An operator runs on the current stream. What it reads must have been written before, by the clocks of the streams, and
+what it writes must have been read before by whoever reads it. Freed memory goes to the stream that it was allocated on,
+as in torch's caching allocator, and may be what that stream allocates next: all that was done with it must come before.
+A storage that was shrunk to nothing cannot be read or written, and once it has room again, not be read until written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simulated.device import Device, Stream
+
+Accesses = dict[Stream, int]
+
+READS_NOTHING = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+NO_ACCESS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "set_", "resize_", "is_pinned")
+
+
+class Race(AssertionError):
+    """An access that nothing orders after another."""
+
+
+class Block:
+    """The memory of a storage. home: the stream that it was allocated on; None of what lies in the CPU's memory."""
+
+    def __init__(self, name: str, home: Stream | None, start: int, nbytes: int) -> None:
+        self.name, self.home, self.start, self.nbytes = name, home, start, nbytes
+        self.writes: Accesses = {}
+        self.reads: Accesses = {}
+        self.readable = True
+
+    def __contains__(self, other: Block) -> bool:
+        return self.start <= other.start and other.start + other.nbytes <= self.start + self.nbytes
+
+
+class Memory(TorchDispatchMode):
+    """seconds: what an operator costs, given its arguments."""
+
+    def __init__(self, device: Device, seconds: Callable[[Any, Sequence[Any]], float] = lambda *_: 0.0) -> None:
+        super().__init__()
+        self._device, self._seconds = device, seconds
+        self._blocks: dict[ref[torch.UntypedStorage], Block] = {}
+        self._freed: dict[Stream, list[Block]] = {}
+        self._paused = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            if storage.device.type != "cpu":
+                return resize(storage, size)
+            block = self._block(storage)
+            if block.nbytes:
+                self._free(block)
+            result = resize(storage, size)
+            block.start, block.nbytes, block.readable = storage.data_ptr(), size, False
+            if size:
+                self._allocate(block)
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized), self:
+            yield
+
+    def in_host_memory(self, tensor: Tensor) -> None:
+        """The tensor lies in the memory of the CPU, pinned."""
+        self._block(tensor.untyped_storage()).home = None
+
+    def is_in_host_memory(self, tensor: Tensor) -> bool:
+        return self._block(tensor.untyped_storage()).home is None
+
+    def access(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float, label: str) -> None:
+        """Runs something on the current stream, or, where all is in the CPU's memory, on the host."""
+        read, written = self._blocks_of(reads), self._blocks_of(writes)
+        on_host = [block.home is None for block in (*read, *written)]
+        stream = self._device.host if on_host and all(on_host) else self._device.current_stream()
+        for block in read:
+            if not block.readable:
+                raise Race(f"{what} on {stream} reads {block.name}, which nobody has written since it was freed")
+            self._expect(stream, block.writes, f"{what} reads {block.name}, which {{}} writes")
+        for block in written:
+            self._expect(stream, block.writes, f"{what} writes {block.name}, which {{}} writes")
+            self._expect(stream, block.reads, f"{what} writes {block.name}, which {{}} reads")
+        tick = stream.run(seconds, label)
+        for block in read:
+            block.reads[stream] = tick
+        for block in written:
+            block.writes, block.reads, block.readable = {stream: tick}, {}, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or func.name().startswith("prim::"):
+            return func(*args, **kwargs)
+        name = func.name().split("::")[1].split(".")[0]
+        free = func.is_view or name in NO_ACCESS
+        reads, writes = operands(func, args, kwargs)
+        if not free and name not in READS_NOTHING:
+            self._note(name, reads, writes, args, kwargs, func)
+        result = func(*args, **kwargs)
+        made = [tensor for tensor in tensors_in(result) if ref(tensor.untyped_storage()) not in self._blocks]
+        host = bool(reads) and all(map(self.is_in_host_memory, [*reads, *writes]))
+        for tensor in made:
+            block = self._block(tensor.untyped_storage())
+            if host:
+                block.home = None
+        if not free and made:
+            self.access(name, [], made, 0.0, "")
+        return result
+
+    def _note(self, name: str, reads: list[Tensor], writes: list[Tensor], args: Any, kwargs: Any, func: Any) -> None:
+        self.access(name, [*reads, *(one for one in writes if name != "copy_")], writes, self._seconds(func, args), "")
+        waits = name in ("_local_scalar_dense", "equal") and not all(map(self.is_in_host_memory, reads))
+        if name == "copy_" and self.is_in_host_memory(args[0]) and not self.is_in_host_memory(args[1]):
+            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        if waits:
+            self._device.host.join(self._device.current_stream().clock)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done in here is noted otherwise."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # ---------------------------------------------------------------------------------------------------- blocks
+
+    def _blocks_of(self, tensors: Sequence[Tensor]) -> list[Block]:
+        return [self._block(tensor.untyped_storage()) for tensor in tensors if tensor.numel()]
+
+    def _block(self, storage: torch.UntypedStorage) -> Block:
+        known = ref(storage, self._died)
+        if known not in self._blocks:
+            kind = "tensor" if storage.nbytes() else "empty tensor"
+            block = Block(f"a {kind} of {storage.nbytes()} bytes", self._current, storage.data_ptr(), storage.nbytes())
+            around = [other for other in self._blocks.values() if block.nbytes and other.nbytes and block in other]
+            if not around:
+                self._allocate(block)
+            self._blocks[known] = around[0] if around else block
+        return self._blocks[known]
+
+    @property
+    def _current(self) -> Stream:
+        return self._device.current_stream()
+
+    def _died(self, known: ref[torch.UntypedStorage]) -> None:
+        block = self._blocks.pop(known)
+        if block not in self._blocks.values() and block.nbytes:
+            self._free(block)
+
+    def _free(self, block: Block) -> None:
+        if block.home is not None:
+            freed = Block(block.name, block.home, 0, 0)
+            freed.reads, freed.writes = block.reads, block.writes
+            self._freed.setdefault(block.home, []).append(freed)
+        block.reads, block.writes, block.nbytes = {}, {}, 0
+
+    def _allocate(self, block: Block) -> None:
+        block.home = self._current
+        for freed in self._freed.pop(block.home, []):
+            told = f"memory of {freed.name}, which is freed, is used for another, and {{}} still"
+            self._expect(block.home, freed.writes, f"{told} writes it")
+            self._expect(block.home, freed.reads, f"{told} reads it")
+
+    def _expect(self, stream: Stream, accesses: Accesses, told: str) -> None:
+        """That what runs on the stream now comes after these."""
+        for other, tick in accesses.items():
+            if not stream.knows(other, tick):
+                raise Race(f"on {stream}, {told.format(other)}: nothing says which comes first")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [one for each in value for one in tensors_in(each)] if isinstance(value, (tuple, list)) else []
+
+
+def operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """What an operator reads, and what it writes."""
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if written else reads).extend(tensors_in(value))
+    return reads, writes

@@ -1,0 +1,112 @@
+"""One rank of a group on the device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from simulated.device import Device, Site
+from simulated.group import Group
+from simulated.memory import Memory
+from zero.comm import Comm
+from zero.comm.link import Link
+from zero.comm.local import Local
+from zero.comm.order import Order
+from zero.comm.process_group import Overlapping
+from zero.comm.rehearsal import Rehearsal
+from zero.comm.streams import Streams
+from zero.comm.transport import Transport
+from zero.fsdp import offload
+from zero.oss.flat import FlatGroup
+
+_tensor = torch.tensor
+
+
+class SimulatedLink(Link):
+    """What hosts compare passes among them; what is on the device goes by the group that is not there."""
+
+    def __init__(self, simulated: Simulated, rank: int, world: int) -> None:
+        self.rank, self.world, self.order = rank, world, Order(rank, world)
+        self._checks = Rehearsal(self.order, rank, world, "gloo")
+        where = simulated.device, simulated.memory, world, simulated.transfer
+        groups = [Group(*where, own_stream=simulated.own_stream) for _ in range(2)]
+        self._overlapping = Overlapping(
+            self.order, groups[0], rank, world, None, checks=self._checks, name="nccl", reduces_by=groups[1]
+        )
+
+    def transport(self, device: torch.device | None = None) -> Transport:
+        if self.world == 1:
+            return Local()
+        return self._checks if device is None else self._overlapping
+
+    def without_backend(self, devices: object) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """transfer, own_stream: as of Group."""
+
+    device: Device
+    memory: Memory
+    transfer: Callable[[int], float]
+    own_stream: bool
+
+    def comm(self, rank: int, world: int) -> Comm:
+        """One rank of a group of its own."""
+        comm = Comm.__new__(Comm)
+        comm._use(None, SimulatedLink(self, rank, world))
+        return comm
+
+
+@contextmanager
+def simulated(
+    *,
+    removed: Site | None = None,
+    own_stream: bool = False,
+    compute: Callable[[Any, Sequence[Any]], float] = lambda *_: 0.0,
+    transfer: Callable[[int], float] = lambda _: 0.0,
+) -> Iterator[Simulated]:
+    """In here tensors are taken to be on the device, but for shards that are offloaded to the CPU.
+
+    removed: the site at which nothing waits.
+    """
+    device = Device()
+    device.removed = removed
+    memory = Memory(device, compute)
+    with mock.patch("torch.get_device_module", return_value=device):
+        streams = Streams(torch.device("cuda:0"))
+    place, to_host = offload._CPU.place, Streams.to_host
+
+    def placed(home: offload._CPU, shard: Tensor) -> Tensor:
+        there = place(home, shard)
+        memory.in_host_memory(there)
+        device.host.join(device.current_stream().clock)  # for which it waits
+        return there
+
+    def to_host_memory(one: Streams, source: Tensor, to: Tensor) -> None:
+        memory.in_host_memory(to)
+        to_host(one, source, to)
+
+    def tensor(*args: Any, **kwargs: Any) -> Tensor:
+        made = _tensor(*args, **kwargs)
+        if kwargs.get("device") == "cpu":
+            memory.in_host_memory(made)
+        return made
+
+    with ExitStack() as stack:
+        for module in ("zero.oss.flat", "zero.sdp.bucket"):
+            stack.enter_context(mock.patch(f"{module}.streams_of", return_value=streams))
+        stack.enter_context(mock.patch.object(offload._CPU, "place", placed))
+        stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
+        away = property(lambda group: memory.is_in_host_memory(group.part))
+        stack.enter_context(mock.patch.object(FlatGroup, "_offloaded", away))
+        stack.enter_context(mock.patch("torch.tensor", tensor))
+        stack.enter_context(memory.watching())
+        yield Simulated(device, memory, transfer, own_stream)

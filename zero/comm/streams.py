@@ -1,0 +1,166 @@
+"""What runs beside the computing of a GPU, and what is ordered after what.
+
+    computing   torch's current stream: forward, backward, the optimizer, and what else is sent
+    gathers     all-gathers, with all that makes full buffers: room for them, shards from the memory of the CPU
+    reductions  sums of gradients, and what of them goes to the memory of the CPU
+
+A transfer is launched and completed on its stream; `wait` of its handle has the computing stream run what it is given
+next after the transfer. Events on the device order all this: the host waits only for what it is to read or write itself
+(`settle`). Backends of torch launch what is not to be waited for asynchronously on the current stream (torch 2.8).
+
+Memory belongs to the stream that it was allocated on, which may use it for something else once the host has dropped it:
+
+    full buffers  gathers      which wait, where one is released, for what was computed with it
+    what is sent  computing    kept until that waits for the transfer
+    sums          reductions   which wait, before they allocate, for what was computed until then
+
+So nothing needs `record_stream`, by which memory would be free only when the host finds the device to be done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero._torch import has_values
+from zero.comm.comm import Comm
+from zero.comm.handle import Handle
+
+
+class NoStreams:
+    """Of devices that have none, such as the CPU: everything runs where it is launched."""
+
+    def gather(self, comm: Comm, launch: Callable[[], Handle], *, ahead: bool, from_host: bool) -> Handle:
+        """Launches an all-gather beside the computing.
+
+        ahead: it need not wait for what was computed since `begin`, but for what was done with buffers until they were
+            released. from_host: it reads the memory of the CPU.
+        """
+        return launch()
+
+    def reduce(self, comm: Comm, launch: Callable[[], Handle]) -> Handle:
+        """Launches a reduction beside the computing, of what was computed so far."""
+        return launch()
+
+    def to_host(self, source: Tensor, to: Tensor) -> None:
+        """Copies from the device to `to`, which is on the CPU; there when the host has called `settle`."""
+        to.copy_(source)
+
+    def at_host(self) -> Callable[[], None]:
+        """Has the host wait for what `to_host` was given until now, when it is called."""
+        return _nothing
+
+    def release(self) -> None:
+        """A full buffer is dropped: what was computed so far was the last that reads or writes it."""
+
+    def settle(self) -> None:
+        """The host waits until nothing reads or writes the memory of the CPU any more."""
+
+
+class Streams(NoStreams):
+    """Those of one device. See `streams_of`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._records: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
+        self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
+        self._computing = self._current
+        self._at_host: list[Any] = []
+        """Streams that read or write the memory of the CPU."""
+
+    @property
+    def _current(self) -> Any:
+        return self._module.current_stream(self._device)
+
+    def begin(self) -> None:
+        """A forward or backward begins. What it gathers ahead was written before."""
+        self.compute_here()
+        self._gathers.wait_stream(self._computing)
+
+    def compute_here(self) -> None:
+        """The current stream is the one that `expect_computing` expects from here on."""
+        self._computing = self._current
+
+    def expect_computing(self, what: str) -> None:
+        """Raises RuntimeError where the current stream is not the one on which the forward or backward began: what is
+        sent is ordered with that one only. what: it runs here, in words for the user."""
+        if self._current != self._computing:
+            raise RuntimeError(
+                f"{what} on another stream ({self._current}) than the forward or backward that it is part of began on "
+                f"({self._computing}). Run whole steps on one stream; inside of a wrapped module others may be used, "
+                "if they wait for this one and this one waits for them."
+            )
+
+    def gather(self, comm: Comm, launch: Callable[[], Handle], *, ahead: bool, from_host: bool) -> Handle:
+        self._refuse_recording()
+        if not ahead:
+            self._gathers.wait_stream(self._current)
+        if from_host:
+            self._at_host.append(self._gathers)
+        return self._launch(self._gathers, comm, launch)
+
+    def reduce(self, comm: Comm, launch: Callable[[], Handle]) -> Handle:
+        self._refuse_recording()
+        self._reductions.wait_stream(self._current)
+        return self._launch(self._reductions, comm, launch)
+
+    def _launch(self, stream: Any, comm: Comm, launch: Callable[[], Handle]) -> Handle:
+        launched_on = self._current
+        with self._module.stream(stream):
+            result = launch().wait()
+        arrival = stream.record_event()
+
+        def finish() -> Any:
+            comm.refuse_if_broken((launch, result))
+            for waiting in {launched_on, self._current}:
+                waiting.wait_event(arrival)
+            return result
+
+        return Handle(finish)
+
+    def to_host(self, source: Tensor, to: Tensor) -> None:
+        self._reductions.wait_stream(self._current)
+        with self._module.stream(self._reductions):
+            to.copy_(source.to(to.dtype), non_blocking=True)
+        self._at_host.append(self._reductions)
+
+    def at_host(self) -> Callable[[], None]:
+        wait: Callable[[], None] = self._reductions.record_event().synchronize
+        return wait
+
+    def _refuse_recording(self) -> None:
+        if self._records():
+            raise RuntimeError(
+                "a CUDA graph is being recorded, but what zero sends cannot be part of one: its buffers are freed in "
+                "between, and hosts compare what they send. Record only what runs inside of wrapped modules."
+            )
+
+    def release(self) -> None:
+        self._gathers.wait_stream(self._current)
+
+    def settle(self) -> None:
+        for stream in {*self._at_host}:
+            stream.record_event().synchronize()
+        self._at_host.clear()
+
+
+def _nothing() -> None: ...
+
+
+NONE = NoStreams()
+
+_known: dict[torch.device, Streams] = {}
+
+
+def streams_of(tensor: Tensor) -> NoStreams:
+    """Those of the device that the tensor is on: the same for all that is sent from there."""
+    device = tensor.device
+    if device.type == "cpu" or not has_values(tensor) or not hasattr(torch.get_device_module(device), "Stream"):
+        return NONE
+    if device not in _known:
+        _known[device] = Streams(device)
+    return _known[device]
