@@ -22,7 +22,7 @@ from zero.comm.process_group import Overlapping
 from zero.comm.rehearsal import Rehearsal
 from zero.comm.streams import Streams
 from zero.comm.transport import Transport
-from zero.fsdp import offload
+from zero.oss import offload
 from zero.oss.flat import FlatGroup
 
 _tensor = torch.tensor
