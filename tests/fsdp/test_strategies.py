@@ -46,7 +46,21 @@ def one_mesh(*shape: int) -> dict[str, Any]:
     return {"device_mesh": init_device_mesh("cpu", shape)}
 
 
-GROUPS: dict[str, Callable[..., dict[str, Any]]] = {"mesh": mesh, "pair": pair, "one mesh": one_mesh}
+def mesh_stepped_by_all(replicas: int, shards: int) -> dict[str, Any]:
+    return mesh(replicas, shards) | {"optimizer_sharding": "all"}
+
+
+def pair_stepped_by_all(replicas: int, shards: int) -> dict[str, Any]:
+    return pair(replicas, shards) | {"optimizer_sharding": "all"}
+
+
+GROUPS: dict[str, Callable[..., dict[str, Any]]] = {
+    "mesh": mesh,
+    "pair": pair,
+    "one mesh": one_mesh,
+    "mesh, stepped by all": mesh_stepped_by_all,
+    "pair, stepped by all": pair_stepped_by_all,
+}
 
 Placed = tuple[Any, str | None, tuple[int, ...]]
 """A strategy, how its groups are given, and their sizes: replicas and shards, or one group's."""
@@ -101,6 +115,7 @@ TWO: list[Placed] = [
     ("NO_SHARD", None, ()),
     *((strategy, "one mesh", (2,)) for strategy in ONE_GROUP),
     *((strategy, groups, shape) for strategy in HYBRID for groups in ("mesh", "pair") for shape in [(1, 2), (2, 1)]),
+    *(("HYBRID_SHARD", "mesh, stepped by all", shape) for shape in [(1, 2), (2, 1)]),
 ]
 
 
@@ -110,7 +125,13 @@ def test_two_ranks_get_the_bits_of_ddp(placed):
     ranks.run(assert_trains_as_ddp, args=(placed, 0.0))
 
 
-FOUR: list[Placed] = [("NO_SHARD", None, ()), ("HYBRID_SHARD", "mesh", (2, 2)), ("HYBRID_SHARD_ZERO2", "pair", (2, 2))]
+FOUR: list[Placed] = [
+    ("NO_SHARD", None, ()),
+    ("HYBRID_SHARD", "mesh", (2, 2)),
+    ("HYBRID_SHARD_ZERO2", "pair", (2, 2)),
+    ("HYBRID_SHARD", "mesh, stepped by all", (2, 2)),
+    ("HYBRID_SHARD_ZERO2", "pair, stepped by all", (2, 2)),
+]
 
 
 @pytest.mark.parametrize("placed", FOUR, ids=name_of)

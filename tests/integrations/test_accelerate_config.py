@@ -212,8 +212,12 @@ ZERO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "prefetch_bucket_size": (3, 0, {"prefetch": Prefetch(None)}),
     "stage3_gather_16bit_weights_on_model_save": (3, True, {"save_16bit_model": True}),
     "stage3_gather_fp16_weights_on_model_save": (3, True, {"save_16bit_model": True}),
-    "zero_hpz_partition_size": (3, 8, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 8}),
-    "mics_shard_size": (3, 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 4}),
+    "zero_hpz_partition_size": (
+        3,
+        8,
+        {"sharding_strategy": "HYBRID_SHARD", "shard_size": 8, "optimizer_sharding": "all"},
+    ),
+    "mics_shard_size": (3, 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 4, "optimizer_sharding": "group"}),
     "leaf_module": (3, {"classes": ["Moe"]}, {"as_one_unit": ("Moe",)}),
     "ignore_unused_parameters": (2, True, {}),
 }

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero._torch import group_in_order
 from zero.comm.differences import as_text, refuse_differences
 from zero.comm.handle import Handle
 from zero.comm.link import Link, link_of
@@ -63,6 +64,27 @@ class Comm:
         comm = cls.__new__(cls)
         comm._use(None, RehearsedLink(rank, world, like) if world > 1 else Link(None))
         return comm
+
+    @classmethod
+    def of_both(cls, within: Comm, across: Comm) -> Comm:
+        """Collective over all ranks of the job. The ranks of a grid: those of `within` and of `across` are this rank's
+        row and column of it. Ranks of one column follow one another: rank = within.rank * across.world + across.rank.
+
+        Raises ValueError, on every rank, where the grid has not all ranks of the job.
+        """
+        if within.world == 1 or across.world == 1:
+            return cls(across if within.world == 1 else within)
+        if isinstance(within._link, RehearsedLink):
+            rank = within.rank * across.world + across.rank
+            return cls.rehearsal(rank, within.world * across.world, within._link.like)
+        column = ",".join(map(str, dist.get_process_group_ranks(across.group)))
+        ranks = [int(rank) for text in within.all_gather_text(column) for rank in text.split(",")]
+        if sorted(ranks) != [*range(dist.get_world_size())]:
+            raise ValueError(
+                f"the groups to shard within and to replicate across have the ranks {sorted(ranks)} together, not all "
+                f"{dist.get_world_size()} of the job. Pass rows and columns of one DeviceMesh of all ranks."
+            )
+        return cls(group_in_order(ranks))
 
     def _use(self, group: dist.ProcessGroup | None, link: Link) -> None:
         self.group, self._link, self._order = group, link, link.order

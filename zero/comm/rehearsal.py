@@ -93,7 +93,7 @@ class RehearsedLink(Link):
     """Of a group without a process group of torch's, on which every device sends by a rehearsal."""
 
     def __init__(self, rank: int, world: int, like: Rehearsed) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.like = rank, world, like
         self.order = Order(rank, world)
         self._rehearsal = Rehearsal(self.order, rank, world, like)
 

@@ -31,6 +31,7 @@ class Backward:
 
     `reduces`: whether gradients are reduced now, or kept (no_sync).
     `steps`: takes an optimizer's steps, where they are taken in backward.
+    `accumulates`: whether the last one left its gradients for a later one to reduce.
     `active`: whether one is under way. `awaited`: whether a forward leads to one that has not begun.
     """
 
@@ -38,7 +39,7 @@ class Backward:
         self, units: Sequence[Unit], comms: Sequence[Comm], prefetch: Prefetch, *, after: Callable[[], None]
     ) -> None:
         self.reduces = True
-        self.active = self.awaited = False
+        self.active = self.awaited = self.accumulates = False
         self._units, self._root, self._prefetch, self._after = units, units[0], prefetch, after
         self._beside, self._reductions = Beside(units), Reductions(self._reduced)
         self.steps: StepsInBackward | None = None
@@ -166,6 +167,7 @@ class Backward:
             unit.reshard()
             unit.settle()
         self.active = self.awaited = False
+        self.accumulates = not self.reduces
         if self.reduces:
             self._after()
         if self.steps is not None:

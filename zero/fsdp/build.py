@@ -128,6 +128,7 @@ class Builder:
                 compute_dtype=dtype,
                 part_in_whole=self._options.stays,
                 home=self._room,
+                levels=self._placement.levels,
                 label=title,
             )
         ]

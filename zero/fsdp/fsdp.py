@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,8 @@ class FSDP(Weights):
     partition: "even" cuts inside parameters, for optimizers that treat each element by itself; "whole" keeps each
         parameter with one rank; "auto" is even, and refuses steps of optimizers that were found to need whole ones.
     sharding_strategy: one of ShardingStrategy, PyTorch's enum, or its name.
+    optimizer_sharding: "all", with a hybrid strategy: what is stepped, its gradients and the optimizer's state are cut
+        over all ranks of the job, parameters over those to shard within. Once a step, node shards are gathered across.
     reshard_after_forward: False is SHARD_GRAD_OP: parameters stay from forward to backward, which sends less.
     mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own. PyTorch's MixedPrecision
         means here what it means there; one with keep_low_precision_grads is refused.
@@ -111,6 +113,7 @@ class FSDP(Weights):
         ignored_parameters: Iterable[nn.Parameter] = (),
         partition: Partition = "auto",
         sharding_strategy: ShardingStrategy | str = "FULL_SHARD",
+        optimizer_sharding: Literal["group", "all"] = "group",
         reshard_after_forward: bool | None = True,
         mixed_precision: MixedPrecision | None = None,
         prefetch: Prefetch | BackwardPrefetch | None = None,
@@ -123,7 +126,7 @@ class FSDP(Weights):
         super().__init__()
         self.module = module
         refuse_unknown(of_torch)
-        strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh)
+        strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
         self._comm = self._placement.comm
         with self._placement.told_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
@@ -136,14 +139,16 @@ class FSDP(Weights):
         choice = Choice(module, inside, _parameters_in(inside), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
         problem = problem or self._problem(choice, inside, options)
-        self._placement.compare(_GIVEN, [f"{strategy}, {options.told()}", *choice.told()], problem)
+        self._placement.compare(
+            _GIVEN, [f"{strategy}, {optimizer_sharding}, {options.told()}", *choice.told()], problem
+        )
 
         builder = Builder(choice, self._placement, options, param_init_fn)
         self._units = builder.build()  # the last that can fail
         self._take_over(builder, inside)
         ignored = asked.ignored_modules
         self._guard = Guard(module, self._units, self._comm, ignored=ignored, partition=partition, disk=builder.disk)
-        self._drive(options.prefetch, BufferSync(module, self.comms) if broadcast_buffers else None)
+        self._drive(options.prefetch, BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None)
         title = f"FSDP({type(module).__name__}, {strategy}, {len(self._units)} units)"
         left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
         announce(title, self._comm, self.flat_groups, left_out, sharded="parameters and gradients")
@@ -172,8 +177,8 @@ class FSDP(Weights):
         self._sentry = Sentry(self._units)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
         prefetch = prefetch.where(overlaps=any(unit.overlaps for unit in self._units))
-        self._backward = Backward(self._units, self.comms, prefetch, after=self._guard.after_backward)
-        self._schedule = Schedule(self._units, self.comms, prefetch, self._backward)
+        self._backward = Backward(self._units, self._placement.all_groups(), prefetch, after=self._guard.after_backward)
+        self._schedule = Schedule(self._units, self._placement.all_groups(), prefetch, self._backward)
         gradients = Gradients([param for group in self.flat_groups for param in group.params])
         self._forward = Forward(self.module, self._schedule, self._backward, gradients, buffers)
 
@@ -181,7 +186,7 @@ class FSDP(Weights):
         if "" in inside:
             return "the module is an FSDP already. Wrap it once, and choose units by auto_wrap_policy."
         for name, one in inside.items():
-            if [comm.group for comm in one.comms] != [comm.group for comm in self.comms]:
+            if one._placement.groups != self._placement.groups:
                 return (
                     f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
                     "groups, or leave its parameters out by ignored_modules and average their gradients yourself."
@@ -266,8 +271,8 @@ class FSDP(Weights):
 
     @property
     def comms(self) -> list[Comm]:
-        """The groups of ranks that it is sharded within, and replicated across if it is."""
-        return self._placement.all_groups()
+        """The groups of ranks that what is stepped is sharded within, and replicated across if it is."""
+        return [self._comm, *([self._placement.replicas] if self._placement.replicas else [])]
 
     @property
     def buffer_dtypes(self) -> dict[Tensor, torch.dtype]:

@@ -31,7 +31,7 @@ class Recipient:
     device: torch.device | str | None
 
     def is_here(self, placement: Placement) -> bool:
-        return self.to is None or (self._here(placement) and placement.comm.rank == self._shard(placement))
+        return self.to is None or (self._here(placement) and placement.comm.rank == self._owner(placement))
 
     def gather(self, unit: Unit, placement: Placement) -> dict[Tensor, Tensor]:
         """Collective. Copies of the unit's full parameters, where they are to be."""
@@ -42,7 +42,7 @@ class Recipient:
         unit.reshard()  # what a forward without backward may have left whole
         found: dict[Tensor, Tensor] = {}
         for group in unit.groups:
-            group.summon(to=None if self.to is None else self._shard(placement))
+            group.summon(to=None if self.to is None else self._owner(placement))
             try:
                 if self.is_here(placement):
                     found.update({param: self.copy(param) for param in group.params})
@@ -66,18 +66,17 @@ class Recipient:
 
     def problem(self, placement: Placement) -> str | None:
         """What is wrong with `to`, in words for the user."""
-        ranks = placement.comm.world * (placement.replicas.world if placement.replicas else 1)
+        ranks = placement.ranks
         if self.to is None or (type(self.to) is int and 0 <= self.to < ranks):
             return None
         return f"to={self.to!r} is no rank of the group of {ranks}: choose 0 to {ranks - 1}, or None for all."
 
     def _here(self, placement: Placement) -> bool:
         """Whether the replica of this rank holds the recipient."""
-        replica = placement.replicas.rank if placement.replicas else 0
-        return self.to is not None and self.to // placement.comm.world == replica
+        return self.to is not None and placement.has(self.to)
 
-    def _shard(self, placement: Placement) -> int:
-        return (self.to or 0) % placement.comm.world
+    def _owner(self, placement: Placement) -> int:
+        return placement.owner(self.to or 0)
 
 
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:

@@ -112,6 +112,9 @@ class Schedule:
                 self._beside.begin()
                 for comm in self._comms:
                     comm.begin_schedule()
+                if not self._backward.accumulates:
+                    for one in self._units:
+                        one.expect_steps()
         self._beside.expect(unit)
         for other in (unit, *unit.reads):
             self._backward.end_reads(other)

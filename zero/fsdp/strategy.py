@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm import Comm
+from zero.oss.two_levels import Levels
 
 
 class ShardingStrategy(enum.Enum):
@@ -34,13 +36,40 @@ class ShardingStrategy(enum.Enum):
 
 @dataclass(frozen=True)
 class Placement:
-    """Over which ranks a model is cut, and across which it is repeated (None: nowhere)."""
+    """Over which ranks a model is cut, and across which it is repeated (None: nowhere).
+
+    levels: parameters are gathered within nodes, where what is stepped is cut over all ranks.
+    """
 
     comm: Comm
     replicas: Comm | None = None
+    levels: Levels | None = None
 
     def all_groups(self) -> list[Comm]:
+        """Through which a rank reaches all others, one after another."""
+        if self.levels is not None:
+            return [self.levels.within, self.levels.across]
         return [self.comm] if self.replicas is None else [self.comm, self.replicas]
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        return [comm.group for comm in self.all_groups()]
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(comm.world for comm in self.all_groups())
+
+    def owner(self, rank: int) -> int:
+        """Which rank of `comm` is rank `rank` of all that the model is spread over, counted node by node; of replicas
+        the one in the same node."""
+        if self.levels is None:
+            return rank % self.comm.world
+        node, place = divmod(rank, self.levels.within.world)
+        return place * self.levels.across.world + node
+
+    def has(self, rank: int) -> bool:
+        """Whether rank `rank` of all is in `comm`."""
+        return self.replicas is None or rank // self.comm.world == self.replicas.rank
 
     @property
     def first(self) -> bool:
@@ -82,12 +111,15 @@ def as_strategy(given: Any) -> ShardingStrategy:
     return ShardingStrategy[name]
 
 
-def place(strategy: Any, process_group: Any, device_mesh: Any) -> tuple[ShardingStrategy, Placement, str | None]:
+def place(
+    strategy: Any, process_group: Any, device_mesh: Any, optimizer_sharding: Any = "group"
+) -> tuple[ShardingStrategy, Placement, str | None]:
     """The strategy, and the groups for it; or what is wrong with either, in words for the user, beside some that ranks
     can tell one another by.
 
     process_group: one group, or for hybrid strategies a pair: to shard within, to replicate across.
     device_mesh: the same as a DeviceMesh: of one dimension, or of two for hybrid strategies, replicas first.
+    optimizer_sharding: "group" as parameters, "all" over all ranks of a hybrid strategy.
     """
     groups = [process_group]
     if device_mesh is not None:
@@ -98,9 +130,23 @@ def place(strategy: Any, process_group: Any, device_mesh: Any) -> tuple[Sharding
         if device_mesh is not None and process_group is not None:
             raise ValueError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
         known = as_strategy(strategy)
-        return known, _placed(known, groups), None
+        return known, _at_levels(_placed(known, groups), known, optimizer_sharding), None
     except ValueError as error:
         return ShardingStrategy.FULL_SHARD, Placement(Comm(groups[0] if groups else None)), str(error)
+
+
+def _at_levels(placement: Placement, strategy: ShardingStrategy, optimizer_sharding: Any) -> Placement:
+    if optimizer_sharding == "group":
+        return placement
+    if optimizer_sharding != "all":
+        raise ValueError(f"optimizer_sharding={optimizer_sharding!r} is unknown. Choose 'group' or 'all'.")
+    if not strategy.hybrid or placement.replicas is None:
+        raise ValueError(
+            f"optimizer_sharding='all' is for hybrid strategies, not for {strategy.name}, which shards the optimizer's "
+            "state as parameters. Choose HYBRID_SHARD with groups to shard within and to replicate across."
+        )
+    levels = Levels(placement.comm, placement.replicas)
+    return Placement(Comm.of_both(levels.within, levels.across), levels=levels)
 
 
 def _placed(strategy: ShardingStrategy, groups: list[Any]) -> Placement:

@@ -136,7 +136,7 @@ class Weights(Wrapper):
         the plain model, and by `load_optim_state_dict` at any number of ranks. Each rank's part alone is what
         `optimizer.state_dict()` gives. Raises ValueError, on every rank, for state that cannot be put together.
         """
-        return state.consolidate(self._stepping(optimizer), to)
+        return state.consolidate(self._stepping(optimizer), None if to is None else self._placement.owner(to))
 
     def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Takes a whole state, the same on every rank: the plain optimizer's, or what `optim_state_dict` gave.

@@ -27,6 +27,7 @@ from zero.oss.layout import Layout
 from zero.oss.offload import Home
 from zero.oss.shapes import Shapes, is_copy, with_own_storage
 from zero.oss.shown import shown
+from zero.oss.two_levels import Levels, NodeShard
 
 _CHUNK = 2**18
 """Elements that are compared at a time, so that no copy of a part is made."""
@@ -50,6 +51,7 @@ class FlatGroup:
     part_in_whole: while WHOLE, free `part` too and keep it in `full` alone: less memory where groups stay whole for
         long, for one copy more. Only where both have one dtype.
     home: where `part` lies, if not beside `full`; only with `own_part`.
+    levels: parameters are gathered within a node, from node shards; only with `own_part`.
     label: what errors call the group.
     """
 
@@ -64,9 +66,10 @@ class FlatGroup:
         compute_dtype: torch.dtype | None = None,
         part_in_whole: bool = False,
         home: Home | None = None,
+        levels: Levels | None = None,
         label: str | None = None,
     ) -> None:
-        self.params, self.layout, self.comm = list(params), layout, comm
+        self.params, self.layout, self.comm, self._levels = list(params), layout, comm, levels
         self.residence = Residence.WHOLE
         self.shapes = Shapes(params, layout)
         self.rename(names, label or f"a bucket of {len(names)} parameters, from {names[0]}")
@@ -97,7 +100,8 @@ class FlatGroup:
         if not self._frees:
             self.part_views = [with_own_storage(view) for view in self.part_views]
         self._home = home
-        self._part_in_whole = part_in_whole and self._frees and home is None and computed_as == self.part.dtype
+        apart = home is not None or levels is not None or computed_as != self.part.dtype
+        self._part_in_whole = part_in_whole and self._frees and not apart
         if own_part:
             if computed_as != self.part.dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
@@ -111,6 +115,7 @@ class FlatGroup:
         """What errors call the parameters and the group from now on; on every rank at the same point."""
         self.names, self.label = list(names), label
         self._channel = self.comm.channel(f"the gathering of {label}")
+        self.node_shard = NodeShard(self.layout, self._levels, label) if self._levels else None
 
     def _views_to_bind(self, full: Tensor) -> list[Tensor]:
         views = self.shapes.views_of_whole(full)
@@ -151,6 +156,8 @@ class FlatGroup:
         if self._frees:
             self.full.untyped_storage().resize_(self.full.nbytes)
             with torch.no_grad():
+                if self.node_shard is not None:
+                    return self.node_shard.gather(self.full, self.part)
                 own = self.full[self.layout.segment(self.comm.rank)]
                 own.copy_(self.part.to(own.device, non_blocking=True))
             self._part_used()

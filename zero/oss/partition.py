@@ -16,6 +16,7 @@ from zero.oss.flat import FlatGroup
 from zero.oss.layout import Layout, Loads
 from zero.oss.offload import Home
 from zero.oss.shapes import alignment, alike
+from zero.oss.two_levels import Levels
 
 Partition = Literal["auto", "even", "whole"]
 
@@ -149,6 +150,7 @@ def lay_out(
     compute_dtype: torch.dtype | None = None,
     part_in_whole: bool = False,
     home: Home | None = None,
+    levels: Levels | None = None,
     label: str | None = None,
 ) -> list[FlatGroup]:
     """The parameters, bound into flat groups; see `arrange` for which, and FlatGroup for the other options."""
@@ -161,6 +163,7 @@ def lay_out(
             own_part=own_part,
             part_in_whole=part_in_whole,
             home=home,
+            levels=levels,
             label=label,
             compute_dtype=compute_dtype if params[arranged.members[0]].is_floating_point() else None,
         )

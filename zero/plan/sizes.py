@@ -21,7 +21,8 @@ class Options:
 
     bucket_bytes: of stages 1 and 2, by default what OSS chooses.
     offload: of stages 1 and 2, from a GPU, so that its shards, gradients of them and state lie elsewhere.
-    replicas: at stage 3, how often the sharded model is repeated across the ranks (HYBRID_SHARD).
+    replicas, optimizer_sharding: at stage 3, how often the sharded model is repeated across the ranks (HYBRID_SHARD),
+        and whether what is stepped is cut over "all" ranks.
     backend: decides what comparing operations between ranks takes, and which implementation torch's optimizers choose.
     one_host: whether all ranks run on one Linux host, where over Gloo, with tensors on the CPU, they read one another's
         memory, and none holds what is on its way from the others. Otherwise the larger figure of several hosts is
@@ -37,6 +38,7 @@ class Options:
     bucket_bytes: int | None = None
     offload: CPUOffload | DiskOffload | None = None
     replicas: int = 1
+    optimizer_sharding: Literal["group", "all"] = "group"
     backend: Literal["gloo", "nccl"] = "gloo"
     one_host: bool = False
 

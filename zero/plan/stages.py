@@ -132,6 +132,7 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
         partition=job.options.partition,
         sharding_strategy="HYBRID_SHARD_ZERO2" if kept else "HYBRID_SHARD",
+        optimizer_sharding=job.options.optimizer_sharding,
         mixed_precision=job.sizes.precision,
         prefetch=job.prefetch,
     )
@@ -200,6 +201,9 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
 def _held(built: Built) -> dict[str, int]:
     stepped = [param for group in built.stepped.param_groups for param in group["params"]]
     params = [*built.model.parameters(), *(flat.full for flat in built.groups if flat.full.untyped_storage().nbytes())]
+    params += [
+        flat.node_shard.tensor for flat in built.groups if flat.node_shard and flat.node_shard.tensor is not None
+    ]
     both = [*params, *stepped]
     gradients = [param.grad for param in both if param.grad is not None]
     state = [value for kept in built.stepped.state.values() for value in kept.values() if isinstance(value, Tensor)]

@@ -42,6 +42,7 @@ def planned_for(
         precision=units[0].precision if units else Options().precision,
         master_dtype=_master_dtype(optimizer),
         replicas=replicas[0].world if replicas else 1,
+        optimizer_sharding="all" if any(group.node_shard for unit in units for group in unit.groups) else "group",
         backend="nccl" if device.type == "cuda" else "gloo",
     )
     world, given = shards.world * options.replicas, arguments(inside)[0]

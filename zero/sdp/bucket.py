@@ -148,7 +148,7 @@ class GradBucket:
         assert self.phase is Phase.FILLING
         self.phase = Phase.REDUCING
         comm = self.flat.comm
-        if comm.runs_beside(self.flat.full):
+        if self._packs:
             messages = [(self._in_layout_order(), self._lengths())]
         else:
             messages = [self._large_message(index) for index in self._large]
@@ -162,6 +162,8 @@ class GradBucket:
 
     def _reduce(self, messages: Sequence[Message]) -> Handle:
         comm, replicas = self.flat.comm, self._replicas
+        if self.flat.node_shard is not None:
+            return self.flat.node_shard.reduce(messages[0][0])
         handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
         if replicas is None:
             return handle
@@ -172,6 +174,11 @@ class GradBucket:
             return sums.mul_(1 / replicas.world)
 
         return Handle(average)
+
+    @property
+    def _packs(self) -> bool:
+        """Whether gradients travel in one message, in the layout's order."""
+        return self.flat.node_shard is not None or self.flat.comm.runs_beside(self.flat.full)
 
     def _in_layout_order(self) -> Tensor:
         """All gradients, flat; zeros where there are none."""
@@ -225,7 +232,7 @@ class GradBucket:
 
     def _by_parameter(self, sums: Tensor) -> list[Tensor]:
         """What came of each parameter that this rank owns something of, flat."""
-        if self.flat.comm.runs_beside(self.flat.full):
+        if self._packs:
             return [sums[span.offset : span.offset + span.numel] for span in self._owned]
         return [*sums.split([span.numel for span in self._owned])] if self._owned else []
 

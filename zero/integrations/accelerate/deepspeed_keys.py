@@ -243,7 +243,14 @@ def _hybrid(keys: Keys) -> dict[str, Any]:
     asked = {size for size in sizes.values() if size > 1}
     if len(asked) > 1:
         raise ValueError(f"{sizes} name two sizes to shard within. Keep one of them.")
-    return {"sharding_strategy": "HYBRID_SHARD", "shard_size": asked.pop()} if asked else {}
+    if not asked:
+        return {}
+    secondary = sizes["zero_hpz_partition_size"] > 1
+    return {
+        "sharding_strategy": "HYBRID_SHARD",
+        "optimizer_sharding": "all" if secondary else "group",
+        "shard_size": asked.pop(),
+    }
 
 
 def _precision(keys: Keys, section: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class ZeroPlugin:
         accelerator = Accelerator(zero_plugin=ZeroPlugin(stage=3, auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
 
     stage: 0 (DistributedDataParallel, as Accelerate itself), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).
-    sharding_strategy, shard_size: of FSDP; shard_size is the number of ranks that a hybrid strategy shards within, by
+    sharding_strategy, optimizer_sharding, shard_size: of FSDP; shard_size is the number of ranks that a hybrid strategy shards within, by
         default those of a host.
     auto_wrap_policy: of FSDP; also "TRANSFORMER_BASED_WRAP": the classes named by transformer_cls_names_to_wrap, by
         default the model's own `_no_split_modules`; "SIZE_BASED_WRAP": modules of min_num_params elements or more;
@@ -56,6 +56,7 @@ class ZeroPlugin:
 
     stage: int
     sharding_strategy: str = "FULL_SHARD"
+    optimizer_sharding: Literal["group", "all"] = "group"
     shard_size: int | None = None
     auto_wrap_policy: Any = None
     transformer_cls_names_to_wrap: tuple[str, ...] | None = None
@@ -106,6 +107,7 @@ class ZeroPlugin:
         only_at_3 = {
             "mixed_precision_policy": self.mixed_precision_policy is not None,
             "cpu_ram_efficient_loading": self.cpu_ram_efficient_loading,
+            "optimizer_sharding": self.optimizer_sharding != "group",
             "sharding_strategy": as_strategy(self.sharding_strategy).name != "FULL_SHARD",
             "param_init_fn": self.param_init_fn is not None,
             "ignored_modules": self.ignored_modules != (),

@@ -149,6 +149,7 @@ class Sharding:
             ignored_modules=_ignored(model, plugin.ignored_modules),
             partition=self._partition(model, optimizers),
             sharding_strategy=plugin.sharding_strategy,
+            optimizer_sharding=plugin.optimizer_sharding,
             mixed_precision=precision,
             prefetch=plugin.prefetch,
             offload=plugin.offload,
