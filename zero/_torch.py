@@ -8,7 +8,6 @@ one does. Whoever tries `zero` with a newer torch has this file to look at.
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -229,19 +228,6 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     torch.distributed shows no store but that of the default group's constructor.
     """
     return dist.distributed_c10d._world.pg_map[group][1]
-
-
-def group_in_order(ranks: list[int]) -> dist.ProcessGroup:
-    """Collective over all ranks of the job. A group of these, of the backend of all, whose order is that of the list.
-
-    Raises ValueError where torch can only sort them.
-    """
-    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise ValueError(
-            f"torch {torch.__version__} makes no group whose ranks have another order. Take a newer torch."
-        )
-    group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False)
-    return group
 
 
 _Options = TypeVar("_Options")

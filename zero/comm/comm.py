@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero._torch import group_in_order
 from zero.comm.differences import as_text, refuse_differences
 from zero.comm.handle import Handle
-from zero.comm.link import Link, link_of
+from zero.comm.link import Link, group_in_order, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, room_for, spread, together
 from zero.comm.rehearsal import Rehearsed, RehearsedLink

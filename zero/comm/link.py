@@ -7,6 +7,7 @@ one.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -117,3 +118,16 @@ def link_of(group: dist.ProcessGroup) -> Link:
     if group not in _links:
         _links[group] = Link(group)
     return _links[group]
+
+
+def group_in_order(ranks: list[int]) -> dist.ProcessGroup:
+    """Collective over all ranks of the job. A group of these, of the backend of all, whose order is that of the list.
+
+    Raises ValueError where torch can only sort them.
+    """
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"torch {torch.__version__} makes no group whose ranks have another order. Take a newer torch."
+        )
+    group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False)
+    return group

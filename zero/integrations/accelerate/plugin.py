@@ -29,8 +29,8 @@ class ZeroPlugin:
         accelerator = Accelerator(zero_plugin=ZeroPlugin(stage=3, auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
 
     stage: 0 (DistributedDataParallel, as Accelerate itself), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).
-    sharding_strategy, optimizer_sharding, shard_size: of FSDP; shard_size is the number of ranks that a hybrid strategy shards within, by
-        default those of a host.
+    sharding_strategy, optimizer_sharding: of FSDP.
+    shard_size: the number of ranks that a hybrid strategy shards within, by default those of a host.
     auto_wrap_policy: of FSDP; also "TRANSFORMER_BASED_WRAP": the classes named by transformer_cls_names_to_wrap, by
         default the model's own `_no_split_modules`; "SIZE_BASED_WRAP": modules of min_num_params elements or more;
         "NO_WRAP": one unit.
