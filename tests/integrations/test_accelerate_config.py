@@ -209,7 +209,7 @@ ZERO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "cpu_offload_param": (3, True, {"offload": CPUOffload(pin_memory=False)}),
     "overlap_comm": (3, True, {"prefetch": SPEED_FIRST}),
     "stage3_prefetch_bucket_size": (3, 5e7, {"prefetch": Prefetch(PRE, forward_prefetch=True)}),
-    "prefetch_bucket_size": (3, 0, {"prefetch": Prefetch(None, limit=2)}),
+    "prefetch_bucket_size": (3, 0, {"prefetch": Prefetch(None)}),
     "stage3_gather_16bit_weights_on_model_save": (3, True, {"save_16bit_model": True}),
     "stage3_gather_fp16_weights_on_model_save": (3, True, {"save_16bit_model": True}),
     "zero_hpz_partition_size": (
