@@ -140,6 +140,7 @@ class FSDP(Weights):
         self._take_over(builder, inside)
         ignored = asked.ignored_modules
         self._guard = Guard(module, self._units, self._comm, ignored=ignored, partition=partition, disk=builder.disk)
+        self.broadcast_buffers = broadcast_buffers
         self._drive(options.prefetch, BufferSync(module, self.comms) if broadcast_buffers else None)
         title = f"FSDP({type(module).__name__}, {strategy}, {len(self._units)} units)"
         left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
@@ -249,6 +250,11 @@ class FSDP(Weights):
         with self._guard.scaling_alike():
             norm.clip(parts, total, float(max_norm))
         return total
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False within no_sync, as of DistributedDataParallel."""
+        return self._backward.reduces
 
     @property
     def comms(self) -> list[Comm]:
