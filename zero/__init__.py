@@ -14,6 +14,7 @@ from zero.fsdp import (
     Prefetch,
     ShardingStrategy,
 )
+from zero.join import join
 from zero.oss import OSS, GradScaler
 from zero.oss.announce import show_as_asked
 from zero.plan import plan
@@ -45,6 +46,7 @@ __all__ = [
     "Traffic",
     "count_parameters",
     "full_state_dict",
+    "join",
     "plan",
     "report",
     "setup",
