@@ -14,7 +14,6 @@ from zero.fsdp import (
     Prefetch,
     ShardingStrategy,
 )
-from zero.join import join
 from zero.oss import OSS, GradScaler
 from zero.oss.announce import show_as_asked
 from zero.plan import plan
@@ -23,6 +22,7 @@ from zero.scripts import ParameterCount, count_parameters, full_state_dict, unwr
 from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.step_in_backward import step_in_backward
+from zero.uneven import join
 
 show_as_asked()
 warn_if_untested()

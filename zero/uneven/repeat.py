@@ -36,16 +36,12 @@ class Call:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, device: torch.device) -> None:
         self._args, self._kwargs = map_tensors(_without_graph, (args, kwargs))
         self.kind, self.reached = kind, set[int]()
-        self._autocast = {
-            "device_type": device.type,
-            "dtype": torch.get_autocast_dtype(device.type),
-            "enabled": torch.is_autocast_enabled(device.type),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
+        enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        self._autocast = device.type, dtype, enabled, torch.is_autocast_cache_enabled()
 
     def again(self, model: nn.Module) -> Any:
         args, kwargs = map_tensors(_with_graph, (self._args, self._kwargs))
-        with torch.autocast(**self._autocast):
+        with torch.autocast(*self._autocast):
             return model(*args, **kwargs)
 
 

@@ -1,19 +1,18 @@
 """Training where data ends earlier on some ranks than on others, at every stage.
 
-Inside zero.join each rank tells the others what it does next. A rank whose data has ended leaves its loop, and does from
-then on, until the data of all has ended, what the others tell:
+Inside zero.join each rank tells the others what it does next. A rank whose data has ended does what the others tell,
+until the data of all has ended:
 
     forward     of its last batch once more, so that every operation comes in the order in which the others have it
     backward    of that, with gradients of zero (repeat.py)
     the rest    (step, clipping, loss scaling, zero_grad, schedulers) with the arguments that the others were given
 
-What sends nothing, such as zero_grad, is told with what comes next. While all ranks have data, telling is one comparison
+What sends nothing, such as zero_grad, is told with what comes next. While all ranks have data, telling is a comparison
 of where they are, as at the end of a backward.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
@@ -33,8 +32,9 @@ from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.oss import OSS
 from zero.oss.joining import plain_options, take_options
-from zero.repeat import Call, Repeat, outputs_in
 from zero.sdp import ShardedDDP
+from zero.uneven.ranks import Ranks, problem_in
+from zero.uneven.repeat import Call, Repeat, outputs_in
 
 Followed = Optimizer | LRScheduler | torch.amp.GradScaler
 
@@ -79,10 +79,10 @@ def join(
     model = uncompiled(model)
     if not isinstance(model, DistributedDataParallel | ShardedDDP | FSDP):
         raise ValueError(
-            f"zero.join was given a {type(model).__name__}. It needs the wrapped model first: a DistributedDataParallel, "
-            "ShardedDDP or FSDP."
+            f"zero.join was given a {type(model).__name__}. It needs the wrapped model first: a "
+            "DistributedDataParallel, ShardedDDP or FSDP."
         )
-    ranks = _Ranks(_comms_of(model))
+    ranks = Ranks(_comms_of(model))
     told = [f"divide {divide_by_initial_world_size}, throw {throw_on_early_termination}, enable {enable}"]
     ranks.compare([*told, *(type(one).__name__ for one in (model, *others))], _unknown(others))
     if not enable or ranks.world == 1:
@@ -118,44 +118,6 @@ def _unknown(others: Sequence[object]) -> str | None:
     return None
 
 
-class _Ranks:
-    """Those of a model, by number: of one group, or of the two of a hybrid strategy, which is sharded within the first
-    and replicated across the second."""
-
-    def __init__(self, comms: Sequence[Comm]) -> None:
-        name = "zero.join, where ranks tell what they do next, and those without data wait for it"
-        self._comms = [(comm, comm.channel(name)) for comm in comms]
-        self.rank, self.world = 0, 1
-        for comm in comms:
-            self.rank += comm.rank * self.world
-            self.world *= comm.world
-
-    def compare(self, lines: Sequence[str], problem: str | None) -> None:
-        """Collective. Raises ValueError on every rank where lines differ or one has a problem."""
-        for comm, _ in self._comms:
-            comm.compare("what zero.join was given", lines, problem)
-
-    def agree(self, *, flag: bool) -> bool:
-        """Collective. Whether any rank has the flag."""
-        for comm, channel in self._comms:
-            flag = comm.agree(channel, flag=flag)
-        return flag
-
-    def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Collective. The messages of all ranks."""
-        told = [message]
-        for comm, _ in self._comms:
-            texts = comm.all_gather_text(json.dumps(told))
-            told = [one for text in texts for one in json.loads(text)]
-        return told
-
-    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Collective."""
-        for comm, _ in self._comms:
-            comm.broadcast(tensors, source % comm.world)
-            source //= comm.world
-
-
 class _Forward:
     """One whose backward may come, as long as its graph lives."""
 
@@ -172,7 +134,7 @@ class _Joined:
     """A model, and what follows it. Both are told of by their place in one list."""
 
     def __init__(
-        self, model: Any, others: Sequence[Followed], ranks: _Ranks, divide_by_initial: bool, throw: bool
+        self, model: Any, others: Sequence[Followed], ranks: Ranks, divide_by_initial: bool, throw: bool
     ) -> None:
         self._model, self._all, self._ranks = model, [model, *others], ranks
         self._optimizers = [one for one in others if isinstance(one, Optimizer)]
@@ -283,8 +245,8 @@ class _Joined:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise TypeError(
-            f"a {type(value).__name__}, of which ranks without data cannot be told. Inside zero.join call step() without "
-            "a closure, after backward, and give other methods numbers."
+            f"a {type(value).__name__}, of which ranks without data cannot be told. Inside zero.join call step() "
+            "without a closure, after backward, and give other methods numbers."
         )
 
     def _gradients(self) -> tuple[int, int, int]:
@@ -329,7 +291,7 @@ class _Joined:
     def _hear(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Collective. Returns the ranks that have data. Raises RuntimeError, on every rank, where they cannot go on."""
         active = [rank for rank, message in enumerate(messages) if "act" in message]
-        problem = _problem_in(messages, active, throw=self._throw)
+        problem = problem_in(messages, active, throw=self._throw)
         if problem is not None:
             self._all_know = True
             raise RuntimeError(problem)
@@ -425,38 +387,12 @@ def _replace(one: Any, name: str, told: Callable[..., Any]) -> Callable[[], None
 
 
 def _changed_problem(model: nn.Module) -> str | None:
-    """Of gradients that were changed by hand: at stage 1 ranks without data can be sent them, as all have them whole."""
+    """Of gradients that were changed by hand. Below stage 2 all have them whole, and ranks without data are sent them."""
     if isinstance(model, DistributedDataParallel):
         return None
     how = "model.clip_grad_norm_" if isinstance(model, FSDP) else "optimizer.clip_grad_norm"
     return (
-        "gradients were changed between backward and step by what zero.join was not given. Ranks without data would not "
-        f"change their shards. Clip by {how}, give zero.join the GradScaler, or change gradients in a hook, on every "
-        "rank: optimizer.register_step_pre_hook(hook)."
+        "gradients were changed between backward and step by what zero.join was not given. Ranks without data would "
+        f"not change their shards. Clip by {how}, give zero.join the GradScaler, or change gradients in a hook, on "
+        "every rank: optimizer.register_step_pre_hook(hook)."
     )
-
-
-def _problem_in(messages: Sequence[dict[str, Any]], active: Sequence[int], *, throw: bool) -> str | None:
-    """Why ranks cannot go on, in words for the user; None if they can."""
-    for rank, message in enumerate(messages):
-        if message.get("problem"):
-            return f"rank {rank}: {message['problem']}"
-    ended = [rank for rank in range(len(messages)) if rank not in active]
-    if not active or not ended and all(messages[rank]["act"] == messages[0]["act"] for rank in active):
-        return None
-    if ended and throw:
-        return f"rank {ended[0]} exhausted all inputs, and zero.join has throw_on_early_termination=True."
-    empty = [rank for rank in ended if not messages[rank]["batches"]]
-    if empty:
-        return (
-            f"rank {empty[0]} has had no batch inside zero.join, so it has none to repeat while others train. Give each "
-            "rank one batch at least."
-        )
-    first = messages[active[0]]["act"]
-    for rank in active:
-        if messages[rank]["act"] != first:
-            return (
-                f"ranks with data are out of step inside zero.join: rank {active[0]} does {first}, but rank {rank} does "
-                f"{messages[rank]['act']}. They must do the same until their data ends; evaluate outside of it."
-            )
-    return None
