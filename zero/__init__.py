@@ -22,6 +22,7 @@ from zero.scripts import ParameterCount, count_parameters, full_state_dict, unwr
 from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.step_in_backward import step_in_backward
+from zero.uneven import join
 
 show_as_asked()
 warn_if_untested()
@@ -46,6 +47,7 @@ __all__ = [
     "Traffic",
     "count_parameters",
     "full_state_dict",
+    "join",
     "plan",
     "report",
     "setup",

@@ -92,6 +92,11 @@ def writes_into(leaf: Node) -> bool:
         return False
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that is running now was called with retain_graph=True. Nothing public says so."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """What the tensor is a view of, None if it is none. Tensors have no public attribute for it."""
     return tensor._base

@@ -148,6 +148,7 @@ class FSDP(Weights):
         self._take_over(builder, inside)
         ignored = asked.ignored_modules
         self._guard = Guard(module, self._units, self._comm, ignored=ignored, partition=partition, disk=builder.disk)
+        self.broadcast_buffers = broadcast_buffers
         self._drive(options.prefetch, BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None)
         title = f"FSDP({type(module).__name__}, {strategy}, {len(self._units)} units)"
         left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
@@ -268,6 +269,11 @@ class FSDP(Weights):
         if self._backward.steps is not None:
             raise ValueError("zero.step_in_backward was called before for this model.")
         self._backward.steps = StepsInBackward(optimizer, self._guard, self._guard.params)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False within no_sync, as of DistributedDataParallel."""
+        return self._backward.reduces
 
     @property
     def comms(self) -> list[Comm]:

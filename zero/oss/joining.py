@@ -92,7 +92,7 @@ class Joining:
         options_there, used = json.loads(told[source])
         if joined:
             for group, options_of_group in zip(param_groups, options_there, strict=True):
-                _take_options(group, options_of_group)
+                take_options(group, options_of_group)
         for rank, text in enumerate(told):
             if not text:
                 self._send_share(parts, source, rank, used)
@@ -125,14 +125,20 @@ class _Shadow(JoinHook):
 
 
 def _as_text(parts: Parts, param_groups: Sequence[dict[str, Any]]) -> str:
+    return json.dumps([plain_options(param_groups), [param.grad is not None for param in parts]])
+
+
+def plain_options(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What JSON can tell of the groups' options."""
     told = []
     for group in param_groups:
         values = {key: value.item() if _is_number(value) else value for key, value in options(group).items()}
         told.append({key: value for key, value in values.items() if _is_plain(value)})
-    return json.dumps([told, [param.grad is not None for param in parts]])
+    return told
 
 
-def _take_options(group: dict[str, Any], told: dict[str, Any]) -> None:
+def take_options(group: dict[str, Any], told: dict[str, Any]) -> None:
+    """Gives the group the options of another rank's, of which plain_options told."""
     for key, value in told.items():
         if _is_number(group.get(key)):
             group[key].fill_(value)

@@ -88,6 +88,7 @@ class ShardedDDP(Wrapper):
         self._comm.compare("the models given to ShardedDDP", told, problem)
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
+        self.broadcast_buffers = broadcast_buffers
         self._buffers_in_step = BufferSync(module, [self._comm]) if broadcast_buffers else None
         for optimizer in self._optimizers:
             optimizer.expect_gradients_in_parts()
@@ -147,6 +148,11 @@ class ShardedDDP(Wrapper):
     @property
     def comm(self) -> Comm:
         return self._comm
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False within no_sync, as of DistributedDataParallel."""
+        return self._reducer.active
 
     # --------------------------------------------------------------------------------------------- running
 
