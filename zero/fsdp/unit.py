@@ -181,7 +181,7 @@ class Unit:
         """Collective. Starts to make the parameters whole, where they are not."""
         for group in self.groups:
             if group.residence is Residence.PART:
-                group.launch_gather()
+                group.launch_gather(sent_as=self.precision.param_wire)
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are whole."""

@@ -14,14 +14,14 @@ memory of `full`, so that no tool takes parameters of one buffer for tied weight
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from zero._torch import has_values, writes_so_far
-from zero.comm import Comm, Handle
+from zero.comm import Comm, Handle, Int8
 from zero.oss.lane import bring, lane_of
 from zero.oss.layout import Layout
 from zero.oss.offload import Home
@@ -71,6 +71,8 @@ class FlatGroup:
         self.shapes = Shapes(params, layout)
         self.rename(names, label or f"a bucket of {len(names)} parameters, from {names[0]}")
         self._handle: Handle | None = None
+        self._quantised: Int8 | None = None
+        """How all of `full`, this rank's own shard too, was quantised as it was gathered last."""
 
         self._own_part = own_part
         computed_as = compute_dtype or params[0].dtype
@@ -119,10 +121,11 @@ class FlatGroup:
 
     # --------------------------------------------------------------------------------------- residence
 
-    def launch_gather(self, *, sent_as: torch.dtype | None = None, conceal: bool = False) -> None:
+    def launch_gather(self, *, sent_as: torch.dtype | Int8 | None = None, conceal: bool = False) -> None:
         """Collective. Starts to bring every other rank's segment into `full`.
 
-        sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision.
+        sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision. Quantised `full` is
+            the same on all ranks where there is a part beside it, which keeps its precision.
         conceal: until `finish_gather` the parameters are NaN in their own shape, which takes one element of memory and
             cannot be written to, so that nobody takes for new what has not arrived.
         """
@@ -144,10 +147,15 @@ class FlatGroup:
                 self._part_used()
             self._handle = self._launch_gather(sent_as)
 
-    def _launch_gather(self, sent_as: torch.dtype | None) -> Handle:
+    def _launch_gather(self, sent_as: torch.dtype | Int8 | None) -> Handle:
         if sent_as is None or sent_as.itemsize >= self.full.element_size() or self.comm.world == 1:
             return self.comm.gather(self.full, self.layout.bounds, self._channel)
-        return self._gather_compressed(sent_as)
+        if not isinstance(sent_as, Int8):
+            return self._gather_compressed(sent_as)
+        self._quantised = sent_as if self._frees and self.full.is_floating_point() else None
+        return self.comm.gather(
+            self.full, self.layout.bounds, self._channel, sent_as=sent_as, keeps_own=not self._frees
+        )
 
     def _gather_compressed(self, dtype: torch.dtype) -> Handle:
         low, high = self.layout.bounds[self.comm.rank : self.comm.rank + 2]
@@ -216,8 +224,7 @@ class FlatGroup:
         if self._may_be_written:
             self._may_be_written = False
             self._is_written = has_values(own) and any(
-                not torch.equal(whole, part.to(whole))
-                for whole, part in zip(own.split(_CHUNK), self.part.split(_CHUNK), strict=True)
+                not torch.equal(whole, gathered) for whole, _, gathered in self._chunks(own)
             )
             self._part_used()
         return self._is_written or self._count_writes() != self._written_to
@@ -225,9 +232,17 @@ class FlatGroup:
     def _take_over(self, own: Tensor) -> None:
         """Into the part, what differs: where `full` has a lower precision, the rest keeps its own."""
         with torch.no_grad():
-            for whole, part in zip(own.split(_CHUNK), self.part.split(_CHUNK), strict=True):
-                part.copy_(torch.where(whole == part.to(whole), part, whole.to(part)))
+            for whole, part, gathered in self._chunks(own):
+                part.copy_(torch.where(whole == gathered, part, whole.to(part)))
         self._part_used()
+
+    def _chunks(self, own: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of this rank's segment in `full` and of the part, and what the part was when it was gathered."""
+        block = self._quantised.block if self._quantised is not None else 1
+        size = max(_CHUNK // block, 1) * block
+        for whole, part in zip(own.split(size), self.part.split(size), strict=True):
+            gathered = part.to(whole)
+            yield whole, part, gathered if self._quantised is None else self._quantised.rounded(gathered)
 
     def _leave_part(self) -> None:
         self._bind(self.part_views)
