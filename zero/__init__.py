@@ -2,7 +2,7 @@
 
 from zero import checkpoint, comm
 from zero._torch import warn_if_untested
-from zero.comm import Traffic, traffic
+from zero.comm import Int8, Traffic, traffic
 from zero.fsdp import (
     FSDP,
     MEMORY_FIRST,
@@ -33,6 +33,7 @@ __all__ = [
     "DiskOffload",
     "FSDP",
     "GradScaler",
+    "Int8",
     "MEMORY_FIRST",
     "MixedPrecision",
     "OSS",

@@ -7,7 +7,8 @@ Transport   one way of sending: host_memory, process_group (Gloo, and backends t
 
 from zero.comm.comm import Comm
 from zero.comm.handle import Handle
+from zero.comm.quantised import Int8
 from zero.comm.settings import configure
 from zero.comm.traffic import Traffic, traffic
 
-__all__ = ["Comm", "Handle", "Traffic", "configure", "traffic"]
+__all__ = ["Comm", "Handle", "Int8", "Traffic", "configure", "traffic"]

@@ -3,7 +3,7 @@
 Two operations carry the three stages: `gather` (every shard reaches every rank from its owner) and `reduce` (every
 shard, summed over the ranks, reaches its owner). Which transport runs is chosen once for a group and type of device
 (link.py), and makes no difference to the results: reduce adds up in rank order at the owner, in float32 what travelled
-with 16 bits.
+with 16 bits. Both can quantise what they send (quantised.py).
 
 All ranks must call the same operations in the same order. Where they do not, each of them gets an error, and nothing
 that they disagree on is applied (order.py).
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zero.comm.handle import Handle
 from zero.comm.link import Link, group_in_order, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, room_for, spread, together
+from zero.comm.quantised import Int8
 from zero.comm.rehearsal import Rehearsed, RehearsedLink
 from zero.comm.traffic import count
 from zero.comm.transport import Message
@@ -177,20 +179,57 @@ class Comm:
 
     # ------------------------------------------------------------------------------------------ the shards
 
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int = GATHER) -> Handle:
+    def gather(
+        self,
+        full: Tensor,
+        bounds: Sequence[int],
+        channel: int = GATHER,
+        *,
+        sent_as: Int8 | None = None,
+        keeps_own: bool = False,
+    ) -> Handle:
         """Collective. Fills the flat `full`: shard [bounds[r], bounds[r + 1]) comes from rank r, which has it there.
 
         channel: number of the operation, by which ranks notice that they are out of step: this call, or `wait`, raises
             RuntimeError then, on every rank.
+        sent_as: how floats of 16 or 32 bits travel, if not as they are; integers do as they are. keeps_own: this rank's
+            shard stays as it is then; otherwise it becomes what the other ranks get. One rank by itself sends nothing,
+            and rounds nothing.
 
         `full` must not change until `wait` has returned, which may be when the other ranks have called it too.
         """
+        if sent_as is not None and self.world > 1 and full.is_floating_point():
+            return self._gather_quantised(full, bounds, channel, sent_as, keeps_own=keeps_own)
         low, high = bounds[self.rank : self.rank + 2]
         count(gather=(high - low) * full.element_size() * (self.world - 1))
         return self._link.transport(full.device).gather(full, bounds, channel)
 
+    def _gather_quantised(
+        self, full: Tensor, bounds: Sequence[int], channel: int, sent_as: Int8, *, keeps_own: bool
+    ) -> Handle:
+        counts, rank = [high - low for low, high in pairwise(bounds)], self.rank
+        starts = [0, *accumulate(sent_as.lengths(counts))]
+        wire = full.new_empty(starts[-1], dtype=torch.uint8)
+        wire[starts[rank] : starts[rank + 1]] = sent_as.encode(full[bounds[rank] : bounds[rank + 1]], [counts[rank]])
+        handle = self.gather(wire, starts, channel)
+        filled = [(0, rank), (rank + 1, self.world)] if keeps_own else [(0, self.world)]
+
+        def finish() -> None:
+            handle.wait()
+            for first, last in filled:
+                shards = full[bounds[first] : bounds[last]]
+                sent_as.decode(wire[starts[first] : starts[last]], shards, counts[first:last])
+
+        return Handle(finish)
+
     def reduce(
-        self, messages: Sequence[Message], *, times: float = 1, into: Tensor | None = None, channel: int = REDUCTION
+        self,
+        messages: Sequence[Message],
+        *,
+        times: float = 1,
+        into: Tensor | None = None,
+        channel: int = REDUCTION,
+        sent_as: Int8 | None = None,
     ) -> Handle:
         """Collective. Sums over the ranks what each has for each owner. `wait` returns this rank's sums, flat.
 
@@ -203,11 +242,29 @@ class Comm:
         into: flat, what is overwritten by the sums, and returned, instead of a new tensor; in its own dtype. It may be
             what this rank has for itself.
         channel: as of `gather`.
+        sent_as: how floats of 16 or 32 bits travel, if not as they are; sums are then a new tensor of float32. One rank
+            by itself sends nothing, and rounds nothing.
         """
+        if sent_as is not None and self.world > 1:
+            return self._reduce_quantised(messages, times, channel, sent_as)
         if self.world > 1:
             sent = ((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages)
             count(reduce=sum(sent))
         return self._link.transport(messages[0][0].device).reduce(messages, times, into, channel)
+
+    def _reduce_quantised(self, messages: Sequence[Message], times: float, channel: int, sent_as: Int8) -> Handle:
+        own, device = [counts[self.rank] for _, counts in messages], messages[0][0].device
+        sent = [(sent_as.encode(message, counts), sent_as.lengths(counts)) for message, counts in messages]
+        count(reduce=sum(len(wire) - lengths[self.rank] for wire, lengths in sent))
+        received = self._link.transport(device).all_to_all(sent, channel)
+
+        def finish() -> Tensor:
+            sums = torch.empty(sum(own), dtype=torch.float32, device=device)
+            for rows, into in zip(received.wait(), sums.split(own), strict=True):
+                sent_as.add(rows, into, times)
+            return sums
+
+        return Handle(finish)
 
     # ------------------------------------------------------------------------------------- other tensors
 

@@ -110,6 +110,10 @@ class HostMemory(Transport):
             (messages, shares, into),
         )
 
+    def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
+        shares = _Shares(messages, self._rank, self._peers)
+        return self._launch(channel, shares.address, shares.rows, (messages, shares))
+
     # --------------------------------------------------------------------------------------- other tensors
 
     def broadcast(self, flat: Tensor, source: int) -> None:
@@ -185,8 +189,7 @@ class _Shares:
 
         addresses: where the other ranks' tables lie. times, into: as of Transport.reduce.
         """
-        count = len(self._messages)
-        tables = {rank: self._peers.read_table(rank, address, count) for rank, address in addresses.items()}
+        tables = self._tables(addresses)
         sample, size = self._messages[0], self._messages[0].element_size()
         sums = wide(sample[:0])
         total = sums.new_empty(sum(high - low for low, high in self._bounds)) if into is None else into
@@ -207,6 +210,24 @@ class _Shares:
                     here.copy_(apart[:length])
                 done += length
         return total
+
+    def rows(self, addresses: Addresses) -> list[Tensor]:
+        """What every rank has for this one, one row a rank, of one message after another."""
+        tables, received = self._tables(addresses), []
+        for place, (low, high) in enumerate(self._bounds):
+            own = self._messages[place][low:high]
+            rows = own.new_empty(len(tables) + 1, len(own))
+            rows[self._rank] = own
+            for rank, table in tables.items():
+                address = table[place] + low * own.element_size()
+                self._peers.read(rank, address, rows[rank].data_ptr(), own.nbytes)
+            received.append(rows)
+        return received
+
+    def _tables(self, addresses: Addresses) -> dict[int, Sequence[int]]:
+        """Of each other rank the addresses of its messages."""
+        count = len(self._messages)
+        return {rank: self._peers.read_table(rank, address, count) for rank, address in addresses.items()}
 
 
 def _table_of(tensors: Sequence[Tensor]) -> Any:

@@ -61,6 +61,15 @@ class ProcessGroupTransport(Transport):
             order.at_failure.append(lambda _: _keep_for_ever(group))
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
+        received = self.all_to_all(messages, channel)
+
+        def finish() -> Tensor:
+            sums = self._sum(received.wait(), times)
+            return sums if into is None else into.copy_(sums)
+
+        return Handle(finish)
+
+    def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
 
         def launch() -> list[dist.Work]:
@@ -69,10 +78,9 @@ class ProcessGroupTransport(Transport):
 
         works = self._launch(channel, sum(message.nbytes for message, _ in messages), (messages, received), launch)
 
-        def finish() -> Tensor:
+        def finish() -> list[Tensor]:
             self._wait(works, channel, (messages, received))
-            sums = self._sum(received, times)
-            return sums if into is None else into.copy_(sums)
+            return received
 
         return Handle(finish)
 

@@ -43,6 +43,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
+        """`wait` returns, of one message after another, what every rank has for this rank, one row a rank."""
+
+    @abstractmethod
     def broadcast(self, flat: Tensor, source: int) -> None:
         """Overwrites the tensor by that of rank `source`."""
 

@@ -126,7 +126,7 @@ class Builder:
                 loads=self._loads,
                 own_part=True,
                 compute_dtype=dtype,
-                part_in_whole=self._options.stays,
+                part_in_whole=self._options.stays and self._options.precision.param_wire is None,
                 home=self._room,
                 levels=self._placement.levels,
                 label=title,

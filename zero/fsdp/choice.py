@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from zero._torch import wraps_others
+from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
-from zero.oss.groups import on_two_devices
+from zero.oss.groups import on_two_devices, unquantisable
 from zero.oss.shapes import unusable
 from zero.sdp.sharded_ddp import describe
 
@@ -76,6 +77,13 @@ class Choice:
             return "FSDP was given a module without parameters: there is nothing to shard."
         own = ((name, param) for name, param in self.module.named_parameters() if param not in self._left_out)
         return on_two_devices(own)
+
+    def unquantisable(self, precision: MixedPrecision) -> str | None:
+        """Why parameters or gradients cannot travel as they are asked to, in words for the user; None if they can."""
+        own = [(repr(name), param) for name, param in self.module.named_parameters() if param not in self._left_out]
+        return unquantisable(own, precision.param_wire, "param_wire") or unquantisable(
+            own, precision.reduce_dtype, "reduce_dtype"
+        )
 
     @property
     def modules(self) -> list[nn.Module]:

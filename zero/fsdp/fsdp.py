@@ -161,6 +161,7 @@ class FSDP(Weights):
             or self._misfit(inside)
             or ddp_within(self.module, choice.ignored)
             or choice.unusable(synced=options.synced, sharded=guarded())
+            or choice.unquantisable(options.precision)
             or self._comm.device_problem(choice.devices())
         )
 

@@ -1,7 +1,7 @@
 """Which dtype is stored, computed with and sent.
 
     part      what is stored and stepped: the parameter's own dtype, float32 as a rule
-    whole     what is gathered and computed with: param_dtype
+    whole     what is gathered and computed with: param_dtype; travels as param_wire
     gradient  what autograd writes: param_dtype; travels as reduce_dtype; added up, stored and stepped as float32
 
 (P. Micikevicius et al., Mixed Precision Training, 2018, section 3.1: float32 masters; here the parts are the masters.)
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import BATCH_NORM, buffers_of, classes_to_ignore
+from zero.comm import Int8
 from zero.sdp.tensors import map_tensors
 
 
@@ -26,21 +27,38 @@ class MixedPrecision:
     """Dtypes of an FSDP; None leaves a dtype as it is.
 
     param_dtype: parameters are gathered and computed with in it; gradients are written in it.
-    reduce_dtype: gradients travel in it, by default as they were written. Sums are float32 all the same.
+    reduce_dtype: gradients travel in it, by default as they were written. Sums are float32 all the same. Also
+        zero.Int8(); what hybrid strategies average across replicas travels as float32 then, as with all dtypes.
     buffer_dtype: floating-point buffers are cast to it once. Saved and loaded weights have their own.
     cast_forward_inputs: cast floating-point inputs of every unit to param_dtype.
     cast_root_forward_inputs: the same of the root unit, instead of what cast_forward_inputs says, unless None.
     keep_fp32: classes of modules, such as torch.nn.LayerNorm, that compute in float32: their parameters are gathered as
         they are stored, their buffers stay, their inputs are cast to float32 and their outputs back to param_dtype. By
         default those of batch normalisation, whose averages would stand still in 16 bits.
+    param_wire: zero.Int8(): parameters are quantised as they are gathered. All ranks, the owner of a shard too, compute
+        with what has arrived; the shards keep their precision, and so do full weights that are asked for or saved.
     """
 
     param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | Int8 | None = None
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     keep_fp32: tuple[type[nn.Module], ...] = (BATCH_NORM,)
     cast_root_forward_inputs: bool | None = None
+    param_wire: Int8 | None = None
+
+    def __post_init__(self) -> None:
+        if self.param_wire is not None and not isinstance(self.param_wire, Int8):
+            raise ValueError(
+                f"MixedPrecision(param_wire={self.param_wire!r}): choose zero.Int8() or None. param_dtype is the "
+                "other dtype that parameters can travel in; they are computed with in it, too."
+            )
+        for option in ("param_dtype", "buffer_dtype"):
+            if isinstance(getattr(self, option), Int8):
+                raise ValueError(
+                    f"MixedPrecision({option}={getattr(self, option)}): nothing is computed with in Int8, which is for "
+                    "what travels: param_wire and reduce_dtype."
+                )
 
     def dtype_of(self, module: nn.Module) -> torch.dtype | None:
         """What the module's own parameters are computed with, if not as they are stored."""

@@ -181,7 +181,7 @@ class Unit:
         """Collective. Starts to make the parameters whole, where they are not. ahead: they are needed later."""
         for group in self.groups:
             if group.residence is Residence.PART:
-                group.launch_gather(ahead=ahead)
+                group.launch_gather(sent_as=self.precision.param_wire, ahead=ahead)
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are whole."""

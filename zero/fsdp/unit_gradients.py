@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zero.comm import Comm
+from zero.comm import Comm, Int8
 from zero.oss.flat import FlatGroup
 from zero.sdp.bucket import Deliver, GradBucket, Phase
 
@@ -28,7 +28,7 @@ class UnitGradients:
     """
 
     def __init__(
-        self, groups: Sequence[FlatGroup], *, sent_as: torch.dtype | None = None, replicas: Comm | None = None
+        self, groups: Sequence[FlatGroup], *, sent_as: torch.dtype | Int8 | None = None, replicas: Comm | None = None
     ) -> None:
         self._buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
         self.kept = self.sends = False

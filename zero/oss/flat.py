@@ -20,17 +20,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zero._torch import has_values, writes_so_far
-from zero.comm import Comm, Handle
+from zero.comm import Comm, Handle, Int8
 from zero.comm.streams import NONE, NoStreams, streams_of
 from zero.oss.layout import Layout
 from zero.oss.offload import Home
 from zero.oss.shapes import Shapes, is_copy, with_own_storage
 from zero.oss.shown import shown
 from zero.oss.two_levels import Levels, NodeShard
-
-_CHUNK = 2**18
-"""Elements that are compared at a time, so that no copy of a part is made."""
+from zero.oss.writes import Writes
 
 
 class Residence(enum.Enum):
@@ -79,11 +76,7 @@ class FlatGroup:
         computed_as = compute_dtype or params[0].dtype
         self._frees = own_part and (comm.world > 1 or home is not None or computed_as != params[0].dtype)
         self._summoned: Tensor | None = None
-        self._written_to = 0
-        """How often torch had counted writes into the parameters when they became whole."""
-        self._written_at_begin = 0
-        """The same when the forward or backward began that runs now."""
-        self._may_be_written = self._is_written = False
+        self._writes = Writes(self.params)
 
         self.full = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
         beside = home is not None or comm.runs_beside(self.full)
@@ -129,12 +122,15 @@ class FlatGroup:
 
     def begin(self) -> None:
         """A forward or backward begins, on a device that has streams."""
-        self._written_at_begin = self._count_writes()
+        self._writes.begin()
 
-    def launch_gather(self, *, sent_as: torch.dtype | None = None, ahead: bool = False, conceal: bool = False) -> None:
+    def launch_gather(
+        self, *, sent_as: torch.dtype | Int8 | None = None, ahead: bool = False, conceal: bool = False
+    ) -> None:
         """Collective. Starts to bring every other rank's segment into `full`.
 
-        sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision.
+        sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision. Quantised `full` is
+            the same on all ranks where there is a part beside it, which keeps its precision.
         ahead: it is needed later. It waits for what was computed only if the part was written since `begin`.
         conceal: until `finish_gather` the parameters are NaN in their own shape, which takes one element of memory and
             cannot be written to, so that nobody takes for new what has not arrived.
@@ -149,21 +145,26 @@ class FlatGroup:
             self.residence = Residence.GATHERING
         with shown("unshard", self.label, self.comm.rank):
             launch = partial(self._launch_gather, sent_as)
-            ahead = ahead and self.streams is not NONE and self._count_writes() == self._written_at_begin
+            ahead = ahead and self.streams is not NONE and not self._writes.since_begin
             self._handle = self.streams.gather(self.comm, launch, ahead=ahead, from_host=self._offloaded)
 
-    def _launch_gather(self, sent_as: torch.dtype | None) -> Handle:
+    def _launch_gather(self, sent_as: torch.dtype | Int8 | None) -> Handle:
+        quantises = isinstance(sent_as, Int8) and self.full.is_floating_point() and self.comm.world > 1
+        quantised = sent_as if isinstance(sent_as, Int8) and quantises else None
         if self._frees:
+            self._writes.quantised = quantised
             self.full.untyped_storage().resize_(self.full.nbytes)
             with torch.no_grad():
                 if self.node_shard is not None:
-                    return self.node_shard.gather(self.full, self.part)
+                    return self.node_shard.gather(self.full, self.part, quantised)
                 own = self.full[self.layout.segment(self.comm.rank)]
                 own.copy_(self.part.to(own.device, non_blocking=True))
             self._part_used()
-        if sent_as is None or sent_as.itemsize >= self.full.element_size() or self.comm.world == 1:
-            return self.comm.gather(self.full, self.layout.bounds, self._channel)
-        return self._gather_compressed(sent_as)
+        fewer = sent_as is not None and sent_as.itemsize < self.full.element_size() and self.comm.world > 1
+        if fewer and isinstance(sent_as, torch.dtype):
+            return self._gather_compressed(sent_as)
+        bounds, keeps_own = self.layout.bounds, not self._frees
+        return self.comm.gather(self.full, bounds, self._channel, sent_as=quantised, keeps_own=keeps_own)
 
     def _gather_compressed(self, dtype: torch.dtype) -> Handle:
         low, high = self.layout.bounds[self.comm.rank : self.comm.rank + 2]
@@ -189,7 +190,7 @@ class FlatGroup:
         if self._part_in_whole:
             self.part.untyped_storage().resize_(0)
         self.residence = Residence.WHOLE
-        self._written_to = self._count_writes()
+        self._writes.gathered()
 
     @property
     def gathering(self) -> bool:
@@ -212,37 +213,15 @@ class FlatGroup:
                 self.part.untyped_storage().resize_(self.part.nbytes)
                 with torch.no_grad():
                     self.part.copy_(own)
-            elif self._frees and self._were_written(own):
-                self._take_over(own)
+            elif self._frees:
+                if self._writes.any(own, self.part):
+                    self._writes.take_over(own, self.part)
+                self._part_used()
             self._leave_part()
 
     def look_for_writes(self) -> None:
-        """Has the next `release` look whether there were writes that torch does not count: through `param.data`.
-
-        If so, every later one expects them. This reads the whole part, too much to do it each time.
-        """
-        self._may_be_written = True
-
-    def _count_writes(self) -> int:
-        return writes_so_far(self.params)
-
-    def _were_written(self, own: Tensor) -> bool:
-        if self._may_be_written:
-            self._may_be_written = False
-            self._is_written = has_values(own) and any(
-                not torch.equal(whole, part.to(whole))
-                for whole, part in zip(own.split(_CHUNK), self.part.split(_CHUNK), strict=True)
-            )
-            self._part_used()
-        return self._is_written or self._count_writes() != self._written_to
-
-    def _take_over(self, own: Tensor) -> None:
-        """Into the part, what differs: where `full` has a lower precision, the rest keeps its own."""
-        with torch.no_grad():
-            for whole, part in zip(own.split(_CHUNK), self.part.split(_CHUNK), strict=True):
-                same = (whole == part.to(whole)).to(part.device)
-                part.copy_(torch.where(same, part, whole.to(part)))
-        self._part_used()
+        """Has the next `release` look whether there were writes that torch does not count; see Writes.look."""
+        self._writes.look()
 
     def _leave_part(self) -> None:
         self._bind(self.part_views)

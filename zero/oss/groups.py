@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero.comm.quantised import QUANTISED, Int8
 from zero.measure.param_groups import options, told_options
 from zero.oss.shapes import unusable
 
@@ -70,12 +71,38 @@ def describe(groups: list[dict[str, Any]]) -> list[str]:
     lines = []
     for position, group in enumerate(groups):
         lines.append(f"group {position} with {told_options(options(group))}")
-        for index, entry in enumerate(group["params"]):
-            name, param = entry if isinstance(entry, tuple) else (f"parameter {index} of group {position}", entry)
+        for name, param in _named(group, position):
             if isinstance(param, Tensor):
                 kind = "trained" if param.requires_grad else "frozen"
                 lines.append(f"{name}: {str(param.dtype).removeprefix('torch.')} {list(param.shape)}, {kind}")
     return lines
+
+
+def _named(group: dict[str, Any], position: int) -> Iterator[tuple[str, Any]]:
+    for index, entry in enumerate(group["params"]):
+        yield entry if isinstance(entry, tuple) else (f"parameter {index} of group {position}", entry)
+
+
+def quantised_problem(groups: list[dict[str, Any]], sent_as: torch.dtype | Int8 | None, option: str) -> str | None:
+    """`unquantisable` of the parameters in these groups."""
+    named = (one for position, group in enumerate(groups) for one in _named(group, position))
+    return unquantisable(named, sent_as, option)
+
+
+def unquantisable(named: Iterable[tuple[str, Any]], sent_as: torch.dtype | Int8 | None, option: str) -> str | None:
+    """Why parameters, or their gradients, cannot travel as Int8, in words for the user; None if they can. Integers
+    are left as they are: they have no gradients, and ought not to be rounded.
+
+    sent_as: what the option of this name says.
+    """
+    for name, param in named if isinstance(sent_as, Int8) else ():
+        dtype = param.dtype
+        if (dtype.is_floating_point or dtype.is_complex) and dtype not in QUANTISED:
+            return (
+                f"{name} is {dtype}, but {option}={sent_as} quantises float32, bfloat16 and float16 only. Cast the "
+                f"model to one of these, or leave {option} out."
+            )
+    return None
 
 
 def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:
@@ -106,12 +133,13 @@ def names(group: dict[str, Any]) -> list[str]:
     ]
 
 
-def sent_dtype(given: bool | torch.dtype, option: str) -> tuple[torch.dtype | None, str | None]:
+def sent_dtype(given: bool | torch.dtype | Int8, option: str) -> tuple[torch.dtype | Int8 | None, str | None]:
     """The dtype that an option such as broadcast_fp16 asks for, and what is wrong with it in words for the user."""
     dtype = torch.float16 if given is True else given or None
-    if dtype in (None, torch.float16, torch.bfloat16):
+    if dtype in (None, torch.float16, torch.bfloat16) or isinstance(dtype, Int8):
         return dtype, None
-    return None, f"{option}={given!r}: choose True for torch.float16, torch.bfloat16, or False to send as it is."
+    choices = "True for torch.float16, torch.bfloat16, zero.Int8(), or False to send as it is"
+    return None, f"{option}={given!r}: choose {choices}."
 
 
 def master_problem(dtype: torch.dtype | None) -> str | None:

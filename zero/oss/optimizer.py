@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.comm import Comm
+from zero.comm import Comm, Int8
 from zero.measure.kinds import Finding, Kind, finding_of, known, title
 from zero.measure.named import build
 from zero.measure.param_groups import called, options, told_options
@@ -23,7 +23,7 @@ from zero.oss import state
 from zero.oss.agreed import Agreed
 from zero.oss.announce import announce
 from zero.oss.from_optimizer import from_optimizer
-from zero.oss.groups import as_groups, describe, devices_of, master_problem, sent_dtype
+from zero.oss.groups import as_groups, describe, devices_of, master_problem, quantised_problem, sent_dtype
 from zero.oss.in_backward import SteppingInBackward
 from zero.oss.masters import Masters
 from zero.oss.offload import CPUOffload, DiskOffload, Room, offload_of
@@ -56,8 +56,8 @@ class OSS(SteppingInBackward):
         "auto" is what the optimizer was found to need: torch's own are known, others take a few steps of small tensors.
     granularity: elements; parameters are cut only at multiples of it from their start, for optimizers that treat
         elements in blocks, such as those that keep their state in 8 bits. With it "auto" is "even".
-    broadcast_fp16: after a step send parameters as float16 (True) or as the dtype given, such as torch.bfloat16. The
-        owner's own copy keeps its precision.
+    broadcast_fp16: after a step send parameters as float16 (True) or as the dtype given, torch.bfloat16 or zero.Int8().
+        The owner's own copy keeps its precision.
     master_dtype: torch.float32 keeps a master of this dtype of each part with its owner, for parameters of a lesser
         one, which are the rounded master (the 2Ψ + 2Ψ + 12Ψ/W bytes of the paper's section 3.1 under Adam).
     offload: zero.CPUOffload() or zero.DiskOffload(path): what the optimizer steps, its gradients and its state lie in
@@ -81,7 +81,7 @@ class OSS(SteppingInBackward):
         *,
         partition: Partition = "auto",
         granularity: int | None = None,
-        broadcast_fp16: bool | torch.dtype = False,
+        broadcast_fp16: bool | torch.dtype | Int8 = False,
         master_dtype: torch.dtype | None = None,
         offload: CPUOffload | DiskOffload | None = None,
         **defaults: Any,
@@ -91,7 +91,7 @@ class OSS(SteppingInBackward):
         self._sent_as, wrong_dtype = sent_dtype(broadcast_fp16, "broadcast_fp16")
         self._offload, wrong_offload = offload_of(offload)
         problem = problem or partition_problem(partition, granularity) or wrong_dtype or master_problem(master_dtype)
-        problem = problem or wrong_offload
+        problem = problem or wrong_offload or quantised_problem(groups, self._sent_as, "broadcast_fp16")
         self._built, self._built_by = False, (optim, defaults)
         self._partition, self._granularity = partition, granularity
         found, unfit = (None, None) if problem else self._look_at(groups)
@@ -133,7 +133,7 @@ class OSS(SteppingInBackward):
             super().add_param_group(param_group)
             return
         groups, problem = as_groups([param_group], seen=set(self._parts))
-        problem = problem or self._look_at(groups)[1]
+        problem = problem or quantised_problem(groups, self._sent_as, "broadcast_fp16") or self._look_at(groups)[1]
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
         super().add_param_group(groups[0])
         added = self.param_groups[-1]

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero.comm import Comm
+from zero.comm import Comm, Int8
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
 from zero.oss import norm
@@ -40,7 +40,7 @@ class Stepping(ShardedOptimizer, Joinable):
     """agreed: sees that ranks agree on the numbers that the optimizer writes into its groups, if it may write any.
     writes_frozen: whether it may write into parameters that have no gradient."""
 
-    _sent_as: torch.dtype | None
+    _sent_as: torch.dtype | Int8 | None
 
     def __init__(self, groups: list[dict[str, Any]], agreed: Agreed | None, *, writes_frozen: bool) -> None:
         self._agreed, self._writes_frozen = agreed, writes_frozen

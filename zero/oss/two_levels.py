@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from zero.comm import Comm, Handle
+from zero.comm import Comm, Handle, Int8
 from zero.oss.layout import Layout
 
 
@@ -51,29 +51,29 @@ class NodeShard:
         self._reduce_channel = self.within.channel(f"the reduction within the node of {label}")
         self._average_channel = self._across.channel(f"the reduction across nodes of {label}")
 
-    def gather(self, full: Tensor, shard: Tensor) -> Handle:
-        """Collective. Fills the full buffer. shard: what this rank steps."""
+    def gather(self, full: Tensor, shard: Tensor, quantised: Int8 | None) -> Handle:
+        """Collective. Fills the full buffer. shard: what this rank steps. quantised: what goes across nodes."""
         if self.tensor is None:
             self.tensor = full.new_empty(self._pieces[-1])
         if self.stale:
             low, high = self._pieces[self._across.rank : self._across.rank + 2]
             self.tensor[low:high] = shard.to(full.device, non_blocking=True)
-            self._across.gather(self.tensor, self._pieces, self._refresh_channel).wait()
+            self._across.gather(self.tensor, self._pieces, self._refresh_channel, sent_as=quantised).wait()
             self.stale = False
         full[self._own] = self.tensor
         return self.within.gather(full, self._bounds, self._gather_channel)
 
-    def reduce(self, gradients: Tensor) -> Handle:
-        """Collective. `wait` returns the average of this rank's shard. gradients: of the full buffer."""
-        handle = self.within.reduce(
-            [(gradients, _lengths(self._bounds))], times=1 / self.within.world, channel=self._reduce_channel
-        )
+    def reduce(self, gradients: Tensor, quantised: Int8 | None) -> Handle:
+        """Collective. `wait` returns the average of this rank's shard. gradients: of the full buffer. quantised: how they
+        travel, within the node and across."""
+        message, times = (gradients, _lengths(self._bounds)), 1 / self.within.world
+        handle = self.within.reduce([message], times=times, channel=self._reduce_channel, sent_as=quantised)
 
         def average() -> Tensor:
-            message = (handle.wait(), _lengths(self._pieces))
-            reduced = self._across.reduce([message], times=1 / self._across.world, channel=self._average_channel)
-            average: Tensor = reduced.wait()
-            return average
+            message, times = (handle.wait(), _lengths(self._pieces)), 1 / self._across.world
+            reduced = self._across.reduce([message], times=times, channel=self._average_channel, sent_as=quantised)
+            result: Tensor = reduced.wait()
+            return result
 
         return Handle(average)
 

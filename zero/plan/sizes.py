@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from zero.comm import Int8
 from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
 from zero.oss.partition import Partition
@@ -33,8 +34,8 @@ class Options:
     granularity: int | None = None
     precision: MixedPrecision = field(default_factory=MixedPrecision)
     master_dtype: torch.dtype | None = None
-    broadcast_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    broadcast_dtype: torch.dtype | Int8 | None = None
+    reduce_dtype: torch.dtype | Int8 | None = None
     bucket_bytes: int | None = None
     offload: CPUOffload | DiskOffload | None = None
     replicas: int = 1

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zero._torch import copy_all
-from zero.comm import Comm, Handle
+from zero.comm import Comm, Handle, Int8
 from zero.comm.packing import joined
 from zero.comm.streams import streams_of
 from zero.comm.transport import Message
@@ -50,15 +50,18 @@ class Phase(enum.Enum):
 class GradBucket:
     """Takes the gradients of one flat group, reduces them to their owners, and hands out those of this rank's shard.
 
-    sent_as: the dtype in which gradients travel, by default their own.
+    sent_as: the dtype in which gradients travel, by default their own; or how they are quantised.
     replicas: the ranks that own the same segments, where a group is sharded within and replicated across (hybrid).
     `used`: parameters of which this rank had gradients among those that were sent since the last `decide`.
     """
 
-    def __init__(self, flat: FlatGroup, *, sent_as: torch.dtype | None = None, replicas: Comm | None = None) -> None:
+    def __init__(
+        self, flat: FlatGroup, *, sent_as: torch.dtype | Int8 | None = None, replicas: Comm | None = None
+    ) -> None:
         self.flat = flat
         self._replicas = replicas
-        self._sent_as = sent_as or flat.full.dtype
+        self._quantised = sent_as if isinstance(sent_as, Int8) else None
+        self._sent_as = flat.full.dtype if sent_as is None or isinstance(sent_as, Int8) else sent_as
         self._channel = flat.comm.channel(f"the reduction of {flat.label}")
         self._streams = flat.streams
         if replicas is not None:
@@ -163,8 +166,8 @@ class GradBucket:
     def _reduce(self, messages: Sequence[Message]) -> Handle:
         comm, replicas = self.flat.comm, self._replicas
         if self.flat.node_shard is not None:
-            return self.flat.node_shard.reduce(messages[0][0])
-        handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel)
+            return self.flat.node_shard.reduce(messages[0][0], self._quantised)
+        handle = comm.reduce(messages, times=1 / comm.world, channel=self._channel, sent_as=self._quantised)
         if replicas is None:
             return handle
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import at_end_of_backward, in_a_backward, writes_into
-from zero.comm import Comm
+from zero.comm import Comm, Int8
 from zero.comm.streams import Streams
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import Deliver, GradBucket
@@ -30,7 +30,11 @@ class Reducer:
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[OSS], comm: Comm, sent_as: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        optimizers: Sequence[OSS],
+        comm: Comm,
+        sent_as: torch.dtype | Int8 | None = None,
     ) -> None:
         self.active = True
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from zero._torch import children_of
-from zero.comm import Comm
+from zero.comm import Comm, Int8
 from zero.oss.announce import announce
 from zero.oss.ddp import ddp_within, refuse_within_ddp
-from zero.oss.groups import on_two_devices, sent_dtype
+from zero.oss.groups import on_two_devices, sent_dtype, unquantisable
 from zero.oss.in_backward import refuse, steps_in_backward
 from zero.oss.joining import NO_JOIN
 from zero.oss.optimizer import OSS
@@ -48,8 +48,8 @@ class ShardedDDP(Wrapper):
         (quantised), which stay as they are.
     reduce_buffer_size: elements that are reduced at a time, one parameter at least; 0 reduces each by itself. By
         default an eighth of the model, between 1 and 32 MiB.
-    reduce_fp16: gradients travel as float16 (True) or as the dtype given, such as torch.bfloat16, and are added up in
-        float32.
+    reduce_fp16: gradients travel as float16 (True) or as the dtype given, torch.bfloat16 or zero.Int8(), and are added
+        up in float32.
     overlap_param_gather: where transfers run beside the computing (NCCL; over Gloo it changes nothing), `step` leaves
         its gathers in flight, and the next forward waits for what it reads, when it reads it. Until then parameters are
         NaN to those who read them past this wrapper and past the module's own methods: by references that were kept,
@@ -69,7 +69,7 @@ class ShardedDDP(Wrapper):
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int | None = None,
-        reduce_fp16: bool | torch.dtype = False,
+        reduce_fp16: bool | torch.dtype | Int8 = False,
         overlap_param_gather: bool = False,
     ) -> None:
         super().__init__()
@@ -85,6 +85,7 @@ class ShardedDDP(Wrapper):
         told = [f"{options}, overlap_param_gather {overlap_param_gather}", *describe(module)]
         sent_as, problem = sent_dtype(reduce_fp16, "reduce_fp16")
         problem = problem or self._misfit(names) or on_two_devices(module.named_parameters())
+        problem = problem or unquantisable(module.named_parameters(), sent_as, "reduce_fp16")
         self._comm.compare("the models given to ShardedDDP", told, problem)
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])

@@ -387,7 +387,7 @@ def _replace(one: Any, name: str, told: Callable[..., Any]) -> Callable[[], None
 
 
 def _changed_problem(model: nn.Module) -> str | None:
-    """Of gradients that were changed by hand. Below stage 2 all have them whole, and ranks without data are sent them."""
+    """Of gradients that were changed by hand. Below stage 2 all have them full, and ranks without data get them."""
     if isinstance(model, DistributedDataParallel):
         return None
     how = "model.clip_grad_norm_" if isinstance(model, FSDP) else "optimizer.clip_grad_norm"
