@@ -64,8 +64,8 @@ class NodeShard:
         return self.within.gather(full, self._bounds, self._gather_channel)
 
     def reduce(self, gradients: Tensor, quantised: Int8 | None) -> Handle:
-        """Collective. `wait` returns the average of this rank's shard. gradients: of the full buffer. quantised: how they
-        travel, within the node and across."""
+        """Collective. `wait` returns the average of this rank's shard. gradients: of the full buffer. quantised: how
+        they travel, within the node and across."""
         message, times = (gradients, _lengths(self._bounds)), 1 / self.within.world
         handle = self.within.reduce([message], times=times, channel=self._reduce_channel, sent_as=quantised)
 
