@@ -90,14 +90,14 @@ class Stream:
 class Device:
     """In the place of torch.cuda.
 
-    sites: where the package waited. removed: the one at which nothing does, as if the line were not there.
+    waited: whether the package did anywhere. removed: where nothing does, as if the line were not there.
     stalls: of the computing stream. recording: whether a CUDA graph is.
     """
 
     def __init__(self) -> None:
         self.host = Stream(self, "host")
         self.computing = self._current = Stream(self, "computing")
-        self.sites: set[Site] = set()
+        self.waited = False
         self.removed: Site | None = None
         self.stalls: list[Stall] = []
         self.recording = False
@@ -128,5 +128,5 @@ class Device:
             if frame.f_code.co_filename.startswith(PACKAGE):
                 here.add(Site(frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_code.co_name, frame.f_lineno))
             frame = frame.f_back
-        self.sites |= here
+        self.waited = self.waited or bool(here)
         return self.removed not in here

@@ -54,7 +54,9 @@ class Group:
         return Work(self._device, Event(stream))
 
     def _allgather_base(self, into: Tensor, tensor: Tensor, how: Any) -> Work:
-        return self._run("gather", [tensor], [into], how, lambda: into.view(self._world, -1).copy_(tensor.clone().view(1, -1)))
+        return self._run(
+            "gather", [tensor], [into], how, lambda: into.view(self._world, -1).copy_(tensor.clone().view(1, -1))
+        )
 
     def _reduce_scatter_base(self, into: Tensor, tensor: Tensor, how: Any) -> Work:
         return self._run("reduce", [tensor], [into], how, lambda: into.copy_(tensor[: into.numel()].clone()))

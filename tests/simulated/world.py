@@ -25,7 +25,6 @@ from zero.comm.transport import Transport
 from zero.fsdp import offload
 from zero.oss.flat import FlatGroup
 
-
 _tensor = torch.tensor
 
 

@@ -88,8 +88,6 @@ class FlatGroup:
         self._summoned: Tensor | None = None
         self._written_to = 0
         """How often torch had counted writes into the parameters when they became whole."""
-        self._written_at_begin = 0
-        """The same when the forward or backward began that runs now."""
         self._may_be_written = self._is_written = False
 
         self.full = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
@@ -132,15 +130,11 @@ class FlatGroup:
 
     # --------------------------------------------------------------------------------------- residence
 
-    def begin(self) -> None:
-        """A forward or backward begins, on a device that has streams."""
-        self._written_at_begin = self._count_writes()
-
     def launch_gather(self, *, sent_as: torch.dtype | None = None, ahead: bool = False, conceal: bool = False) -> None:
         """Collective. Starts to bring every other rank's segment into `full`.
 
         sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision.
-        ahead: it is needed later. It waits for what was computed only if the part was written since `begin`.
+        ahead: it is needed later, and the part was written before the forward or backward began that runs now.
         conceal: until `finish_gather` the parameters are NaN in their own shape, which takes one element of memory and
             cannot be written to, so that nobody takes for new what has not arrived.
         """
@@ -154,7 +148,6 @@ class FlatGroup:
             self.residence = Residence.GATHERING
         with shown("unshard", self.label, self.comm.rank):
             launch = partial(self._launch_gather, sent_as)
-            ahead = ahead and self.streams is not NONE and self._count_writes() == self._written_at_begin
             self._handle = self.streams.gather(self.comm, launch, ahead=ahead, from_host=self._offloaded)
 
     def _launch_gather(self, sent_as: torch.dtype | None) -> Handle:
