@@ -44,7 +44,7 @@ class Event:
 
 
 class Stream:
-    """label: what it was given last, if that was a transfer."""
+    """label: the last transfer that it was given."""
 
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name, self.label, self.time = device, name, "", 0.0
@@ -66,7 +66,7 @@ class Stream:
         self.join(self.device.host.clock)
         self.clock[self] = self.clock.get(self, 0) + 1
         self.time += seconds
-        self.label = label
+        self.label = label or self.label
         return self.clock[self]
 
     def record_event(self) -> Event:
