@@ -39,7 +39,7 @@ FSDP: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "fsdp_min_num_params": [(2000, {"min_num_params": 2000}), ("1e8", {"min_num_params": 10**8})],
     "fsdp_backward_prefetch": [
         ("BACKWARD_PRE", {"prefetch": Prefetch(PRE)}),
-        (2, {"prefetch": Prefetch()}),
+        (2, {"prefetch": Prefetch("BACKWARD_POST")}),
         ("NO_PREFETCH", {"prefetch": Prefetch(None)}),
     ],
     "fsdp_backward_prefetch_policy": [("BACKWARD_PRE", {"prefetch": Prefetch(PRE)})],
