@@ -91,13 +91,16 @@ def what_happens(rank: int, world: int, prefetch: zero.Prefetch) -> list[str]:
 
 
 AHEAD = ["gather the root unit", "gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "gather 3", "forward 2"]
-AHEAD += ["forward 3", "gather 3", "gather 2", "gather 1", "gather 0"]
+AHEAD += ["forward 3", "gather 2", "gather 1", "gather 0"]  # backward would gather 3 at once: it is kept
 AS_NEEDED = ["gather the root unit", "gather 0", "forward 0", "gather 1", "forward 1", "gather 2", "forward 2"]
-AS_NEEDED += ["gather 3", "forward 3", "gather 3", "gather 2", "gather 1", "gather 0"]
+AS_NEEDED += ["gather 3", "forward 3"]
+LAST_KEPT, NONE_KEPT = ["gather 2", "gather 1", "gather 0"], ["gather 3", "gather 2", "gather 1", "gather 0"]
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "expected"), [(zero.SPEED_FIRST, AHEAD), (zero.Prefetch(), AS_NEEDED)], ids=["speed first", "default"]
+    ("prefetch", "expected"),
+    [(zero.SPEED_FIRST, AHEAD), (zero.Prefetch(), AS_NEEDED + NONE_KEPT)],
+    ids=["speed first", "default"],
 )
 def test_the_next_unit_is_gathered_while_the_current_one_computes(prefetch, expected):
     for told in ranks.run(what_happens, args=(prefetch,)):
@@ -111,7 +114,11 @@ def what_happens_beside(rank: int, world: int, prefetch: zero.Prefetch) -> list[
 
 @pytest.mark.parametrize(
     ("prefetch", "expected"),
-    [(zero.Prefetch(), AHEAD), (zero.Prefetch(forward_prefetch=False), AS_NEEDED), (zero.MEMORY_FIRST, None)],
+    [
+        (zero.Prefetch(), AHEAD),
+        (zero.Prefetch(forward_prefetch=False), AS_NEEDED + LAST_KEPT),
+        (zero.MEMORY_FIRST, None),
+    ],
     ids=["default", "not asked for", "memory first"],
 )
 def test_by_default_forward_gathers_ahead_where_transfers_overlap(prefetch, expected):

@@ -44,7 +44,7 @@ class Event:
 
 
 class Stream:
-    """label: what it was given last, if that was a transfer."""
+    """label: the last transfer that it was given."""
 
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name, self.label, self.time = device, name, "", 0.0
@@ -66,7 +66,7 @@ class Stream:
         self.join(self.device.host.clock)
         self.clock[self] = self.clock.get(self, 0) + 1
         self.time += seconds
-        self.label = label
+        self.label = label or self.label
         return self.clock[self]
 
     def record_event(self) -> Event:
@@ -90,14 +90,14 @@ class Stream:
 class Device:
     """In the place of torch.cuda.
 
-    sites: where the package waited. removed: the one at which nothing does, as if the line were not there.
+    waited: whether the package did anywhere. removed: where nothing does, as if the line were not there.
     stalls: of the computing stream. recording: whether a CUDA graph is.
     """
 
     def __init__(self) -> None:
         self.host = Stream(self, "host")
         self.computing = self._current = Stream(self, "computing")
-        self.sites: set[Site] = set()
+        self.waited = False
         self.removed: Site | None = None
         self.stalls: list[Stall] = []
         self.recording = False
@@ -128,5 +128,5 @@ class Device:
             if frame.f_code.co_filename.startswith(PACKAGE):
                 here.add(Site(frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_code.co_name, frame.f_lineno))
             frame = frame.f_back
-        self.sites |= here
+        self.waited = self.waited or bool(here)
         return self.removed not in here

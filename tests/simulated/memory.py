@@ -118,10 +118,13 @@ class Memory(TorchDispatchMode):
         return result
 
     def _note(self, name: str, reads: list[Tensor], writes: list[Tensor], args: Any, kwargs: Any, func: Any) -> None:
-        self.access(name, [*reads, *(one for one in writes if name != "copy_")], writes, self._seconds(func, args), "")
         waits = name in ("_local_scalar_dense", "equal") and not all(map(self.is_in_host_memory, reads))
         if name == "copy_" and self.is_in_host_memory(args[0]) and not self.is_in_host_memory(args[1]):
-            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            if args[1].dim():
+                waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            else:  # a number
+                reads = []
+        self.access(name, [*reads, *(one for one in writes if name != "copy_")], writes, self._seconds(func, args), "")
         if waits:
             self._device.host.join(self._device.current_stream().clock)
 

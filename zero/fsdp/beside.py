@@ -12,16 +12,13 @@ class Beside:
     """Of one model. On the CPU there is nothing to do."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        groups = [group for unit in units for group in unit.groups]
-        self._groups = [group for group in groups if isinstance(group.streams, Streams)]
-        self._streams = {group.streams for group in self._groups if isinstance(group.streams, Streams)}
+        streams = {group.streams for unit in units for group in unit.groups}
+        self._streams = [one for one in streams if isinstance(one, Streams)]
 
     def begin(self) -> None:
         """A forward or backward of the model begins."""
         for streams in self._streams:
             streams.begin()
-        for group in self._groups:
-            group.begin()
 
     def expect(self, unit: Unit) -> None:
         """The unit is about to compute. Raises RuntimeError where that would not be ordered with what is sent."""

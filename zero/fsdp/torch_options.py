@@ -99,7 +99,7 @@ def from_torch(
 
 
 def _prefetch(given: Mapping[str, Any], own: Any) -> Prefetch:
-    """PyTorch's rate limit is two units in flight; without it, as many as `Prefetch` can have."""
+    """With PyTorch's rate limit as many units are in flight as by default; without it, as many as can be."""
     names = [name for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers") if name in given]
     if not names:
         return as_prefetch(own)
@@ -112,7 +112,7 @@ def _prefetch(given: Mapping[str, Any], own: Any) -> Prefetch:
     return Prefetch(
         given.get("backward_prefetch", default.backward_prefetch),
         forward_prefetch=given.get("forward_prefetch", default.forward_prefetch),
-        limit=2 if given.get("limit_all_gathers", True) else 3,
+        limit=None if given.get("limit_all_gathers", True) else 3,
     )
 
 

@@ -120,10 +120,6 @@ class FlatGroup:
 
     # --------------------------------------------------------------------------------------- residence
 
-    def begin(self) -> None:
-        """A forward or backward begins, on a device that has streams."""
-        self._writes.begin()
-
     def launch_gather(
         self, *, sent_as: torch.dtype | Int8 | None = None, ahead: bool = False, conceal: bool = False
     ) -> None:
@@ -131,7 +127,7 @@ class FlatGroup:
 
         sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision. Quantised `full` is
             the same on all ranks where there is a part beside it, which keeps its precision.
-        ahead: it is needed later. It waits for what was computed only if the part was written since `begin`.
+        ahead: it is needed later, and the part was written before the forward or backward began that runs now.
         conceal: until `finish_gather` the parameters are NaN in their own shape, which takes one element of memory and
             cannot be written to, so that nobody takes for new what has not arrived.
         """
@@ -145,7 +141,6 @@ class FlatGroup:
             self.residence = Residence.GATHERING
         with shown("unshard", self.label, self.comm.rank):
             launch = partial(self._launch_gather, sent_as)
-            ahead = ahead and self.streams is not NONE and not self._writes.since_begin
             self._handle = self.streams.gather(self.comm, launch, ahead=ahead, from_host=self._offloaded)
 
     def _launch_gather(self, sent_as: torch.dtype | Int8 | None) -> Handle:

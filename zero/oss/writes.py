@@ -24,21 +24,12 @@ class Writes:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.quantised: Int8 | None = None
         self._params = params
-        self._when_gathered = self._when_begun = 0
-        """How often torch had counted writes when they were gathered last, and when the running forward or backward
-        began."""
+        self._when_gathered = 0
+        """How often torch had counted writes when they were gathered last."""
         self._looks = self._uncounted = False
 
     def _count(self) -> int:
         return writes_so_far(self._params)
-
-    def begin(self) -> None:
-        """A forward or backward begins."""
-        self._when_begun = self._count()
-
-    @property
-    def since_begin(self) -> bool:
-        return self._count() != self._when_begun
 
     def gathered(self) -> None:
         self._when_gathered = self._count()

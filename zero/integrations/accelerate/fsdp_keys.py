@@ -198,8 +198,8 @@ def _prefetch(keys: Keys) -> Prefetch | None:
     limited = keys.take("limit_all_gathers", flag, True)
     if backward is None and not forward and limited:
         return None
-    ahead = BackwardPrefetch.BACKWARD_POST if backward is None else _BACKWARD[backward]
-    return Prefetch(ahead, forward_prefetch=forward or None, limit=2 if limited else 3)  # False is the default there
+    ahead = "auto" if backward is None else _BACKWARD[backward]
+    return Prefetch(ahead, forward_prefetch=forward or None, limit=None if limited else 3)  # False is the default there
 
 
 _BACKWARD = {
