@@ -24,7 +24,7 @@ from zero.comm.handle import Handle
 from zero.comm.link import Link, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, room_for, spread, together
-from zero.comm.rehearsal import Rehearsed, RehearsedLink
+from zero.comm.rehearsal import Observer, Rehearsed, RehearsedLink
 from zero.comm.traffic import count
 from zero.comm.transport import Message
 
@@ -58,10 +58,10 @@ class Comm:
         return comm
 
     @classmethod
-    def rehearsal(cls, rank: int, world: int, like: Rehearsed) -> Comm:
+    def rehearsal(cls, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> Comm:
         """One rank of a group that does not exist: nothing is sent. See rehearsal.py."""
         comm = cls.__new__(cls)
-        comm._use(None, RehearsedLink(rank, world, like) if world > 1 else Link(None))
+        comm._use(None, RehearsedLink(rank, world, like, observer) if world > 1 else Link(None))
         return comm
 
     def _use(self, group: dist.ProcessGroup | None, link: Link) -> None:
