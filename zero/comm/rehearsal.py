@@ -35,8 +35,8 @@ class Observer(Protocol):
     """Is told of the transfers of one group."""
 
     def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Any:
-        """A transfer is launched. buffers: those that it reads or writes. nbytes: of the full buffer in a gather, of all
-        that this rank gives in the others. Returns what `wait` is called with."""
+        """A transfer is launched. buffers: those that it reads or writes. nbytes: in a gather of the full buffer, else
+        of all that this rank gives. Returns what `wait` is called with."""
 
     def wait(self, transfer: Any) -> None:
         """What is computed from here on waits for the transfer."""
