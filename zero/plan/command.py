@@ -110,7 +110,12 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, metavar="N", help="of a rank's step, to be timed where there is no batch")
     add("--timeline", type=Path, metavar="FILE", help="draw when what is computed and sent, as PNG (matplotlib)")
     add("--trace", type=Path, metavar="FILE", help="write the same as Chrome trace events")
-    add("--calibrate", type=Path, metavar="FILE", help="measure this machine's CPU, and write it as TOML; plans nothing")
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this CPU, and write a file for --hardware; plans nothing",
+    )
     given = parser.parse_args(arguments)
     if given.calibrate is None and (given.model is None) == (given.parameters is None):
         parser.error("give either a model, as module:factory, or --parameters")
