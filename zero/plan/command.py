@@ -114,7 +114,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="measure this CPU, and write a file for --hardware; plans nothing",
+        help="measure this CPU, write a file for --hardware, plan nothing",
     )
     given = parser.parse_args(arguments)
     if given.calibrate is None and (given.model is None) == (given.parameters is None):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero.plan.hardware import Hardware
-from zero.plan.trace import COMPUTE, GATHER, HOST, QUEUES, REDUCE, Task
+from zero.plan.trace import COMPUTE, HOST, QUEUES, Task
 
 _NEVER = float("inf")
 _SAME = 1e-12
@@ -85,19 +85,22 @@ class _Player:
         self._ended = [_NEVER] * len(tasks)
         self._launched = [_NEVER] * len(tasks)
         places = range(len(tasks))
-        self._waiting = {queue: [place for place in places if tasks[place].queue == queue] for queue in QUEUES}
+        self._queues = [*dict.fromkeys([*QUEUES, *(task.queue for task in tasks)])]
+        self._waiting: dict[str, list[int]] = {queue: [] for queue in self._queues}
+        for place in places:
+            self._waiting[tasks[place].queue].append(place)
         self._waiting[HOST] = [*places]  # which launches all that it does not do itself
-        self._next = dict.fromkeys(QUEUES, 0)
-        self._free = dict.fromkeys(QUEUES, 0.0)
+        self._next = dict.fromkeys(self._queues, 0)
+        self._free = dict.fromkeys(self._queues, 0.0)
         self._fixed: dict[str, float] = {}
         """By queue, when what runs there has done what takes as long whatever else runs."""
         self._sending: dict[str, float] = {}
         """By queue, the seconds of its transfer that are left, were it alone on the links."""
-        self._begun = dict.fromkeys(QUEUES, 0.0)
+        self._begun = dict.fromkeys(self._queues, 0.0)
 
     def run(self) -> None:
         while True:
-            while sum(self._start(queue) for queue in QUEUES):
+            while sum(self._start(queue) for queue in self._queues):
                 pass
             if not self._fixed and not self._sending:
                 return
@@ -144,14 +147,14 @@ class _Player:
 
     def _note_exposed(self, place: int) -> None:
         """Computing begins now: what it has waited for transfers since it could have."""
-        others = [other for other in self._tasks[place].after if self._tasks[other].queue in (GATHER, REDUCE)]
+        others = [other for other in self._tasks[place].after if self._tasks[other].queue not in (HOST, COMPUTE)]
         arrived = [self._ended[other] for other in others]
         self.exposed += max(0.0, max(arrived, default=0.0) - max(self._free[COMPUTE], self._launched[place]))
 
     def _go_on(self, queue: str) -> None:
         """What took a fixed time there has ended: a transfer goes on to send."""
         task = self._tasks[self._waiting[queue][self._next[queue]]]
-        if queue in (GATHER, REDUCE) and task.kind is not None and task.group is not None:
+        if queue != HOST and task.kind is not None and task.group is not None:
             self._sending[queue] = self._hardware.transfer(task.kind, task.nbytes, task.group)[1]
             if self._sending[queue] > 0:
                 return

@@ -96,7 +96,7 @@ class Trace:
             return
         read, written = [*_tensors(args), *_tensors(kwargs.values())], [*_tensors((result,))]
         if result is None:
-            written = [*_tensors(args[:1])]
+            written = [*_tensors((kwargs.get("out", args[0]),))]
         storages = {ref(tensor.untyped_storage()) for tensor in (*read, *written)}
         task = kind.task(args, kwargs, result, read, written)
         task.after = self._last(storages)
