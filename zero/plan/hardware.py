@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from math import ceil, log2
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,8 +87,8 @@ class Hardware:
     def transfer(self, kind: Kind, nbytes: int, group: Group) -> tuple[float, float]:
         """Seconds before bytes flow, and seconds in which they do where nothing else is sent.
 
-        As rings of NCCL: hop after hop, all but as many within hosts as there are hosts. A host has as many links to
-        others as ranks of the group, and a ring through each.
+        As of NCCL: rings, that hop from rank to rank and once from host to host, and for all-reduces trees of hosts. A
+        host has as many links to others as ranks of the group, and sends through all of them.
         """
         world, hosts = group.world, self.hosts(group)
         if kind == "exchange":
@@ -99,8 +100,9 @@ class Hardware:
             near_bytes, far_bytes = nbytes * (on_a_host - 1) / world, nbytes * (world - on_a_host) / world
             seconds = max(near_bytes / self.within.of(kind), far_bytes / self.between.of(kind))
         else:
-            far = rounds * (hosts - 1)
-            hops = rounds * (world - 1) - far
+            far, hops = hosts - 1, world - hosts
+            if kind == "all-reduce":
+                far, hops = 2 * ceil(log2(hosts)), 2 * (on_a_host - 1)
             slowest = self.within.of(kind) if hosts == 1 else self.between.of(kind) * on_a_host
             if self.overlaps:
                 slowest = min(slowest, self.within.of(kind))
@@ -143,11 +145,15 @@ PRESETS = {
         "cpu",
         overlaps=False,
         ranks_a_host=1,
-        flops={"float32": 60e9},
-        memory=10e9,
-        launch=4e-6,
-        within=Link(30e-6, 8e9),
-        between=Link(100e-6, 2e9),
+        flops={"float32": 82e9},
+        memory=23e9,
+        launch=12.7e-6,
+        cache=4 << 20,
+        cached=100e9,
+        elements=1.85e9,
+        exchange=88e-6,
+        within=Link(64e-6, 4.9e9, reduce=2.1e9, all_reduce=2.6e9),
+        between=Link(350e-6, 2.2e9, reduce=1.2e9, all_reduce=2.0e9),
     ),
 }
 

@@ -51,8 +51,6 @@ class Rehearsal(Meter):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is VALUE_OF and not self._in_forward:
-            if self._trace is not None:
-                self._trace.read()
             try:
                 return func(*args, **kwargs)
             except NEEDS_VALUES:

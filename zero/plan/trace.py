@@ -1,13 +1,14 @@
 """What a rehearsed step does, in the order in which the host does it, whatever it runs on (timeline.py plays it).
 
-host      Python, which launches everything else, and waits where it reads a value or compares ranks
+host      Python, which launches everything else, and compares ranks
 compute   the operators
 gather    gathers, and what prepares them: a shard copied into its full buffer
 reduce    reductions, and what prepares them: gradients copied into one buffer
 
 A stream takes one after another. A gather waits for what last read or wrote its buffers, and for what last read the
 full buffers that were released before it was launched, whose memory it takes; not for whatever else computes. What is
-computed after a `wait` waits for the transfer.
+computed after a `wait` waits for the transfer. That the host reads a value is not noted: a settled step reads none of
+the device, and the counts of steps that torch's optimizers read lie on the CPU.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _PICKING = ("embedding", "gather", "index", "index_select")
 _INTENSIVE = ("gelu", "softmax", "exp", "log", "tanh", "erf", "sigmoid", "silu", "pow", "norm", "sqrt", "div")
 """Operators with these in their names compute more than sums and products of each element."""
 
+_OF_HOSTS = 1 << 10
+"""Bytes up to which an all-reduce is of numbers on the CPU, by which ranks agree before a step."""
+
 Storage = ref[torch.UntypedStorage]
 
 
@@ -57,6 +61,11 @@ class Task:
     times: float = 1
     kind: Kind | None = None
     group: Group | None = None
+
+    @property
+    def launches(self) -> float:
+        """What the host launches for it; nothing where streams wait for one another."""
+        return self.times if self.nbytes and self.queue != HOST else 0
 
 
 class Trace:
@@ -113,13 +122,6 @@ class Trace:
             place = self._add(Task(name, COMPUTE, nbytes, flops, dtype, after=self._last(used)), set())
             self._touched.update(dict.fromkeys(used, place))
 
-    def read(self) -> None:
-        """The host waits for all that was computed."""
-        if self.on:
-            places = range(len(self.tasks) - 1, -1, -1)
-            last = next((place for place in places if self.tasks[place].queue == COMPUTE), None)
-            self._add(Task("a value is read", HOST, after=() if last is None else (last,)), set())
-
     def _last(self, storages: set[Storage]) -> tuple[int, ...]:
         last = max((self._touched.get(storage, -1) for storage in storages), default=-1)
         return () if last < 0 else (last,)
@@ -131,8 +133,8 @@ class Trace:
     def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int, group: Group) -> int | None:
         if not self.on:
             return None
-        if kind == "exchange":
-            self._add(Task("ranks are compared", HOST, nbytes, kind=kind, group=group), set())
+        if kind == "exchange" or (kind == "all-reduce" and nbytes <= _OF_HOSTS):
+            self._add(Task("ranks are compared", HOST, nbytes, kind="exchange", group=group), set())
             return None
         own = {ref(buffer.untyped_storage()) for buffer in buffers}
         queue = GATHER if kind in ("gather", "broadcast") else REDUCE
