@@ -181,8 +181,8 @@ def main() -> None:
     hardware = as_hardware(given.hardware)
     lines = [["ranks", "gradients travel as", "who", "step ms", "exposed ms", "used FLOP/s", "/ FSDP2"]]
     for world in given.world:
-        for dtype in (torch.float32, torch.bfloat16):
-            name = str(dtype).removeprefix("torch.")
+        for name in given.travel:
+            dtype = getattr(torch, name)
             peer = play(fsdp2(given, world, dtype).tasks, hardware)
             lines.append(row(world, name, "FSDP2", peer, peer))
             for timing in ours(given, world, dtype, hardware).timings:
@@ -202,6 +202,8 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--world", type=int, nargs="+", metavar="N", default=[8, 64, 512], help="ranks (default: 8 64 512)")
     add("--tokens", type=int, metavar="N", default=8192, help="of a rank's step (default: %(default)s)")
+    travel = ("float32", "bfloat16")
+    add("--travel", nargs="+", choices=travel, default=travel, help="dtypes in which gradients travel (default: both)")
     add("--layers", type=int, metavar="N", default=24, help="blocks of the GPT (default: %(default)s)")
     add("--width", type=int, metavar="N", default=1856, help="numbers a token (default: %(default)s)")
     add("--hardware", metavar="NAME", default="h100-8", help="a preset or a TOML file (default: %(default)s)")

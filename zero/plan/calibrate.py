@@ -28,13 +28,13 @@ from zero.plan.rehearsal import Rehearsal
 from zero.plan.trace import Trace
 
 _RANKS = 2
-_ROUNDS = 7
+ROUNDS = 7
 _TIMEOUT = timedelta(minutes=3)
 
 _CACHE = 4 << 20
 """Bytes that an operator may move to be measured, and taken, as working in the processor's cache."""
 
-_SMALL, _LARGE = 1 << 16, 1 << 24
+SIZES = {"small": 1 << 16, "large": 1 << 24}
 """Bytes of transfers."""
 
 Measured = dict[str, float]
@@ -66,10 +66,10 @@ def calibrate() -> tuple[Hardware, str]:
         f"CPU time of {_RANKS} ranks at once, one thread each. within: ranks that read one another's memory;\n"
         "between: Gloo, on the same host."
     )
-    return _hardware(means), note
+    return hardware_of(means), note
 
 
-def _hardware(found: Measured) -> Hardware:
+def hardware_of(found: Measured) -> Hardware:
     return Hardware(
         "measured",
         overlaps=False,
@@ -88,13 +88,14 @@ def _hardware(found: Measured) -> Hardware:
 
 def _link(found: Measured, name: str) -> Link:
     gather, reduce, all_reduce = (_bandwidth(found, f"{name} {kind}") for kind in ("gather", "reduce", "all-reduce"))
-    return Link(max(0.0, found[f"{name} gather {_SMALL}"] - _SMALL / 2 / gather), gather, reduce, all_reduce)
+    latency = found[f"{name} gather small"] - SIZES["small"] / 2 / gather
+    return Link(max(0.0, latency), gather, reduce, all_reduce)
 
 
 def _bandwidth(found: Measured, transfer: str) -> float:
     """Bytes a second of a rank, of which a gather or reduction moves half of the buffer, an all-reduce all of it."""
-    moved = (_LARGE - _SMALL) * (1 if transfer.endswith("all-reduce") else 0.5)
-    return moved / max(1e-9, found[f"{transfer} {_LARGE}"] - found[f"{transfer} {_SMALL}"])
+    moved = (SIZES["large"] - SIZES["small"]) * (1 if transfer.endswith("all-reduce") else 0.5)
+    return moved / max(1e-9, found[f"{transfer} large"] - found[f"{transfer} small"])
 
 
 def _be_rank(rank: int, folder: str, told: Queue[Measured | str]) -> None:
@@ -104,11 +105,11 @@ def _be_rank(rank: int, folder: str, told: Queue[Measured | str]) -> None:
         found: Measured = {}
         with _group(rank, Path(folder, "within")):
             configure(host_memory="auto")
-            found |= _computing(Comm())
-            found |= _sending(Comm(), "within")
+            found |= computing(Comm())
+            found |= sending(Comm(), "within")
         with _group(rank, Path(folder, "between")):
             configure(host_memory="off")
-            found |= _sending(Comm(), "between")
+            found |= sending(Comm(), "between")
         told.put(found)
     except Exception as error:
         told.put(f"{type(error).__name__}: {error}")
@@ -127,7 +128,7 @@ def _seconds(work: Callable[[], object], times: int, comm: Comm) -> float:
     """CPU time of one call, on all ranks at once."""
     work()
     rounds = []
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         comm.all_gather_text("")
         begin = time.process_time()
         for _ in range(times):
@@ -136,7 +137,7 @@ def _seconds(work: Callable[[], object], times: int, comm: Comm) -> float:
     return statistics.median(rounds)
 
 
-def _computing(comm: Comm) -> Measured:
+def computing(comm: Comm) -> Measured:
     tokens, width = 256, 512
     x, weight, y = torch.randn(tokens, width), torch.randn(4 * width, width), torch.randn(tokens, 4 * width)
     multiplied = _seconds(lambda: (F.linear(x, weight), y.mm(weight), y.t().mm(x)), 5, comm)
@@ -162,12 +163,12 @@ def _computing(comm: Comm) -> Measured:
     }
 
 
-def _sending(comm: Comm, link: str) -> Measured:
+def sending(comm: Comm, link: str) -> Measured:
     channel = comm.channel("a transfer that is measured")
     found: Measured = {}
-    for nbytes in (_SMALL, _LARGE):
+    for size, nbytes in SIZES.items():
         full = torch.randn(nbytes // 4)
-        half, times = len(full) // _RANKS, max(2, (_LARGE >> 2) // nbytes)
+        half, times = len(full) // _RANKS, max(2, (1 << 22) // nbytes)
 
         def gather(full: Tensor = full, half: int = half) -> Any:
             return comm.gather(full, [0, half, 2 * half], channel).wait()
@@ -180,5 +181,5 @@ def _sending(comm: Comm, link: str) -> Measured:
             comm.all_reduce(full)
 
         for kind, work in (("gather", gather), ("reduce", reduce), ("all-reduce", all_reduce)):
-            found[f"{link} {kind} {nbytes}"] = _seconds(work, times, comm)
+            found[f"{link} {kind} {size}"] = _seconds(work, times, comm)
     return found
