@@ -120,7 +120,17 @@ def test_a_hybrid_gathers_within_its_host():
         planned(world=16, stages=["3"], hardware=far, of={"replicas": replicas}).timing(3) for replicas in (1, 2)
     )
     assert max(sent(across, GATHER)) > 5 * max(sent(hybrid, GATHER))
-    assert any(span.name == "all-reduce" for span in hybrid.timeline.spans)
+    averaging = [span.end - span.begin for span in hybrid.timeline.spans if span.name == "all-reduce"]
+    assert min(averaging) > 5 * max(sent(hybrid, GATHER))  # from host to host
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_are_averaged_bucket_by_bucket_as_they_come(stage):
+    sizes = Sizes.of_count(6e7, LAYERS)
+    timing = zero.plan(sizes, world_size=8, stages=[stage], hardware=H100, tokens=2000).timing(stage)
+    spans = [span for span in timing.timeline.spans if span.name == "all-reduce"]
+    assert len(spans) == LAYERS  # of 40 MB, where a bucket holds 25 MiB
+    assert spans[0].end < 0.7 * spans[-1].begin
 
 
 def test_a_step_that_launches_too_much_is_as_long_as_its_launches(at_stage_3):
@@ -152,6 +162,23 @@ def test_what_a_module_multiplies_is_counted():
     timing = of_net(512, 4096, 0, H100)
     multiplied = 2 * 512 * 512 * 4096 * 5  # forward twice, gradients of both weights and of one input
     assert timing.mfu == pytest.approx(multiplied / (timing.step_ms * 1e-3 * 67e12), rel=0.01)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).sum()
+
+
+def test_attention_is_counted():
+    plan = zero.plan(Attention(), world_size=1, batch=[torch.zeros(2, 512, 64)], stages=[0], hardware=H100)
+    timing = plan.timing(0)
+    linear, attention = 2 * 2 * 2 * 512 * 64 * 192, 2 * 512 * 512 * 64 * (4 + 10)
+    assert timing.mfu * timing.step_ms * 1e-3 * 67e12 == pytest.approx(linear + attention, rel=0.01)
 
 
 def test_on_the_cpu_nothing_overlaps():
