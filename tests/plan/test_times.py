@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +31,9 @@ from zero.plan import (
 )
 from zero.plan.command import main
 from zero.plan.hardware import PRESETS, Group, write_toml
+from zero.plan.rehearsal import Rehearsal
 from zero.plan.timeline import play
-from zero.plan.trace import COMPUTE, GATHER, HOST, REDUCE, Task
+from zero.plan.trace import COMPUTE, GATHER, HOST, REDUCE, Task, Trace
 
 H100 = PRESETS["h100-8"]
 MIXED = zero.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -136,6 +138,39 @@ def test_a_step_that_launches_too_much_is_as_long_as_its_launches(at_stage_3):
     timing = planned(stages=[2], hardware=replace(H100, launch=1e-3)).timing(2)
     on_host = sum(span.end - span.begin for span in timing.timeline.spans if span.queue == HOST)
     assert timing.step_ms == pytest.approx(1e3 * on_host, rel=0.05)
+
+
+def test_ranks_are_compared_by_their_hosts(at_stage_3):
+    spans = at_stage_3.timing(3, prefetch="speed-first").timeline.spans
+    compared = [span for span in spans if span.name == "ranks are compared"]
+    assert {span.queue for span in compared} == {HOST}
+    assert sum(span.end - span.begin for span in compared) == pytest.approx(
+        2 * 7 * H100.exchange
+    )  # after backward, before a step
+    assert {span.name for span in spans if span.queue == REDUCE} == {"new_zeros", "copy_", "reduce"}
+
+
+def test_what_prepares_a_transfer_runs_on_its_stream():
+    trace = Trace()
+    with Rehearsal(trace), trace.taken():
+        shard, full, gradient = torch.ones(2), torch.empty(4), torch.ones(4)
+        shard.mul_(2)
+        full[:2].copy_(shard)
+        trace.launch("gather", [full], full.nbytes, Group(2))
+        packed = torch.zeros(4)
+        packed.copy_(gradient)
+        gradient.add_(1)
+        trace.launch("reduce", [packed], packed.nbytes, Group(2))
+    assert [(task.name, task.queue) for task in trace.tasks[2:]] == [
+        ("mul_", COMPUTE),
+        ("copy_", GATHER),
+        ("gather", GATHER),
+        ("zeros", COMPUTE),
+        ("copy_", COMPUTE),
+        ("add_", COMPUTE),
+        ("reduce", REDUCE),
+    ]
+    assert trace.tasks[-1].after == (6,)  # what wrote into it last
 
 
 # ----------------------------------------------------------------------------------------------- operators
@@ -323,6 +358,14 @@ def test_hardware_that_was_written_is_read_again(tmp_path):
     for hardware in PRESETS.values():
         write_toml(hardware, tmp_path / "one.toml", "Two lines\nof it.")
         assert as_hardware(tmp_path / "one.toml") == replace(hardware, flops={**hardware.flops})
+
+
+def test_the_file_in_the_docs_is_one(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    (tmp_path / "ours.toml").write_text(page.split("```toml\n")[1].split("```")[0])
+    assert as_hardware(tmp_path / "ours.toml") == replace(
+        H100, name="ours", flops={"float32": 67e12, "bfloat16": 989e12}
+    )
 
 
 WHOLE = """

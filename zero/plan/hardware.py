@@ -87,7 +87,7 @@ class Hardware:
     def transfer(self, kind: Kind, nbytes: int, group: Group) -> tuple[float, float]:
         """Seconds before bytes flow, and seconds in which they do where nothing else is sent.
 
-        As of NCCL: rings, that hop from rank to rank and once from host to host, and for all-reduces trees of hosts. A
+        As of NCCL: rings, that hop from rank to rank and once to each other host, and for all-reduces trees of hosts. A
         host has as many links to others as ranks of the group, and sends through all of them.
         """
         world, hosts = group.world, self.hosts(group)
@@ -117,8 +117,8 @@ class Hardware:
 def _gpus(name: str, flops: dict[str, float], memory: float, within: float, between: float) -> Hardware:
     """Eight GPUs a host. within, between: bytes a second that data sheets name, of which 0.8 are attained.
 
-    Latencies of rings are those that NCCL chooses algorithms by (2.19 to 2.28, Simple protocol: 8.4 us, 3.4 us a hop of
-    NVLink, 14 us a hop between hosts). Assumed, not measured: the efficiency, 6 us a launch, 60 us a rank and exchange.
+    Latencies are those by which NCCL chooses algorithms (its src/graph/tuning.cc, rings, Simple protocol). Assumed, not
+    measured: the efficiency, 6 us a launch, 60 us a rank and exchange.
     """
     return Hardware(
         name,

@@ -123,8 +123,7 @@ class Trace:
             self._touched.update(dict.fromkeys(used, place))
 
     def _last(self, storages: set[Storage]) -> tuple[int, ...]:
-        last = max((self._touched.get(storage, -1) for storage in storages), default=-1)
-        return () if last < 0 else (last,)
+        return tuple({self._touched[storage] for storage in storages if storage in self._touched})
 
     def of(self, group: Group) -> Transfers:
         """The observer of a group's transfers."""
