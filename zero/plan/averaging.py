@@ -18,14 +18,13 @@ class Averaged(nn.Module):
     """A module whose gradients go into buckets, that are there all the time, as they come.
 
     into_buckets: whether gradients are views of the buckets then (gradient_as_bucket_view), or copies beside them.
-    transfers: is told when a bucket is sent, and when all are waited for.
+    transfers: is told when a bucket is sent; what reads gradients afterwards waits for it.
     """
 
     def __init__(self, module: nn.Module, world: int, *, into_buckets: bool, transfers: Transfers | None) -> None:
         super().__init__()
         self.module, self._into_buckets, self._transfers = module, into_buckets, transfers
         self._filling: list[Tensor] = []
-        self._sent: list[Any] = []
         self._arrived: list[tuple[Tensor, Tensor]] = []
         """In this backward: places in buckets, and gradients beside them."""
         trained = [param for param in module.parameters() if param.requires_grad]
@@ -57,13 +56,11 @@ class Averaged(nn.Module):
     def _send(self) -> None:
         if self._transfers is not None and self._filling:
             nbytes = sum(place.nbytes for place in self._filling)
-            self._sent.append(self._transfers.launch("all-reduce", self._filling, nbytes))
+            self._transfers.launch("all-reduce", self._filling, nbytes)
             self._filling = []
 
     def _finish(self) -> None:
         self._send()
-        while self._transfers is not None and self._sent:
-            self._transfers.wait(self._sent.pop(0))
         for place, gradient in self._arrived:
             if gradient is not place:
                 gradient.copy_(place)
