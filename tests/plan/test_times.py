@@ -173,6 +173,17 @@ def test_what_prepares_a_transfer_runs_on_its_stream():
     assert trace.tasks[-1].after == (6,)  # what wrote into it last
 
 
+@pytest.mark.parametrize(("hardware", "backend"), [("h100-8", "nccl"), ("cpu", "gloo")])
+def test_hardware_decides_the_backend(hardware, backend):
+    sizes, other = Sizes.of_count(1e6, 2), {"nccl": "gloo", "gloo": "nccl"}[backend]
+    plan = zero.plan(sizes, world_size=2, stages=[3], options=Options(backend=other), hardware=hardware, tokens=1)
+    peaks = {
+        one: zero.plan(sizes, world_size=2, stages=[3], options=Options(backend=one)).cost(3).peak
+        for one in (backend, other)
+    }
+    assert plan.cost(3).peak == peaks[backend] != peaks[other]
+
+
 # ----------------------------------------------------------------------------------------------- operators
 
 
