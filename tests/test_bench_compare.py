@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +114,14 @@ def test_the_checks_that_a_benchmark_takes_away_are_there_and_come_back(monkeypa
     with checks.counting():
         assert found() != before
     assert found() == before
+
+
+def test_stage_3_takes_no_longer_than_fsdp2_under_the_same_clocks():
+    """Gradients travel in float32, units are gathered as early as can be."""
+    done = run("clocks.py", "--world", 8, "--layers", 3, "--travel", "float32")
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(FSDP2|stage 3, \S+) .* ([\d.]+)$", done.stdout, re.MULTILINE)
+    ratios = {who: float(ratio) for who, ratio in found}
+    assert [*ratios] == ["FSDP2", "stage 3, memory-first", "stage 3, default", "stage 3, speed-first"]
+    assert ratios["FSDP2"] == 1
+    assert ratios["stage 3, speed-first"] <= 1

@@ -62,3 +62,43 @@ def test_a_reduce_holds_what_comes_of_all_ranks(like, dtype, held):
         assert (meter.peak() == message.nbytes) == (like == "host memory")  # which reads it when it adds it up
         handle.wait()
     assert meter.peak() == message.nbytes + held
+
+
+class Notes:
+    """An observer."""
+
+    def __init__(self) -> None:
+        self.taken: list[object] = []
+
+    def launch(self, kind, buffers, nbytes):
+        self.taken.append((kind, [buffer.numel() for buffer in buffers], nbytes))
+        return kind
+
+    def wait(self, transfer):
+        self.taken.append(f"wait for {transfer}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "buffers"),
+    [(torch.float32, "reduce", [80, 20]), (torch.bfloat16, "all-to-all", [80, 80])],
+)
+def test_whoever_observes_is_told_of_what_is_launched_and_waited_for(dtype, kind, buffers):
+    notes = Notes()
+    comm = Comm.rehearsal(1, 4, "nccl", notes)
+    with rehearsed_traffic():
+        gathering = comm.gather(torch.zeros(100), [0, 25, 50, 75, 100])
+        reducing = comm.reduce([(torch.zeros(80, dtype=dtype), [20] * 4)])
+        reducing.wait()
+        gathering.wait()
+        comm.all_reduce(torch.zeros(10))
+        comm.agree(comm.channel("a step"))
+    assert notes.taken == [
+        ("gather", [100], 400),
+        (kind, buffers, 80 * dtype.itemsize),
+        f"wait for {kind}",
+        "wait for gather",
+        ("all-reduce", [10], 40),
+        "wait for all-reduce",
+        ("exchange", [], 0),
+        "wait for exchange",
+    ]

@@ -26,7 +26,7 @@ from zero.comm.link import Link, group_in_order, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, room_for, spread, together
 from zero.comm.quantised import Int8
-from zero.comm.rehearsal import Rehearsed, RehearsedLink
+from zero.comm.rehearsal import Observer, Rehearsed, RehearsedLink
 from zero.comm.traffic import count
 from zero.comm.transport import Message
 
@@ -60,10 +60,10 @@ class Comm:
         return comm
 
     @classmethod
-    def rehearsal(cls, rank: int, world: int, like: Rehearsed) -> Comm:
+    def rehearsal(cls, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> Comm:
         """One rank of a group that does not exist: nothing is sent. See rehearsal.py."""
         comm = cls.__new__(cls)
-        comm._use(None, RehearsedLink(rank, world, like) if world > 1 else Link(None))
+        comm._use(None, RehearsedLink(rank, world, like, observer) if world > 1 else Link(None))
         return comm
 
     @classmethod
@@ -77,7 +77,8 @@ class Comm:
             return cls(across if within.world == 1 else within)
         if isinstance(within._link, RehearsedLink):
             rank = within.rank * across.world + across.rank
-            return cls.rehearsal(rank, within.world * across.world, within._link.like)
+            link = within._link
+            return cls.rehearsal(rank, within.world * across.world, link.like, link.observer)
         column = ",".join(map(str, dist.get_process_group_ranks(across.group)))
         ranks = [int(rank) for text in within.all_gather_text(column) for rank in text.split(",")]
         if sorted(ranks) != [*range(dist.get_world_size())]:

@@ -1,7 +1,22 @@
-"""What a stage costs before it is run: bytes a rank, bytes sent, and which stage to take."""
+"""What a stage costs before it is run: bytes a rank, bytes sent, time of a step, and which stage to take."""
 
+from zero.plan.hardware import Hardware, Link, as_hardware
+from zero.plan.pictures import draw_timeline, write_trace
 from zero.plan.planner import plan
 from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
+from zero.plan.timing import Timing
 
-__all__ = ["Cost", "Options", "Plan", "Sizes", "plan"]
+__all__ = [
+    "Cost",
+    "Hardware",
+    "Link",
+    "Options",
+    "Plan",
+    "Sizes",
+    "Timing",
+    "as_hardware",
+    "draw_timeline",
+    "plan",
+    "write_trace",
+]

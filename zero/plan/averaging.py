@@ -1,4 +1,4 @@
-"""DistributedDataParallel stood in for, which needs a process group: what it holds of gradients, and when."""
+"""DistributedDataParallel stood in for, which needs a process group: what it holds of gradients and sends, and when."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero._torch import at_end_of_backward
+from zero.plan.trace import Transfers
+
+_BUCKET = 25 << 20
+"""Bytes that it sends at a time, by default."""
+
 
 class Averaged(nn.Module):
     """A module whose gradients go into buckets, that are there all the time, as they come.
 
     into_buckets: whether gradients are views of the buckets then (gradient_as_bucket_view), or copies beside them.
+    transfers: is told when a bucket is sent; what reads gradients afterwards waits for it.
     """
 
-    def __init__(self, module: nn.Module, world: int, *, into_buckets: bool) -> None:
+    def __init__(self, module: nn.Module, world: int, *, into_buckets: bool, transfers: Transfers | None) -> None:
         super().__init__()
-        self.module, self._into_buckets = module, into_buckets
+        self.module, self._into_buckets, self._transfers = module, into_buckets, transfers
+        self._filling: list[Tensor] = []
+        self._arrived: list[tuple[Tensor, Tensor]] = []
+        """In this backward: places in buckets, and gradients beside them."""
         trained = [param for param in module.parameters() if param.requires_grad]
         if world > 1:
             for param in trained:
@@ -28,10 +38,33 @@ class Averaged(nn.Module):
         def arrived(param: Tensor) -> None:
             assert param.grad is not None
             place.copy_(param.grad)
+            if self._transfers is not None:
+                self._take(place, param.grad)
             if self._into_buckets:
                 param.grad = place
 
         param.register_post_accumulate_grad_hook(arrived)
+
+    def _take(self, place: Tensor, gradient: Tensor) -> None:
+        if not self._arrived:
+            at_end_of_backward(self._finish)
+        self._arrived.append((place, place if self._into_buckets else gradient))
+        self._filling.append(place)
+        if sum(one.nbytes for one in self._filling) >= _BUCKET:
+            self._send()
+
+    def _send(self) -> None:
+        if self._transfers is not None and self._filling:
+            nbytes = sum(place.nbytes for place in self._filling)
+            self._transfers.launch("all-reduce", self._filling, nbytes)
+            self._filling = []
+
+    def _finish(self) -> None:
+        self._send()
+        for place, gradient in self._arrived:
+            if gradient is not place:
+                gradient.copy_(place)
+        self._arrived = []
 
     def forward(self, *args: Any) -> Any:
         return self.module(*args)

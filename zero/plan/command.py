@@ -7,57 +7,83 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, CPUOffload, MixedPrecision, Prefetch
+from zero.fsdp import CPUOffload, MixedPrecision
+from zero.plan.calibrate import calibrate
 from zero.plan.calls import misfit
+from zero.plan.hardware import write_toml
+from zero.plan.pictures import draw_timeline, write_trace
 from zero.plan.planner import plan
+from zero.plan.result import Plan
 from zero.plan.sizes import Options, Sizes
+from zero.plan.timing import PREFETCHES
 
 PRECISIONS = {
     "float32": (torch.float32, MixedPrecision()),
     "bfloat16": (torch.bfloat16, MixedPrecision()),
     "mixed": (torch.float32, MixedPrecision(param_dtype=torch.bfloat16)),
 }
-PREFETCHES = {"memory-first": MEMORY_FIRST, "default": Prefetch(), "speed-first": SPEED_FIRST}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = _read(arguments)
-    dtype, precision = PRECISIONS[given.precision]
     try:
-        if given.model:
-            model = _built(given.model)
-            model = model.to(dtype) if isinstance(model, nn.Module) else model
+        if given.calibrate:
+            hardware, note = calibrate()
+            write_toml(hardware, given.calibrate, note)
+            print(f"{note}\nwrote {given.calibrate}")
         else:
-            model = Sizes.of_count(given.parameters, given.layers, dtype, precision)
-        result = plan(
-            model,
-            world_size=given.world,
-            optimizer=getattr(torch.optim, given.optimizer),
-            memory=given.memory,
-            batch=given.batch,
-            prefetch=PREFETCHES[given.prefetch],
-            options=Options(
-                partition=given.partition,
-                precision=precision,
-                backend=given.backend,
-                one_host=given.one_host,
-                offload=CPUOffload() if given.offload else None,
-            ),
-        )
-    except (ValueError, RuntimeError) as error:
+            _show(given, _planned(given))
+    except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"zero.plan: {error}")
+
+
+def _planned(given: argparse.Namespace) -> Plan:
+    dtype, precision = PRECISIONS[given.precision]
+    if given.model:
+        model = _built(given.model)
+        model = model.to(dtype) if isinstance(model, nn.Module) else model
+    else:
+        model = Sizes.of_count(given.parameters, given.layers, dtype, precision)
+    options = Options(
+        partition=given.partition,
+        precision=precision,
+        backend=given.backend,
+        one_host=given.one_host,
+        offload=CPUOffload() if given.offload else None,
+    )
+    return plan(
+        model,
+        world_size=given.world,
+        optimizer=getattr(torch.optim, given.optimizer),
+        memory=given.memory,
+        batch=given.batch,
+        prefetch=PREFETCHES[given.prefetch],
+        options=options,
+        hardware=given.hardware,
+        tokens=given.tokens,
+    )
+
+
+def _show(given: argparse.Namespace, result: Plan) -> None:
+    if given.timeline:
+        draw_timeline(result, given.timeline)
+    if given.trace:
+        write_trace(result, given.trace)
     if given.json:
         print(result.to_json())
         return
     without = "" if result.activations else "; activations not counted (--batch)"
     print(f"{result.parameters:,} parameters, {given.optimizer}, {given.precision}; GiB a rank and step{without}\n")
     print(result.table() + "\n")
+    if result.timings:
+        print(f"steps on {given.hardware}\n\n{result.times()}\n")
     for world in result.worlds:
         print(result.why(world))
 
@@ -87,8 +113,18 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--offload", action="store_true", help="stages 1 and 2 with the optimizer's shards in the memory of the host")
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=batch_help)
     add("--json", action="store_true", help="print JSON")
+    add("--hardware", metavar="NAME", help="time steps, too: h100-8, a100-8, cpu, or a TOML file")
+    add("--tokens", type=int, metavar="N", help="of a rank's step, to be timed where there is no batch")
+    add("--timeline", type=Path, metavar="FILE", help="draw when what is computed and sent, as PNG (matplotlib)")
+    add("--trace", type=Path, metavar="FILE", help="write the same as Chrome trace events")
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this CPU, write a file for --hardware, plan nothing",
+    )
     given = parser.parse_args(arguments)
-    if (given.model is None) == (given.parameters is None):
+    if given.calibrate is None and (given.model is None) == (given.parameters is None):
         parser.error("give either a model, as module:factory, or --parameters")
     return given
 

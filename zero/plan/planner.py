@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.wrap import Policy
 from zero.measure.kinds import finding_of, title
 from zero.oss.partition import optimizer_problem, partition_problem
-from zero.plan.result import Plan
+from zero.plan.hardware import Hardware, as_hardware
+from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
 from zero.plan.stages import STAGES, Job, cost_of
+from zero.plan.timing import Timing, prefetches, timed
+from zero.plan.trace import Trace
 
 _OFFLOADED = ("1", "2")
 """The stages of which plans count offload."""
@@ -36,6 +40,8 @@ def plan(
     prefetch: Prefetch | None = None,
     options: Options | None = None,
     stages: Sequence[str | int] | None = None,
+    hardware: Hardware | str | Path | None = None,
+    tokens: int | None = None,
 ) -> Plan:
     """What every stage would cost a rank: each is rehearsed, one rank of it, on tensors without values.
 
@@ -55,6 +61,8 @@ def plan(
         holds only while it runs. What forward keeps in attributes is forgotten.
     options: what else OSS, ShardedDDP and FSDP would be given.
     stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload 1 and 2.
+    hardware: "h100-8", "a100-8", "cpu", a TOML file or a Hardware: what steps are timed on. It decides the backend.
+    tokens: of a rank's step, where there is no batch to be timed: each parameter is multiplied with so many.
 
     Raises ValueError for what the stages would refuse and a batch that forward does not take, RuntimeError for one
     that cannot be measured.
@@ -63,18 +71,36 @@ def plan(
     options = _options(options, precision)
     every = _OFFLOADED if options.offload else STAGES
     wanted = [str(stage) for stage in (every if stages is None else stages)]
+    runs_on = None if hardware is None else as_hardware(hardware)
+    if runs_on is not None:
+        options = replace(options, backend=runs_on.backend)
     problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, wanted)
-    problem = problem or _unfit(optimizer, options)
+    problem = problem or _unfit(optimizer, options) or _untimed(hardware, batch, tokens)
     if problem:
         raise ValueError(problem)
     prefetch = as_prefetch(prefetch)
     if batch is not None and isinstance(model, Sizes):
         raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
-    sizes = _sizes(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
-    master_dtype = options.master_dtype or _stored(sizes)
-    jobs = (Job(sizes, world, optimizer, options, prefetch, master_dtype, batch) for world in worlds)
-    costs = [cost_of(job, stage) for job in jobs for stage in STAGES if stage in wanted]
-    return Plan(sizes.numel, tuple(costs), memory, activations=batch is not None)
+    costs: list[Cost] = []
+    timings: list[Timing] = []
+
+    def job(world: int, prefetch: Prefetch) -> Job:
+        sizes = _sizes(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
+        master_dtype = options.master_dtype or _stored(sizes)
+        return Job(sizes, world, optimizer, options, prefetch, master_dtype, batch, tokens)
+
+    for world, stage in ((world, stage) for world in worlds for stage in STAGES if stage in wanted):
+        if runs_on is None:
+            costs.append(cost_of(job(world, prefetch), stage))
+            continue
+        for name, each in prefetches(stage, prefetch):
+            trace = Trace()
+            cost = cost_of(replace(job(world, each), trace=trace), stage)
+            timings.append(timed(trace, runs_on, stage, name, world))
+            if each == prefetch:
+                costs.append(cost)
+    numel = job(worlds[0], prefetch).sizes.numel
+    return Plan(numel, tuple(costs), memory, batch is not None, tuple(timings))
 
 
 def _options(options: Options | None, precision: MixedPrecision | None) -> Options:
@@ -106,6 +132,16 @@ def _stored(sizes: Sizes) -> torch.dtype | None:
 def _unfit(optimizer: Callable[..., Optimizer], options: Options) -> str | None:
     found = finding_of(optimizer, granularity=options.granularity)
     return optimizer_problem(title(optimizer), found, options.partition, options.granularity)
+
+
+def _untimed(hardware: object, batch: object, tokens: int | None) -> str | None:
+    if tokens is not None and tokens < 1:
+        return f"tokens={tokens}: it is a number of tokens, at least 1."
+    if hardware is None and tokens is not None:
+        return "tokens are for the time of a step: pass hardware too, such as 'h100-8'."
+    if hardware is not None and (batch is None) == (tokens is None):
+        return "the time of a step is that of a batch, or of so many tokens of each rank: pass one of the two."
+    return None
 
 
 def _misfit(worlds: Sequence[int], options: Options, stages: Sequence[str]) -> str | None:

@@ -1,7 +1,7 @@
 """A model on tensors without values, and what takes memory while it runs on them.
 
-Operators run in a mode that counts live bytes (meter.py). They take no time there; whoever is to tell how long a step
-takes has all of them pass `Rehearsal.run`, and all transfers pass `zero.comm.rehearsal`.
+Operators run in a mode that counts live bytes (meter.py). They take no time there; a trace, if there is one, takes
+notes of them (trace.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from zero.oss.slices import step_alone
 from zero.plan.attributes import plain_tensors, put_back
 from zero.plan.calls import misfit
 from zero.plan.meter import Meter
+from zero.plan.trace import Trace
 from zero.plan.workspace import LSTM_LAYER, with_workspace
 from zero.sdp.tensors import tensors_in
 
@@ -33,11 +34,14 @@ class Rehearsal(Meter):
     zero and optimizers read some on the host: whether a rank has found a problem, the norm of a parameter. They are
     told 0, which says that there is none. A forward that reads values is not to be told any: what it computes may
     depend on them.
+
+    trace: takes notes of the operators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
         super().__init__()
         self._in_forward = False
+        self._trace = trace
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -58,6 +62,8 @@ class Rehearsal(Meter):
             except NEEDS_VALUES:
                 return args[0].dtype.is_floating_point * 0.0
         result = func(*args, **kwargs)
+        if self._trace is not None:
+            self._trace.operator(func, args, kwargs, result)
         return with_workspace(result, args) if func is LSTM_LAYER else result
 
 
@@ -94,7 +100,7 @@ def on_host(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def rehearsing(module: nn.Module, device: str) -> Iterator[Rehearsal]:
+def rehearsing(module: nn.Module, device: str, trace: Trace | None) -> Iterator[Rehearsal]:
     """In this context the module's parameters and buffers are others, without values, and so are all new tensors.
 
     Whatever happens to the module in here is undone. What is sent is not counted as this process's.
@@ -110,7 +116,7 @@ def rehearsing(module: nn.Module, device: str) -> Iterator[Rehearsal]:
         if any(map(is_compiled, module.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_values())
-        rehearsal = stack.enter_context(Rehearsal())
+        rehearsal = stack.enter_context(Rehearsal(trace))
         _take_values(module, device)
         yield rehearsal
 
@@ -188,33 +194,47 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
 
 
 class _Touch(torch.autograd.Function):
-    """Computes nothing with a parameter, which gets a gradient all the same."""
+    """Computes nothing with a parameter, which gets a gradient all the same. compute: is told of what would be."""
 
     @staticmethod
-    def forward(ctx: Any, passed: Tensor, param: Tensor) -> Tensor:
-        ctx.like = param.shape, param.stride(), param.dtype, param.device
+    def forward(ctx: Any, passed: Tensor, param: Tensor, compute: Compute) -> Tensor:
+        ctx.like, ctx.compute = (param.shape, param.stride(), param.dtype, param.device), compute
+        ctx.storage = param.untyped_storage()
+        compute(param.nbytes, param.dtype, [ctx.storage], 1)
         return passed.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         shape, stride, dtype, device = ctx.like
         wanted = ctx.needs_input_grad[1]
-        return gradients[0], torch.empty_strided(shape, stride, dtype=dtype, device=device) if wanted else None
+        gradient = torch.empty_strided(shape, stride, dtype=dtype, device=device) if wanted else None
+        storages = [ctx.storage] if gradient is None else [ctx.storage, gradient.untyped_storage()]
+        ctx.compute(shape.numel() * dtype.itemsize, dtype, storages, len(storages))
+        return gradients[0], gradient, None
 
 
-def walk(module: nn.Module, units: dict[str, nn.Module], owned: dict[str, list[tuple[str, nn.Parameter]]]) -> None:
+Compute = Callable[[int, torch.dtype, Sequence[torch.UntypedStorage], int], None]
+"""Called with the bytes and the dtype of a parameter, what holds it and its gradient, and how often it multiplies."""
+
+
+def walk(
+    module: nn.Module,
+    units: dict[str, nn.Module],
+    owned: dict[str, list[tuple[str, nn.Parameter]]],
+    compute: Compute,
+) -> None:
     """Gives the units forwards without activations, to be called with a 0-dim tensor: the units run in the order of
     their first parameters, one after another, and gradients come from the last parameter to the first.
 
     owned: the parameters of each unit, as before their values were taken.
     """
-    touch: Callable[[Tensor, Tensor], Tensor] = _Touch.apply
+    touch: Callable[[Tensor, Tensor, Compute], Tensor] = _Touch.apply
     homes = {name: unit for unit, named in owned.items() for name, _ in named}
 
     def touching(unit: nn.Module, names: Sequence[str]) -> Callable[[Tensor], Tensor]:
         def forward(passed: Tensor) -> Tensor:
             for name in names:
-                passed = touch(passed, module.get_parameter(name))
+                passed = touch(passed, module.get_parameter(name), compute)
             return passed
 
         return forward

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+
+from zero.plan.timing import Timing
 
 TITLES = {
     "0": "DDP",
@@ -53,12 +55,14 @@ class Plan:
     parameters: how many the model has.
     memory: bytes that a rank has, if that was said.
     activations: whether they are in the peaks.
+    timings: of steps, if it was said on which hardware; with every prefetch at stage 3.
     """
 
     parameters: int
     costs: tuple[Cost, ...]
     memory: int | None
     activations: bool
+    timings: tuple[Timing, ...] = ()
 
     def cost(self, stage: str | int, world: int | None = None) -> Cost:
         """Of a stage: 0, 1, 2, 3 or "3 kept". world: may be left out where there is one only."""
@@ -66,6 +70,14 @@ class Plan:
             if cost.stage == str(stage) and world in (None, cost.world):
                 return cost
         raise KeyError(f"stage {stage} on {world} ranks is not in this plan")
+
+    def timing(self, stage: str | int, world: int | None = None, prefetch: str | None = None) -> Timing:
+        """Of a stage, as `cost`. prefetch: such as "speed-first"; by default the first that there is."""
+        for timing in self.timings:
+            wanted = str(stage), world or timing.world, prefetch or timing.prefetch
+            if (timing.stage, timing.world, timing.prefetch) == wanted:
+                return timing
+        raise KeyError(f"the time of stage {stage} on {world} ranks with prefetch {prefetch} is not in this plan")
 
     @property
     def worlds(self) -> list[int]:
@@ -114,8 +126,16 @@ class Plan:
             sizes += [cost.host] * offloaded
             fits = [] if self.memory is None else ["yes" if self.fits(cost) else "no"]
             lines.append([str(cost.world), cost.stage, *map(_gib, sizes), *fits])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+        return _aligned(lines)
+
+    def times(self) -> str:
+        """How long steps take, by number of ranks, stage and prefetch, as a table."""
+        lines = [["ranks", "stage", "prefetch", "step ms", "exposed ms", "used FLOP/s", "exposed from"]]
+        for one in self.timings:
+            since = f"{one.exposed_from} ranks" if one.exposed_from else "never"
+            taken = [f"{one.step_ms:.1f}", f"{one.exposed_ms:.1f}", f"{one.mfu:.1%}", since]
+            lines.append([str(one.world), one.stage, one.prefetch or "-", *taken])
+        return _aligned(lines)
 
     def to_json(self) -> str:
         costs = [
@@ -128,12 +148,21 @@ class Plan:
             "memory": self.memory,
             "activations": self.activations,
             "costs": costs,
+            "times": [{name: getattr(timing, name) for name in _TOLD} for timing in self.timings],
             "recommended": [{"world": world, "stage": chosen[world], "why": self.why(world)} for world in self.worlds],
         }
         return json.dumps(content, indent=2)
 
     def _at(self, world: int) -> Sequence[Cost]:
         return [cost for cost in self.costs if cost.world == world]
+
+
+_TOLD = [one.name for one in fields(Timing) if one.name != "timeline"]
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
 def _gib(nbytes: int) -> str:

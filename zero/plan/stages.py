@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
@@ -21,10 +22,12 @@ from zero.fsdp import FSDP, Prefetch
 from zero.oss import OSS
 from zero.oss.flat import FlatGroup
 from zero.plan.averaging import Averaged
+from zero.plan.hardware import Group
 from zero.plan.meter import nbytes
 from zero.plan.rehearsal import Offloaded, Rehearsal, cast, explaining, faked, on_host, rehearsing, run_forward, walk
 from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
+from zero.plan.trace import Trace
 from zero.sdp import ShardedDDP
 from zero.sdp.tensors import map_tensors
 
@@ -42,6 +45,8 @@ _FEW = 2
 class Job:
     """master_dtype: at stages 0 to 2, where parameters are computed with in a dtype of fewer bits.
     batch: positional arguments of a forward; None where activations are not to be measured.
+    tokens: that each parameter is multiplied with, where there is no batch.
+    trace: takes notes of the step of the first rank.
     """
 
     sizes: Sizes
@@ -51,14 +56,27 @@ class Job:
     prefetch: Prefetch
     master_dtype: torch.dtype | None
     batch: Sequence[Any] | None
+    tokens: int | None = None
+    trace: Trace | None = None
 
     @property
     def device(self) -> str:
         return "cuda" if self.options.backend == "nccl" and torch.cuda.is_available() else "cpu"
 
-    def comm(self, rank: int, world: int) -> Comm:
+    def comm(self, rank: int, world: int, *, stride: int = 1) -> Comm:
+        """stride: from one of its ranks to the next."""
         reads = self.options.one_host and self.options.backend == "gloo"
-        return Comm.rehearsal(rank, world, "host memory" if reads else self.options.backend)
+        observer = None
+        if self.trace is not None:
+            grows = world * stride == self.world  # a hybrid's shards stay as many
+            observer = self.trace.of(Group(world, stride, one_host=reads, grows=grows))
+        return Comm.rehearsal(rank, world, "host memory" if reads else self.options.backend, observer)
+
+    def averaged(self, *, into_buckets: bool) -> Averaged:
+        """Over Gloo also on one host, but where zero.setup(stage=1) puts sums into the buckets."""
+        one_host = into_buckets and self.options.one_host
+        transfers = None if self.trace is None else self.trace.of(Group(self.world, one_host=one_host))
+        return Averaged(self.sizes.module, self.world, into_buckets=into_buckets, transfers=transfers)
 
     def optimizer(self) -> Callable[..., Optimizer]:
         """As on CUDA with the backend "nccl": there torch's take all parameters at once."""
@@ -83,7 +101,7 @@ class Built:
 def _data_parallel(job: Job, rank: int) -> Built:
     """Stage 0. Masters, where there are any, are those of an OSS of one rank: whole beside the parameters."""
     cast(job.sizes.module, job.sizes.precision)
-    model = Averaged(job.sizes.module, job.world, into_buckets=False)
+    model = job.averaged(into_buckets=False)
     if job.master_dtype is not None:
         return _with_oss(job, model, job.comm(0, 1))
     optimizer = job.optimizer()(model.parameters())
@@ -93,7 +111,7 @@ def _data_parallel(job: Job, rank: int) -> Built:
 def _sharded_state(job: Job, rank: int) -> Built:
     """Stage 1: DistributedDataParallel, whose buckets are the gradients, and OSS."""
     cast(job.sizes.module, job.sizes.precision)
-    return _with_oss(job, Averaged(job.sizes.module, job.world, into_buckets=True), job.comm(rank, job.world))
+    return _with_oss(job, job.averaged(into_buckets=True), job.comm(rank, job.world))
 
 
 def _sharded_gradients(job: Job, rank: int) -> Built:
@@ -128,7 +146,7 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
     units = {*job.sizes.unit_modules.values()}
     model = FSDP(
         job.sizes.module,
-        process_group=(job.comm(rank, shards), job.comm(0, job.options.replicas)),
+        process_group=(job.comm(rank, shards), job.comm(0, job.options.replicas, stride=shards)),
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
         partition=job.options.partition,
         sharding_strategy="HYBRID_SHARD_ZERO2" if kept else "HYBRID_SHARD",
@@ -154,9 +172,10 @@ _BUILD: dict[str, Callable[[Job, int], Built]] = {
 
 def cost_of(job: Job, stage: str) -> Cost:
     """Of the rank that needs most."""
-    costs, fullest = {}, [0]
+    costs: dict[int, Cost] = {}
+    fullest = [0]
     while waiting := [rank for rank in fullest if rank not in costs]:
-        costs[waiting[0]], groups = _rehearsed(job, stage, waiting[0])
+        costs[waiting[0]], groups = _rehearsed(replace(job, trace=None) if costs else job, stage, waiting[0])
         fullest = [0, *_fullest(job, groups)]
     sent = max(cost.sent for cost in costs.values())  # of buffers the first rank sends most
     return replace(max(costs.values(), key=lambda cost: cost.peak), sent=sent)
@@ -165,23 +184,50 @@ def cost_of(job: Job, stage: str) -> Cost:
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[FlatGroup]]:
     module = job.sizes.module
     owned = job.sizes.owned()
-    with rehearsing(module, job.device) as rehearsal:
+    with rehearsing(module, job.device, job.trace) as rehearsal:
         inputs: Sequence[Any]
         if job.batch is None:
-            walk(module, job.sizes.unit_modules, owned)
+            walk(module, job.sizes.unit_modules, owned, partial(_multiply, job))
             inputs = (torch.zeros((), requires_grad=next(module.parameters()).requires_grad).clone(),)
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _BUILD[stage](job, rank)
+        if job.trace is not None:
+            _count_slices(built.stepped, job.trace)
         if not stage.startswith("3"):
             inputs = job.sizes.precision.cast_inputs(module, inputs, root=True)
         for _ in range(_WARM_UP):
             _step(job, built, inputs, rehearsal)
         before = traffic().total
         rehearsal.reset_peak()
-        held = _step(job, built, inputs, rehearsal)
+        with nullcontext() if job.trace is None else job.trace.taken():
+            held = _step(job, built, inputs, rehearsal)
         sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
         return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), built.groups
+
+
+def _multiply(job: Job, nbytes: int, dtype: torch.dtype, storages: Sequence[torch.UntypedStorage], times: int) -> None:
+    if job.trace is not None and job.tokens is not None:
+        flops = 2 * times * job.tokens * nbytes // dtype.itemsize
+        job.trace.work("multiply", flops, dtype, times * nbytes, storages)
+
+
+def _count_slices(optimizer: Optimizer, trace: Trace) -> None:
+    """Of a long parameter one slice is stepped in a rehearsal: what that takes counts for all of them."""
+
+    def stepped() -> int:
+        return sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+
+    whole = stepped()
+
+    def begin(*_: object) -> None:
+        trace.times = whole / max(1, stepped())
+
+    def end(*_: object) -> None:
+        trace.times = 1
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)
 
 
 def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -> dict[str, int]:

@@ -1,0 +1,238 @@
+"""What a step runs on: how fast it computes and sends. Presets, and TOML files of the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from math import ceil, log2
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zero.comm.rehearsal import Kind
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Link:
+    """latency: seconds that one hop between two ranks takes. bandwidth: bytes a second of one rank.
+
+    reduce, all_reduce: bytes a second of these, where they differ: on the CPU sums are added up meanwhile.
+    """
+
+    latency: float
+    bandwidth: float
+    reduce: float | None = None
+    all_reduce: float | None = None
+
+    def of(self, kind: Kind) -> float:
+        """Bytes a second of a transfer of the kind."""
+        own = {"reduce": self.reduce, "all-reduce": self.all_reduce}.get(kind)
+        return self.bandwidth if own is None else own
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a transfer. stride: from one of them to the next among all ranks. one_host: whether all ranks are on
+    one host, where transfers do not overlap. grows: whether it has more ranks where the job has."""
+
+    world: int
+    stride: int = 1
+    one_host: bool = False
+    grows: bool = True
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """flops: FLOP/s by dtype, at most. efficiency: the share of them that matrix multiplications attain.
+    memory: bytes a second. cache, cached: operators on up to so many bytes move so many bytes a second.
+    elements: so many results a second of operators that compute more than sums and products of each element.
+    launch: seconds of the host for each operator and transfer. collective: seconds of a transfer before its first hop.
+    exchange: seconds for each other rank in which hosts compare what they do. within, between: links of hosts.
+    overlaps: whether launching, computing and sending go on at the same time; else one takes place after another.
+    """
+
+    name: str
+    overlaps: bool
+    ranks_a_host: int
+    flops: Mapping[str, float]
+    memory: float
+    launch: float
+    within: Link
+    between: Link
+    efficiency: float = 1
+    cache: float = 0
+    cached: float = float("inf")
+    elements: float = float("inf")
+    collective: float = 0
+    exchange: float = 0
+
+    @property
+    def backend(self) -> Literal["gloo", "nccl"]:
+        return "nccl" if self.overlaps else "gloo"
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s; of dtypes that are not told, as of float32."""
+        return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
+
+    def hosts(self, group: Group) -> int:
+        """How many the ranks of the group are on."""
+        if not self.overlaps:
+            return 1 if group.one_host else group.world
+        return -(-group.world // max(1, self.ranks_a_host // group.stride))
+
+    def transfer(self, kind: Kind, nbytes: int, group: Group) -> tuple[float, float]:
+        """Seconds before bytes flow, and seconds in which they do where nothing else is sent.
+
+        As of NCCL: rings, that hop from rank to rank and once to each other host, and for all-reduces trees of hosts. A
+        host has as many links to others as ranks of the group, and sends through all of them.
+        """
+        world, hosts = group.world, self.hosts(group)
+        if kind == "exchange":
+            return self.exchange * (world - 1), 0
+        on_a_host = -(-world // hosts)
+        rounds = 2 if kind == "all-reduce" else 1
+        if kind == "all-to-all":
+            hops, far = int(on_a_host > 1), int(hosts > 1)
+            near_bytes, far_bytes = nbytes * (on_a_host - 1) / world, nbytes * (world - on_a_host) / world
+            seconds = max(near_bytes / self.within.of(kind), far_bytes / self.between.of(kind))
+        else:
+            far, hops = hosts - 1, world - hosts
+            if kind == "all-reduce":
+                far, hops = 2 * ceil(log2(hosts)), 2 * (on_a_host - 1)
+            slowest = self.within.of(kind) if hosts == 1 else self.between.of(kind) * on_a_host
+            if self.overlaps:
+                slowest = min(slowest, self.within.of(kind))
+            share = 1 if kind == "broadcast" else rounds * (world - 1) / world
+            seconds = nbytes * share / slowest
+        return self.collective + hops * self.within.latency + far * self.between.latency, seconds
+
+
+# ------------------------------------------------------------------------------------------------ presets
+
+
+def _gpus(name: str, flops: dict[str, float], memory: float, within: float, between: float) -> Hardware:
+    """Eight GPUs a host. within, between: bytes a second that data sheets name, of which 0.8 are attained.
+
+    Latencies are those by which NCCL chooses algorithms (its src/graph/tuning.cc, rings, Simple protocol). Assumed, not
+    measured: the efficiency, 6 us a launch, 60 us a rank and exchange.
+    """
+    return Hardware(
+        name,
+        overlaps=True,
+        ranks_a_host=8,
+        flops=flops,
+        efficiency=0.65,
+        memory=memory,
+        launch=6e-6,
+        collective=8.4e-6,
+        exchange=60e-6,
+        within=Link(3.4e-6, 0.8 * within),
+        between=Link(14e-6, 0.8 * between),
+    )
+
+
+PRESETS = {
+    # NVIDIA's data sheets of H100 SXM (dense; NVLink 900 GB/s both ways) and DGX H100 (400 Gb/s a GPU)
+    "h100-8": _gpus("h100-8", {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12}, 3.35e12, 450e9, 50e9),
+    # NVIDIA's data sheets of A100 80GB SXM (dense; NVLink 600 GB/s both ways) and DGX A100 (200 Gb/s a GPU)
+    "a100-8": _gpus("a100-8", {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}, 2.039e12, 300e9, 25e9),
+    # `--calibrate` on two cores of an AMD EPYC, one thread a rank, 22 November 2026; between: Gloo on the same host
+    "cpu": Hardware(
+        "cpu",
+        overlaps=False,
+        ranks_a_host=1,
+        flops={"float32": 82e9},
+        memory=23e9,
+        launch=12.7e-6,
+        cache=4 << 20,
+        cached=100e9,
+        elements=1.85e9,
+        exchange=88e-6,
+        within=Link(64e-6, 4.9e9, reduce=2.1e9, all_reduce=2.6e9),
+        between=Link(350e-6, 2.2e9, reduce=1.2e9, all_reduce=2.0e9),
+    ),
+}
+
+
+# --------------------------------------------------------------------------------------------------- files
+
+
+def as_hardware(given: Hardware | str | Path) -> Hardware:
+    """The name of a preset, or a TOML file. Raises ValueError for what is neither."""
+    if isinstance(given, Hardware):
+        return given
+    if str(given) in PRESETS:
+        return PRESETS[str(given)]
+    path = Path(given)
+    if path.suffix != ".toml":
+        raise ValueError(f"hardware={str(given)!r} is unknown. Choose of {', '.join(PRESETS)}, or pass a TOML file.")
+    if sys.version_info < (3, 11):
+        raise ValueError(f"{path} cannot be read: TOML takes Python 3.11. Pass a zero.plan.Hardware(...) instead.")
+    import tomllib
+
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from error
+    links = {name: _made(Link, content[name], f"{path}, [{name}]") for name in ("within", "between") if name in content}
+    hardware: Hardware = _made(Hardware, content | links, str(path))
+    _refuse_flops(hardware.flops, path)
+    return hardware
+
+
+def _made(kind: type[Any], content: Any, where: str) -> Any:
+    """An object with these fields. Raises ValueError where one is missing, unknown, or no number as it should be."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: {content!r} is not a table. Write its keys below a line with its name.")
+    known = {one.name: one for one in fields(kind)}
+    missing = [name for name, one in known.items() if one.default is MISSING and name not in content]
+    if missing:
+        raise ValueError(f"{where}: {missing[0]!r} is missing. Needed are {', '.join(_required(kind))}.")
+    for name, value in content.items():
+        if name not in known:
+            raise ValueError(f"{where}: {name!r} is unknown. There are {', '.join(known)}.")
+        number = str(known[name].type).startswith(("float", "int"))
+        if number and (not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0):
+            raise ValueError(f"{where}: {name} is {value!r}. Give a number that is not negative.")
+        if name in ("bandwidth", "memory", "ranks_a_host", "efficiency", "reduce", "all_reduce") and not value:
+            raise ValueError(f"{where}: {name} is 0. Give what there is of it.")
+    if kind is Hardware and not isinstance(content["overlaps"], bool):
+        raise ValueError(f"{where}: overlaps is {content['overlaps']!r}. Write true or false.")
+    return kind(**content)
+
+
+def _required(kind: type[Any]) -> list[str]:
+    return [one.name for one in fields(kind) if one.default is MISSING]
+
+
+def _refuse_flops(flops: Any, path: Path) -> None:
+    told = flops if isinstance(flops, dict) else {}
+    unknown = [name for name in told if name not in _DTYPES]
+    if unknown:
+        raise ValueError(f"{path}, [flops]: {unknown[0]!r} is unknown. There are {', '.join(_DTYPES)}.")
+    if not isinstance(told.get("float32"), (int, float)) or any(not value > 0 for value in told.values()):
+        raise ValueError(f"{path}, [flops]: 'float32' is missing or 0. Give FLOP/s by dtype, above 0.")
+
+
+def write_toml(hardware: Hardware, path: Path, note: str) -> None:
+    """note: a comment at its head."""
+    content = asdict(hardware)
+    tables = {name: content.pop(name) for name in ("flops", "within", "between")}
+    lines = [f"# {line}" for line in note.splitlines()] + _lines(content)
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *_lines(table)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {_written(value)}" for key, value in table.items() if value is not None]
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)

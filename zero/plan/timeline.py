@@ -1,0 +1,106 @@
+"""When each task of a trace begins and ends on some hardware.
+
+Streams run beside one another and beside the host, computing as fast as alone. Transfers share the links: what was
+launched first goes first, and what was launched later takes what time is left. Where the hardware overlaps nothing, one
+task takes place after another.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zero.plan.hardware import Hardware
+from zero.plan.trace import COMPUTE, HOST, Task
+
+
+@dataclass(frozen=True)
+class Span:
+    """In seconds since the step began. queue: a stream or the host."""
+
+    name: str
+    queue: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """exposed: seconds in which the computing did nothing but wait for a transfer. used: the share of the hardware's
+    FLOP/s."""
+
+    spans: Sequence[Span]
+    seconds: float
+    exposed: float
+    used: float
+
+
+def play(tasks: Sequence[Task], hardware: Hardware) -> Timeline:
+    """From a moment at which host and streams have nothing to do, until they have done all."""
+    spans, exposed = (_overlapping if hardware.overlaps else _in_turn)(tasks, hardware)
+    seconds = max((span.end for span in spans), default=0.0)
+    ideal = sum(task.times * task.flops / hardware.peak(task.dtype) for task in tasks)
+    return Timeline(spans, seconds, exposed, ideal / seconds if seconds else 0.0)
+
+
+def _in_turn(tasks: Sequence[Task], hardware: Hardware) -> tuple[list[Span], float]:
+    spans, now, exposed = [], 0.0, 0.0
+    for task in tasks:
+        fixed, sending = _seconds(task, hardware)
+        taken = task.launches * hardware.launch + fixed + sending
+        exposed += taken if task.kind else 0
+        spans.append(Span(task.name, task.queue if task.kind else COMPUTE, now, now + taken))
+        now += taken
+    return [span for span in spans if span.end > span.begin], exposed
+
+
+def _overlapping(tasks: Sequence[Task], hardware: Hardware) -> tuple[list[Span], float]:
+    spans: list[Span] = []
+    free: dict[str, float] = defaultdict(float)
+    ended: list[float] = []
+    busy: list[tuple[float, float]] = []
+    exposed = 0.0
+    for task in tasks:
+        if task.queue != HOST:
+            spans.append(Span(task.name, HOST, free[HOST], free[HOST] + task.launches * hardware.launch))
+            free[HOST] = spans[-1].end
+        could = max(free[task.queue], free[HOST])
+        begin = max([could, *(ended[other] for other in task.after)])
+        if task.queue == COMPUTE:
+            waited_for = [ended[other] for other in task.after if tasks[other].queue != COMPUTE]
+            exposed += max(0.0, max(waited_for, default=0.0) - could)
+        fixed, sending = _seconds(task, hardware)
+        end = begin + fixed
+        if sending:
+            end = _sent(busy, end, sending)
+        spans.append(Span(task.name, task.queue, begin, end))
+        free[task.queue] = end
+        ended.append(end)
+    return [span for span in spans if span.end > span.begin], exposed
+
+
+def _sent(busy: list[tuple[float, float]], begin: float, seconds: float) -> float:
+    """When a transfer ends that takes so many seconds of the links, which are busy in between; they are then, too."""
+    taken = []
+    for start, end in [*busy, (float("inf"), float("inf"))]:
+        gap = min(seconds, start - begin)
+        if gap > 0:
+            taken.append((begin, begin + gap))
+            seconds -= gap
+        if seconds <= 0:
+            break
+        begin = max(begin, end)
+    for one in taken:
+        insort(busy, one)
+    return taken[-1][1]
+
+
+def _seconds(task: Task, hardware: Hardware) -> tuple[float, float]:
+    """On its stream, without its launch; and of the links, were it alone on them."""
+    if task.kind is not None and task.group is not None:
+        return hardware.transfer(task.kind, task.nbytes, task.group)
+    rate = hardware.cached if task.nbytes <= hardware.cache else hardware.memory
+    computing = task.flops / (hardware.peak(task.dtype) * hardware.efficiency)
+    return task.times * max(computing, task.nbytes / rate, task.elements / hardware.elements), 0.0

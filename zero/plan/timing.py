@@ -1,0 +1,77 @@
+"""How long a step takes, and how much of it the ranks wait for one another."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, Prefetch
+from zero.plan.hardware import Hardware
+from zero.plan.timeline import Timeline, play
+from zero.plan.trace import Trace
+
+PREFETCHES = {"memory-first": MEMORY_FIRST, "default": Prefetch(), "speed-first": SPEED_FIRST}
+
+_HIDDEN = 0.05
+"""The share of a step that may be exposed where communication is said to hide."""
+
+_DOUBLINGS = 16
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A settled step of one rank, from a moment at which it has nothing to do.
+
+    prefetch: "memory-first", "default", "speed-first" or "given"; None at stages that have none.
+    exposed_ms: in which the computing did nothing but wait for a transfer.
+    mfu: the share of the hardware's FLOP/s that matrix multiplications and attention used, recomputation included.
+    exposed_from: the lowest power of two of ranks from which more than a twentieth of a step is exposed; None where it
+        is not on 65,536 either. What each rank computes is taken to stay the same.
+    """
+
+    stage: str
+    prefetch: str | None
+    world: int
+    step_ms: float
+    exposed_ms: float
+    mfu: float
+    exposed_from: int | None
+    timeline: Timeline = field(repr=False, compare=False)
+
+    @property
+    def title(self) -> str:
+        prefetch = f", {self.prefetch}" if self.prefetch else ""
+        return f"stage {self.stage}{prefetch}, {self.world} ranks"
+
+
+def timed(trace: Trace, hardware: Hardware, stage: str, prefetch: str | None, world: int) -> Timing:
+    timeline = play(trace.tasks, hardware)
+
+    def exposed(doublings: int) -> bool:
+        elsewhere = play(trace.on_ranks(2**doublings), hardware)
+        return elsewhere.exposed > _HIDDEN * elsewhere.seconds
+
+    first = 1 + bisect_left(range(1, _DOUBLINGS + 1), True, key=exposed)
+    return Timing(
+        stage,
+        prefetch,
+        world,
+        1e3 * timeline.seconds,
+        1e3 * timeline.exposed,
+        timeline.used,
+        2**first if first <= _DOUBLINGS else None,
+        timeline,
+    )
+
+
+def prefetches(stage: str, given: Prefetch) -> Iterator[tuple[str | None, Prefetch]]:
+    """Those that a stage is timed with, by name: all at stage 3, and what was given."""
+    if not stage.startswith("3"):
+        yield None, given
+        return
+    for name, known in PREFETCHES.items():
+        if stage == "3" or known == given:
+            yield name, known
+    if given not in PREFETCHES.values():
+        yield "given", given

@@ -1,0 +1,271 @@
+"""What a rehearsed step does, in the order in which the host does it, whatever it runs on (timeline.py plays it).
+
+host      Python, which launches everything else, and compares ranks
+compute   the operators
+gather    gathers, and what prepares them: a shard copied into its full buffer
+reduce    reductions, and what prepares them: gradients copied into one buffer
+
+A stream takes one after another. A gather waits for what last read or wrote its buffers, and for what last read the
+full buffers that were released before it was launched, whose memory it takes; not for whatever else computes. What is
+computed after a `wait` waits for the transfer. That the host reads a value is not noted: a settled step reads none of
+the device, and the counts of steps that torch's optimizers read lie on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from zero.comm.rehearsal import Kind
+from zero.plan.hardware import Group
+
+HOST, COMPUTE, GATHER, REDUCE = QUEUES = ("host", "compute", "gather", "reduce")
+
+_FREE = ("empty", "view", "detach", "set_", "resize_", "alias", "_local_scalar_dense", "prim::device", "lift_fresh")
+"""Operators with such names compute nothing."""
+
+_OVERWRITING = ("copy_", "fill_", "zero_")
+"""Operators with such names write into their first argument, which they do not read."""
+
+_PICKING = ("embedding", "gather", "index", "index_select")
+"""Operators that read of their first argument as much as they return."""
+
+_INTENSIVE = ("gelu", "softmax", "exp", "log", "tanh", "erf", "sigmoid", "silu", "pow", "norm", "sqrt", "div")
+"""Operators with these in their names compute more than sums and products of each element."""
+
+_OF_HOSTS = 1 << 10
+"""Bytes up to which an all-reduce is of numbers on the CPU, by which ranks agree before a step."""
+
+Storage = ref[torch.UntypedStorage]
+
+
+@dataclass(slots=True)
+class Task:
+    """nbytes: that an operator reads and writes, or that are given to a transfer. after: tasks that must have ended,
+    besides those before it in its queue. times: how often it is done. kind, group: of a transfer; None of others."""
+
+    name: str
+    queue: str
+    nbytes: int = 0
+    flops: int = 0
+    dtype: torch.dtype = torch.float32
+    elements: int = 0
+    after: tuple[int, ...] = ()
+    times: float = 1
+    kind: Kind | None = None
+    group: Group | None = None
+
+    @property
+    def launches(self) -> float:
+        """What the host launches for it; nothing where streams wait for one another."""
+        return self.times if self.nbytes and self.queue != HOST else 0
+
+
+class Trace:
+    """Takes notes while it is `on`. `times`: how often each operator counts."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.times: float = 1
+        self.tasks: list[Task] = []
+        self._written: list[set[Storage]] = []
+        """By each task."""
+        self._touched: dict[Storage, int] = {}
+        """The last task that read or wrote each."""
+        self._gathered: list[Storage] = []
+        """Full buffers that were not yet seen to be released."""
+        self._released = -1
+        """The last task that used one that was."""
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Takes notes in here."""
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = False
+
+    def _add(self, task: Task, written: set[Storage]) -> int:
+        self.tasks.append(task)
+        self._written.append(written)
+        return len(self.tasks) - 1
+
+    def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """One has run."""
+        kind = _kind(func)
+        if not self.on or kind is None:
+            return
+        read, written = [*_tensors(args), *_tensors(kwargs.values())], [*_tensors((result,))]
+        if result is None:
+            written = [*_tensors((kwargs.get("out", args[0]),))]
+        storages = {ref(tensor.untyped_storage()) for tensor in (*read, *written)}
+        task = kind.task(args, kwargs, result, read, written)
+        task.after = self._last(storages)
+        task.times = self.times
+        place = self._add(task, {ref(tensor.untyped_storage()) for tensor in written})
+        self._touched.update(dict.fromkeys(storages, place))
+
+    def work(
+        self, name: str, flops: int, dtype: torch.dtype, nbytes: int, storages: Sequence[torch.UntypedStorage]
+    ) -> None:
+        """What is computed, though no operator runs."""
+        if self.on:
+            used = {ref(storage) for storage in storages}
+            place = self._add(Task(name, COMPUTE, nbytes, flops, dtype, after=self._last(used)), set())
+            self._touched.update(dict.fromkeys(used, place))
+
+    def _last(self, storages: set[Storage]) -> tuple[int, ...]:
+        return tuple({self._touched[storage] for storage in storages if storage in self._touched})
+
+    def of(self, group: Group) -> Transfers:
+        """The observer of a group's transfers."""
+        return Transfers(self, group)
+
+    def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int, group: Group) -> int | None:
+        if not self.on:
+            return None
+        if kind == "exchange" or (kind == "all-reduce" and nbytes <= _OF_HOSTS):
+            self._add(Task("ranks are compared", HOST, nbytes, kind="exchange", group=group), set())
+            return None
+        own = {ref(buffer.untyped_storage()) for buffer in buffers}
+        queue = GATHER if kind in ("gather", "broadcast") else REDUCE
+        free: tuple[int, ...] = ()
+        if queue is GATHER:
+            free = self._free_memory()
+            self._gathered += [storage for storage in own if storage not in self._gathered]
+        self._prepare(queue, own, free)
+        after = (*self._last(own), *free)
+        place = self._add(Task(kind, queue, nbytes, after=after, kind=kind, group=group), own)
+        self._touched.update(dict.fromkeys(own, place))
+        return place
+
+    def _prepare(self, queue: str, own: set[Storage], free: tuple[int, ...]) -> None:
+        """What has just been launched, and writes into nothing but the buffers, runs on their stream."""
+        place = len(self.tasks)
+        while place and self.tasks[place - 1].queue == COMPUTE and self._written[place - 1]:
+            if not self._written[place - 1] <= own:
+                break
+            place -= 1
+            task = self.tasks[place]
+            task.queue, task.after = queue, (*task.after, *free)
+
+    def _free_memory(self) -> tuple[int, ...]:
+        gone = {one for one in self._gathered if (storage := one()) is None or not storage.nbytes()}
+        self._gathered = [one for one in self._gathered if one not in gone]
+        self._released = max(self._released, *(self._touched[one] for one in gone), -1)
+        return () if self._released < 0 else (self._released,)
+
+    def wait(self, transfer: int | None) -> None:
+        if transfer is not None and self.on:
+            self._add(Task(f"wait for {self.tasks[transfer].name}", COMPUTE, after=(transfer,)), set())
+
+    def on_ranks(self, world: int) -> list[Task]:
+        """The tasks, were there so many ranks: transfers are of the same full buffers."""
+        return [
+            replace(task, group=replace(task.group, world=max(1, world // task.group.stride)))
+            if task.group is not None and task.group.grows
+            else task
+            for task in self.tasks
+        ]
+
+
+class Transfers:
+    """Those of one group, as zero.comm tells of them."""
+
+    def __init__(self, trace: Trace, group: Group) -> None:
+        self._trace, self._group = trace, group
+
+    def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> int | None:
+        return self._trace.launch(kind, buffers, nbytes, self._group)
+
+    def wait(self, transfer: int | None) -> None:
+        self._trace.wait(transfer)
+
+
+# ----------------------------------------------------------------------------------------------- operators
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Of operators. flops: a formula of torch's, if it has one."""
+
+    name: str
+    flops: Callable[..., int] | None
+    overwriting: bool
+    picking: bool
+    intensive: bool
+
+    def task(self, args: Any, kwargs: Any, result: Any, read: Sequence[Tensor], written: Sequence[Tensor]) -> Task:
+        returned = sum(map(_nbytes, written))
+        if self.picking:
+            used = returned
+        else:
+            unread = written if self.overwriting else [*_tensors((kwargs.get("out"),))]
+            used = sum(_nbytes(tensor) for tensor in read if not any(tensor is other for other in unread))
+        task = Task(self.name, COMPUTE, used + returned)
+        if self.flops is not None:
+            task.flops, task.dtype = self.flops(*args, **kwargs, out_val=result), read[0].dtype
+        elif self.intensive:
+            task.elements = sum(tensor.numel() for tensor in written)
+        return task
+
+
+def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
+    """Of scores and of what they weigh; masked ones too, as torch counts."""
+    return 4 * q.numel() * k.shape[-2]
+
+
+def _attention_backward(_: Tensor, q: Tensor, k: Tensor, *__: Any, **___: Any) -> int:
+    """Scores are computed again."""
+    return 10 * q.numel() * k.shape[-2]
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""By operator, those of torch and the CPU's attention, of which torch has none."""
+
+_kinds: dict[Any, _Kind | None] = {}
+
+
+def _kind(func: Any) -> _Kind | None:
+    """None of what computes nothing."""
+    if func not in _kinds:
+        whole = func.name()
+        name = whole.partition("::")[2].partition(".")[0]
+        free = func.is_view or any(part in whole for part in _FREE)
+        flops = _FLOPS.get(func.overloadpacket)
+        _kinds[func] = (
+            None
+            if free
+            else _Kind(
+                name, flops, name.endswith(_OVERWRITING), name in _PICKING, any(part in name for part in _INTENSIVE)
+            )
+        )
+    return _kinds[func]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Of its elements, each once: it may be expanded."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Those among the arguments of an operator, or in lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            for one in value:
+                if isinstance(one, Tensor):
+                    yield one
