@@ -352,6 +352,15 @@ def follow(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     optimizer.step = marked  # type: ignore[method-assign]
 
 
+# ------------------------------------------------------------------------------------------------ optimizers
+
+
+def takes_state_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be registered on its state_dict(). Not where a subclass, such as one that wraps another
+    optimizer, never called the constructor of Optimizer, which makes the table of them."""
+    return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
+
+
 # -------------------------------------------------------------------------------------------------- tensors
 
 
