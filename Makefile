@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help check test faults fuzz matrix soak stages bench peers clean
+.PHONY: help check test faults hosts fuzz matrix soak stages bench peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -31,6 +31,12 @@ matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, and al
 faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills under torchrun, 4,000 altered checkpoints
 	@ZERO_FAULTS=1 $(BIN)/pytest -q tests/test_faults.py tests/test_resume.py tests/test_two_hosts.py \
 		tests/checkpoint/test_checkpoint_hostile.py tests/checkpoint/test_checkpoint_torch_distributed.py $(ARGS)
+
+hosts: $(READY)  ## Parity, faults and checkpoints as between hosts: no rank reads another's memory
+	@ZERO_HOST_MEMORY=0 $(BIN)/pytest -q -n 2 --dist worksteal tests/test_parity.py tests/test_training.py \
+		tests/test_faults.py tests/test_resume.py tests/test_memory.py tests/test_random_models.py tests/test_bad_values.py \
+		tests/test_independent_weights.py tests/test_torch_checkpoint.py tests/checkpoint tests/oss tests/sdp tests/fsdp \
+		$(ARGS)
 
 soak: $(READY)  ## 3,000 steps at every stage and transport: nothing grows; STEPS=10000 takes more
 	@ZERO_SOAK=$(or $(STEPS),3000) $(BIN)/pytest -q -s -p no:xdist tests/test_soak.py $(ARGS)

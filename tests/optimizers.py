@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -224,3 +225,35 @@ class Curious(ByParameter):
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         assert self.hidden == ["known"]
         param.sub_(param.grad, alpha=group["lr"])
+
+
+class Slow(Optimizer):
+    """Every second step goes half of the way from where the last such step ended (Lookahead; Zhang et al., 2019).
+
+    As in packages, it wraps another optimizer, shares its groups, and does not call Optimizer's constructor.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._patch_step_function()
+        params = [param for group in self.param_groups for param in group["params"]]
+        self.state = {param: {"slow": param.detach().clone()} for param in params}
+        self.steps = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        self.steps += 1
+        for param, state in self.state.items():
+            if param.grad is not None and self.steps % 2 == 0:
+                param.copy_(state["slow"].lerp_(param, 0.5))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)

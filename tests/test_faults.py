@@ -33,7 +33,12 @@ CASES = [
     if (case := Case(fault, place, stage, transport)).possible
 ]
 SOME = [  # each fault at each place, with one that stops at two of them: these take as long as the time-out
-    Case(fault, place, 3 if place in ("summon_full_params", "offload") else number % 3 + 1, TRANSPORTS[number % 2])
+    Case(
+        fault,
+        place,
+        3 if place in ("summon_full_params", "offload") else number % 3 + 1,
+        TRANSPORTS[number % len(TRANSPORTS)],
+    )
     for number, (fault, place) in enumerate(FAULTS)
     if fault != "stopped" or place in ("backward", "load")
 ]

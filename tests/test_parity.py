@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 import ranks
 import zero
 from models import CASES, OPTIMIZERS, Block, Case, Layer, Record, reference, train
+from transports import between_hosts
 
 ODD = [case for case in CASES if case != "wide"]  # where the size of gradients makes no difference
 
@@ -123,6 +124,22 @@ def assert_close(found: list[Record], expected: list[Record], tolerance: float) 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_get_the_bits_of_ddp(case, optim, stage):
     assert_same_bits(zeros(2, case, optim, stage), ddp(2, case, optim))
+
+
+def train_between_hosts(rank: int, world: int, case: str, optim: str, stage: str) -> tuple[Record | None, bool]:
+    """Also whether anything was read from another rank's memory."""
+    with between_hosts():
+        record = train_at(rank, world, case, optim, stage, {}, None)
+        return record, zero.comm.Comm().reads(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("stage", ["1", "2 small buckets", "3", "3 whole", "3 not resharded"])
+@pytest.mark.parametrize("case", ["gpt", "wide"])
+def test_so_do_two_hosts(case, stage):
+    """Some of what `make hosts` runs in this way."""
+    found = ranks.run(train_between_hosts, 2, args=(case, "adamw", stage), timeout=20)
+    assert_same_bits([record for record, _ in found], ddp(2, case, "adamw"))
+    assert not any(reads for _, reads in found)
 
 
 @pytest.mark.parametrize(

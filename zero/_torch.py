@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, wraps
+from inspect import getclosurevars
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import ref
@@ -197,6 +198,59 @@ def name_without_compile(name: str) -> str:
     return ".".join(atom for atom in name.split(".") if atom != _WRAPPED)
 
 
+def compiled_without_breaks(module: nn.Module) -> bool:
+    """Whether torch.compile was called with it with fullgraph=True, or its method compile() was.
+
+    torch keeps this with what it compiles by, which is private. Where it no longer does, tracing fails where a unit
+    begins.
+    """
+    context = _compiled_by(module)
+    return bool(getattr(context, "fullgraph", False) or getattr(context, "error_on_graph_break", False))
+
+
+def compiled_to_cuda_graphs(module: nn.Module) -> bool:
+    """Whether torch.compile was told to run the module as CUDA graphs.
+
+    By mode="reduce-overhead" or "max-autotune", by its options or torch._inductor.config, or by backend="cudagraphs".
+    """
+    return _records_cuda_graphs(_compiled_by(module))
+
+
+def called_by_cuda_graphs() -> bool:
+    """The same of anything compiled whose call is on this thread's stack: functions, too. torch keeps no list of it."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        of_compiler = frame.f_code.co_filename == torch._dynamo.eval_frame.__file__
+        if of_compiler and _records_cuda_graphs(frame.f_locals.get("self")):
+            return True
+    return False
+
+
+def _records_cuda_graphs(context: object) -> bool:
+    """What torch.compile returns tells what the compiler is configured by, but not which backend it is."""
+    config = getattr(context, "compiler_config", None) or {}
+    if config.get("triton.cudagraphs"):
+        return True
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_name", None) == "cudagraphs"
+
+
+def _compiled_by(module: nn.Module) -> object:
+    """What torch.compile made for the module; None if it was not called with it.
+
+    Of compile(), which sets a function, only a function in it refers to that.
+    """
+    if not is_compiled(module):
+        return None
+    if module._compiled_call_impl is None:
+        return module.dynamo_ctx
+    config = getattr(module._compiled_call_impl, "get_compiler_config", None)
+    return None if config is None else getclosurevars(config).nonlocals.get("self")
+
+
 def call_around_compiling(start: Callable[[object], None], end: Callable[[object], None]) -> None:
     """Has torch.compile call these when it begins and when it has ended, unless it does already.
 
@@ -335,6 +389,15 @@ def follow(scheduler: LRScheduler, optimizer: Optimizer) -> None:
 
     marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = marked  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+
+
+def takes_state_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be registered on its state_dict(). Not where a subclass, such as one that wraps another
+    optimizer, never called the constructor of Optimizer, which makes the table of them."""
+    return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
 
 
 # -------------------------------------------------------------------------------------------------- tensors

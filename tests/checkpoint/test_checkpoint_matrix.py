@@ -12,6 +12,7 @@ import torch
 from saved import CONFIGS, differences, load_and_go_on, read_plainly, save_and_go_on
 
 import ranks
+from transports import between_hosts
 
 WHOLE = bool(os.environ.get("ZERO_MATRIX"))
 PLACES = [(stage, world) for stage in range(4) for world in range(1, 5)]
@@ -54,6 +55,27 @@ def test_any_stage_and_world_to_any_other(stage, world, tmp_path):
                     assert not differences(at_save, then), where
                     same = (stage, world) == (to_stage, to_world)
                     check_end(in_the_end, later, where, same=same, rough=config.masters)
+
+
+def save_between_hosts(rank, world, *args):
+    with between_hosts():
+        return save_and_go_on(rank, world, *args)
+
+
+def load_between_hosts(rank, world, *args):
+    with between_hosts():
+        return load_and_go_on(rank, world, *args)
+
+
+@pytest.mark.parametrize(("stage", "to_stage"), [(3, 2), (2, 3)])
+def test_between_hosts_too(stage, to_stage, tmp_path):
+    """Some of what `make hosts` runs in this way."""
+    path, config = str(tmp_path / "0"), CONFIGS[stage]
+    at_save, in_the_end = ranks.run(save_between_hosts, 3, (path, stage, config))[0]
+    for result in ranks.run(load_between_hosts, 2, ([(path, to_stage, config)],)):
+        for then, later in result:
+            assert not differences(at_save, then)
+            check_end(in_the_end, later, "between hosts", same=False, rough=config.masters)
 
 
 def check_end(expected, found, where, *, same, rough):

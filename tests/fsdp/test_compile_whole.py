@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import BLOCKS, WIDTH, Block, Net, plain_names
+from compiling import WIDTH, Block, Net, plain_names
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -320,39 +320,6 @@ def test_compiling_leaves_gradients_that_are_there_alone(options, reset, graphs)
     expected = ranks.run(uncompiled_throughout, args=(OPTIONS[options],))
     found = ranks.run(compiled_late, args=(OPTIONS[options], reset))
     assert found == [(numbers, graphs) for numbers, _ in expected]
-
-
-# ------------------------------------------------------------------------------------------------------- what cannot be
-
-
-def in_one_graph(rank: int, world: int, build: Build) -> None:
-    torch._dynamo.reset()
-    _, model = build(Net(), None, {})
-    for step in range(2):
-        loss(model, rank, step).backward()
-
-
-def around_in_one_graph(model: nn.Module, backend: Any, options: dict[str, Any]) -> tuple[zero.FSDP, nn.Module]:
-    sharded = zero.FSDP(model, **options)
-    return sharded, torch.compile(sharded, backend="eager", fullgraph=True)
-
-
-def inside_in_one_graph(model: nn.Module, backend: Any, options: dict[str, Any]) -> tuple[zero.FSDP, nn.Module]:
-    return uncompiled(torch.compile(model, backend="eager", fullgraph=True), None, options)
-
-
-def blocks_in_one_graph_each(model: nn.Module, backend: Any, options: dict[str, Any]) -> tuple[zero.FSDP, nn.Module]:
-    assert isinstance(model, Net) and len(model.blocks) == BLOCKS
-    for block in model.blocks:
-        block.compile(backend="eager", fullgraph=True)
-    return uncompiled(model, None, options)
-
-
-@pytest.mark.parametrize("build", [around_in_one_graph, inside_in_one_graph], ids=lambda build: build.__name__)
-def test_several_units_in_one_graph_are_refused_on_every_rank_with_the_remedy(build):
-    words = ["FSDP gathers and releases parameters between its units", r"unit\.compile\(fullgraph=True\)"]
-    ranks.expect_error(in_one_graph, 2, RuntimeError, *words, args=(build,))
-    ranks.run(in_one_graph, args=(blocks_in_one_graph_each,))
 
 
 def gpt2(rank: int, world: int) -> None:

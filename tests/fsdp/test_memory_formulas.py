@@ -7,6 +7,7 @@ over, B the bytes of the largest unit as it is gathered. Adam: its state is 2 P,
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -108,9 +109,15 @@ def peak_of_wrapping(rank: int, world: int, real_on_rank_0: bool, options: dict[
     with Meter(param for param in model.parameters() if param.is_meta) as memory:
         wrapped = wrap(model, world, options)
         peak = memory.peak()
-    gc.collect()
+    left = min(live_later(memory) for _ in range(10))  # now and then a thread of Gloo drops its buffer late
     assert not any(param.is_meta for param in wrapped.parameters())
-    return peak, memory.live(), wrapped.unit_bytes
+    return peak, left, wrapped.unit_bytes
+
+
+def live_later(memory: Meter) -> int:
+    gc.collect()
+    time.sleep(0.01)
+    return memory.live()
 
 
 @pytest.mark.parametrize(

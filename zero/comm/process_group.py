@@ -18,6 +18,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from itertools import chain, pairwise, repeat
 from typing import Any
 
@@ -224,7 +225,7 @@ class Overlapping(ProcessGroupTransport):
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         own = full[bounds[self._rank] : bounds[self._rank + 1]]
-        longest = max(high - low for low, high in pairwise(bounds))
+        longest = _longest(tuple(bounds))
         equal = longest * self._world == len(full)
         rows = full if equal else full.new_empty(self._world * longest)
         sent = own if equal or len(own) == longest else joined([own, own.new_empty(longest - len(own))])
@@ -268,11 +269,16 @@ class Overlapping(ProcessGroupTransport):
         return total if times == 1 else total.mul_(times)
 
 
+@lru_cache(maxsize=64)  # units that are alike are cut alike, and there may be thousands of ranks
+def _longest(bounds: tuple[int, ...]) -> int:
+    return max(high - low for low, high in pairwise(bounds))
+
+
 def scatters(messages: Sequence[Message]) -> bool:
     """Whether a backend that overlaps reduces these by a reduce-scatter: one message, of equal shards, whose sums are
     of the dtype that travels."""
     message, counts = messages[0]
-    return len(messages) == 1 and len(set(counts)) == 1 and wide(message[:0]).dtype == message.dtype
+    return len(messages) == 1 and counts.count(counts[0]) == len(counts) and wide(message[:0]).dtype == message.dtype
 
 
 def refuse_other_logs(transport: Transport, order: Order) -> None:

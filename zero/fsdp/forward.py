@@ -6,7 +6,7 @@ compiled unit by unit, in graphs that break where a unit begins and ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +14,21 @@ from torch import nn
 
 from zero._torch import is_compiled
 from zero.fsdp.backward import Backward
-from zero.fsdp.compiled import BETWEEN_UNITS, compiled_in_pieces
+from zero.fsdp.compiled import BETWEEN_UNITS, compiled_in_pieces, compiling_problem, refuse_capture
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.tracing import Gradients, watch
+from zero.fsdp.unit import Unit
 from zero.sdp.buffers import BufferSync
 
 
 class Forward:
     """Runs the module, and synchronises its buffers before.
 
+    units: of the module, the root first.
     gradients: what torch.compile must not see while it traces the module.
+
+    Raises RuntimeError where torch.compile was called with what cannot be compiled so, in the first forward in training
+    and the first in evaluation, and while CUDA graphs are recorded.
 
     A model that is compiled as a whole runs its first forward in training and its first in evaluation uncompiled: in
     these the schedule finds what modules read of other units, which it cannot see of what is traced. It then takes off
@@ -33,6 +38,7 @@ class Forward:
     def __init__(
         self,
         module: nn.Module,
+        units: Sequence[Unit],
         schedule: Schedule,
         backward: Backward,
         gradients: Gradients,
@@ -41,6 +47,8 @@ class Forward:
         self._module, self._schedule, self._backward = module, schedule, backward
         self._gradients, self._buffers = gradients, buffers
         self._enters_by_units = False
+        self._inner = {unit.module for unit in units[1:]}
+        self._freed = {group.full.device for unit in units for group in unit.groups if group.frees}
         watch()
         self._begin: Callable[[bool], bool] = torch.compiler.disable(self._before, reason=BETWEEN_UNITS)
         self._end: Callable[[], None] = torch.compiler.disable(self._after, reason=BETWEEN_UNITS)
@@ -58,6 +66,11 @@ class Forward:
     def _before(self, traced: bool) -> bool:
         """Returns whether the module is to run uncompiled although it is compiled."""
         watch()
+        refuse_capture(self._freed)
+        if self._schedule.looks_next:
+            problem = compiling_problem(self._module, self._inner, self._freed)
+            if problem is not None:
+                raise RuntimeError(problem)
         if self._buffers is not None:
             self._buffers.before_forward()
         if not traced and not is_compiled(self._module):

@@ -16,7 +16,7 @@ from zero.comm import Comm
 from zero.fsdp.backward import Backward
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
-from zero.fsdp.compiled import BETWEEN_UNITS
+from zero.fsdp.compiled import BETWEEN_UNITS, compiling_problem
 from zero.fsdp.forward import Forward
 from zero.fsdp.guard import Guard, guarded
 from zero.fsdp.in_backward import StepsInBackward
@@ -93,7 +93,8 @@ class FSDP(Weights):
     torch.compile may be called with units, with the module, or with this. Graphs break where units begin and end, so
     only units can be compiled with fullgraph=True. A module that is compiled as a whole runs its first forward in
     training and its first in evaluation uncompiled, to find what modules read of other units. Where units are compiled
-    by themselves this is not looked for, and no module may read parameters of another unit.
+    by themselves this is not looked for, and no module may read parameters of another unit. On GPUs CUDA graphs are
+    refused: mode="reduce-overhead", "max-autotune" and triton.cudagraphs of torch.compile, and torch.cuda.graph.
 
     Collective: the constructor, forward, backward, `state_dict`, `load_state_dict`, `summon_full_params`.
     Raises ValueError, on every rank, for what cannot be sharded or differs between ranks, and where modules cannot be
@@ -163,7 +164,14 @@ class FSDP(Weights):
             or choice.unusable(synced=options.synced, sharded=guarded())
             or choice.unquantisable(options.precision)
             or self._comm.device_problem(choice.devices())
+            or self._compiling_problem(choice, inside, options)
         )
+
+    def _compiling_problem(self, choice: Choice, inside: dict[str, FSDP], options: Options) -> str | None:
+        frees = self._comm.world > 1 or options.offload is not None or options.precision.param_dtype is not None
+        units = [module for name, module in choice.units.items() if name]
+        units += [unit.module for one in inside.values() for unit in one._units[1:]]
+        return compiling_problem(self.module, units, choice.devices() if frees else [])
 
     def _take_over(self, builder: Builder, inside: dict[str, FSDP]) -> None:
         """What was built, and what the FSDPs inside have."""
@@ -182,7 +190,7 @@ class FSDP(Weights):
         self._backward = Backward(self._units, self._placement.all_groups(), prefetch, after=self._guard.after_backward)
         self._schedule = Schedule(self._units, self._placement.all_groups(), prefetch, self._backward)
         gradients = Gradients([param for group in self.flat_groups for param in group.params])
-        self._forward = Forward(self.module, self._schedule, self._backward, gradients, buffers)
+        self._forward = Forward(self.module, self._units, self._schedule, self._backward, gradients, buffers)
 
     def _misfit(self, inside: dict[str, FSDP]) -> str | None:
         if "" in inside:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch import takes_state_hooks
 from zero.comm import Comm
 from zero.measure.param_groups import PART
 from zero.oss import state
@@ -60,7 +61,7 @@ class StateHooks:
 
     def __init__(self, optimizer: Optimizer, flat_groups: list[FlatGroup], comm: Comm, *, alone: bool) -> None:
         self._flat_groups, self._comm, self._alone = flat_groups, comm, alone
-        if comm.world > 1:
+        if comm.world > 1 and takes_state_hooks(optimizer):
             optimizer.register_state_dict_post_hook(self._mark)
             optimizer.register_load_state_dict_pre_hook(self._cut)
 

@@ -73,3 +73,16 @@ def around(optimizer: Optimizer) -> Iterator[Optimizer]:
             groups = vars(each).get("param_groups", ())
             if any(one is other for one in groups for other in optimizer.param_groups):
                 yield each
+
+
+def working_by(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Others that hold this one, and state of its parameters besides: they do more than to pass its step on.
+
+    Costs as much as `around`.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for each in gc.get_objects():
+        if issubclass(type(each), Optimizer) and any(one is optimizer for one in vars(each).values()):
+            own = vars(each).get("state", {})
+            if any(param in own for param in params):
+                yield each

@@ -192,6 +192,11 @@ class FlatGroup:
         return self._handle is not None
 
     @property
+    def frees(self) -> bool:
+        """Whether `full` has no memory at rest, and other memory each time that it is gathered."""
+        return self._frees
+
+    @property
     def incomplete(self) -> bool:
         """Whether the last gather has failed: `full` does not hold all parameters."""
         return self.residence is Residence.GATHERING and self._handle is None

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero.comm import Comm, Int8
+from zero.measure.built import working_by
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
 from zero.oss import norm
@@ -47,6 +48,7 @@ class Stepping(ShardedOptimizer, Joinable):
         self.gradients_arrive_in_parts = False
         self._leaves_gathers = False
         self._steps_without_gradients = 0
+        self._looked_around = False
         self._scaling = Scaling(self._comm, "clip_grad_norm(max_norm) of the optimizer")
         self._step_channel = self._comm.channel("the step of OSS")
         self._edited_channel = self._comm.channel("a step of OSS that it refuses, as its param_groups were edited")
@@ -119,12 +121,26 @@ class Stepping(ShardedOptimizer, Joinable):
         joined: this rank has no data left, and steps with the gradients of others.
         """
         self._refuse_changes()
+        self._refuse_wrapped()
         if not joined:
             self._refuse_replaced(self._take_gradients())
         if self._joining.within(self):
             self._joining.share_gradients(self._parts, self.param_groups, joined=joined)
         self._parts.masters.refresh()
         self._hand_options()
+
+    def _refuse_wrapped(self) -> None:
+        """Looks once, in the first step with ShardedDDP, which leaves no gradients in `param.grad` for others."""
+        if not self.gradients_arrive_in_parts or self._looked_around:
+            return
+        self._looked_around = True
+        for one in working_by(self):
+            name, inner = type(one).__name__, type(self.optim).__name__
+            raise RuntimeError(
+                f"{name} steps by OSS and keeps state of its own for the parameters. With ShardedDDP gradients are "
+                f"with their owners only, so ranks would do different things. Put {name} inside: "
+                f"OSS(params, lambda params, **options: {name}({inner}(params, **options)))."
+            )
 
     def _hand_options(self) -> None:
         """To the inner optimizer, which may write numbers into its groups from here on."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NoReturn
 
@@ -152,7 +152,7 @@ class GradBucket:
         self.phase = Phase.REDUCING
         comm = self.flat.comm
         if self._packs:
-            messages = [(self._in_layout_order(), self._lengths())]
+            messages = [(self._in_layout_order(), self._lengths)]
         else:
             messages = [self._large_message(index) for index in self._large]
             messages.append(self._small_message())
@@ -192,9 +192,10 @@ class GradBucket:
             copy_all(places, [*self._taken.values()])
         return packed
 
+    @cached_property
     def _lengths(self) -> list[int]:
-        bounds = self.flat.layout.bounds
-        return [high - low for low, high in pairwise(bounds)]
+        """Of the shards, by rank."""
+        return [high - low for low, high in pairwise(self.flat.layout.bounds)]
 
     def _large_message(self, index: int) -> tuple[Tensor, list[int]]:
         """A gradient as it is: what each rank owns of it lies in the order of ranks."""
