@@ -102,9 +102,9 @@ def counted() -> Iterator[Counter[str]]:
         first, second, *_ = dist.get_process_group_ranks(comm.group)
         return "elsewhere" if comm.world != 2 else "within" if second == first + 1 else "across"
 
-    def counting_gather(comm: Comm, full: Any, bounds: Any, *rest: Any) -> Any:
+    def counting_gather(comm: Comm, full: Any, bounds: Any, *rest: Any, **how: Any) -> Any:
         found[f"gathered {where(comm)}"] += (bounds[comm.rank + 1] - bounds[comm.rank]) * (comm.world - 1)
-        return gather(comm, full, bounds, *rest)
+        return gather(comm, full, bounds, *rest, **how)
 
     def counting_reduce(comm: Comm, messages: Any, **rest: Any) -> Any:
         for message, counts in messages:
