@@ -73,9 +73,22 @@ ODD = [
 ]
 """Of models that run otherwise than one block after another."""
 
+INT8 = zero.Int8()
+QUANTISED = [
+    replace(case, one_host=one_host)
+    for one_host in (True, False)
+    for case in (
+        Case("2", broadcast=INT8, reduce=INT8),
+        Case("3", mixed=True, reduce=INT8, wire=INT8),
+        Case("3 kept", reduce=INT8, wire=INT8),
+        Case("3", 4, reduce=INT8, wire=INT8),
+    )
+]
+
 REST = [*PREFETCHING, *ODD, *(replace(case, one_host=False) for case in ACROSS_HOSTS)]
 HARDEST = [case for case in ON_ONE_HOST if case.model == "Recurrent" or case.optim == "adafactor"]
-CASES = [*ON_ONE_HOST, *REST] if os.environ.get("ZERO_MATRIX") else [*ON_ONE_HOST[:40:4], *HARDEST[::3], *REST[::20]]
+SOME = [*ON_ONE_HOST[:40:4], *HARDEST[::3], *REST[::20], *QUANTISED[::5]]
+CASES = [*ON_ONE_HOST, *REST, *QUANTISED] if os.environ.get("ZERO_MATRIX") else SOME
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.stage}-{case.world}-{CASES.index(case)}")

@@ -22,6 +22,7 @@ class Options:
 
     bucket_bytes: of stages 1 and 2, by default what OSS chooses.
     offload: of stages 1 and 2, from a GPU, so that its shards, gradients of them and state lie elsewhere.
+    broadcast_dtype, reduce_dtype: in which stages 1 and 2 send, or Int8; stage 3 as `precision` says.
     replicas, optimizer_sharding: at stage 3, how often the sharded model is repeated across the ranks (HYBRID_SHARD),
         and whether what is stepped is cut over "all" ranks.
     backend: decides what comparing operations between ranks takes, and which implementation torch's optimizers choose.

@@ -47,7 +47,10 @@ _ZERO_WITHOUT_EFFECT = {
     "ranks are always compared": "log_trace_cache_warnings enable_sanity_checks",
     "state is offloaded as one": "save_muon_momentum_buffer_in_memory",
 }
-_QUANTIZED = "zero sends weights and gradients unquantized. Set it to false."
+_QUANTIZED = (
+    "zero quantises in its own way. Set it to false, and pass ZeroPlugin(reduce_dtype=zero.Int8()) for gradients, "
+    "mixed_precision_policy=zero.MixedPrecision(param_wire=zero.Int8()) for weights at stage 3."
+)
 _ZERO_REFUSED = {
     "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param": _QUANTIZED,
     "zenflow": "zero steps all gradients at once. Remove it.",

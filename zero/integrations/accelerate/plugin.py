@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from zero.comm import Int8
 from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
@@ -42,7 +43,7 @@ class ZeroPlugin:
     activation_checkpointing: recompute each unit's activations in backward.
     cpu_ram_efficient_loading: `from_pretrained` of transformers loads on rank 0 only; stage 3.
     reduce_bucket_size: elements of a bucket at stages 1 and 2.
-    reduce_dtype: gradients travel in it, at stages 2 and 3.
+    reduce_dtype: gradients travel in it, at stages 2 and 3; or zero.Int8().
     state_dict_type: what `save_state` writes: "FULL_STATE_DICT", which Accelerate without zero loads, or
         "SHARDED_STATE_DICT", a zero.checkpoint.
     save_16bit_model: saved weights have the dtype of mixed_precision.
@@ -72,7 +73,7 @@ class ZeroPlugin:
     activation_checkpointing: bool = False
     cpu_ram_efficient_loading: bool = False
     reduce_bucket_size: int | None = None
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | Int8 | None = None
     state_dict_type: str = "FULL_STATE_DICT"
     save_16bit_model: bool = False
     mixed_precision: str | None = None
