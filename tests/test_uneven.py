@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
+from torch.optim.lr_scheduler import ExponentialLR
 
 import ranks
 import zero
-from reference import MOMENTUM, same
+from reference import MOMENTUM
 
 WIDTH = 6
 STAGES = [0, 1, 2, 3]

@@ -126,6 +126,11 @@ class Repeat:
             if act["reduced"]:
                 self._model.reduce()
             return
+        if not self._outputs.keys() >= {*act["of"]}:
+            raise RuntimeError(
+                "the data of this rank ended between a forward and its backward, which it cannot repeat. End loops "
+                "after a backward."
+            )
         outputs = [tensor for number in act["of"] for tensor in self._outputs[number]]
         with self._unseen(training=self._model.training), self._reducing(act):
             zeros = [torch.zeros_like(tensor) for tensor in outputs]
