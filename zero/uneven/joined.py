@@ -41,7 +41,8 @@ class _Forward:
         self.call, self._outputs = call, [ref(tensor) for tensor in outputs]
 
     def is_reached(self) -> bool:
-        """By the backward that is running now; also where only the graph is left, not what the forward returned."""
+        """By the backward that is running now, if it began at another; also where only the graph is left, not what the
+        forward returned."""
         alive = [tensor for output in self._outputs if (tensor := output()) is not None]
         return not alive or any(writes_into(tensor.grad_fn) for tensor in alive if tensor.grad_fn is not None)
 
@@ -109,12 +110,12 @@ class Joined:
         if self._over or not (leaf is None or writes_into(leaf)):
             return None
         if not self._in_backward:
-            self._begin_backward()
+            self._begin_backward(forward)
         forward.call.reached.add(place)
         return None if self._factor == 1 else gradient * self._factor
 
-    def _begin_backward(self) -> None:
-        reached = sorted(number for number, forward in self._pending.items() if forward.is_reached())
+    def _begin_backward(self, first: _Forward) -> None:
+        reached = sorted(number for number, one in self._pending.items() if one is first or one.is_reached())
         reduced, keeps = self._model.require_backward_grad_sync, keeps_graph()
         with_data = self._tell({"do": "backward", "of": reached, "reduced": reduced, "keeps_graph": keeps})
         self._factor = 1.0 if self._divide_by_initial else self._ranks.world / with_data
@@ -223,7 +224,7 @@ class Joined:
 
     def _follow_one(self) -> bool:
         done, self._later = self._later, []
-        own = {"later": done, "ended_before": self._ended_before, "has_batch": self._repeat.has_batch}
+        own = {"later": done, "ended_before": self._ended_before, "forwards": self._forwards}
         self._ranks.agree(None)
         messages = self._ranks.gather({**own, "options": self._options()})
         active = self._hear(messages)

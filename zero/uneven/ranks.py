@@ -72,13 +72,19 @@ def problem_in(messages: Sequence[Message], active: Sequence[int], *, throw: boo
     ended = [rank for rank in range(len(messages)) if rank not in active]
     if ended and throw:
         return f"the data of rank {ended[0]} has ended, and zero.join was given throw_on_early_termination=True."
-    empty = [rank for rank in ended if not messages[rank]["has_batch"]]
+    empty = [rank for rank in ended if not messages[rank]["forwards"]]
     if empty:
         return (
             f"rank {empty[0]} has had no batch inside zero.join, so it has none to repeat while others train. Give "
             "each rank one batch at least."
         )
     first = messages[active[0]]["act"]
+    for rank in ended:
+        if min(first.get("of", ()), default=messages[rank]["forwards"] + 1) <= messages[rank]["forwards"]:
+            return (
+                f"the data of rank {rank} ended between a forward and its backward, which it cannot repeat. End loops "
+                "after a backward."
+            )
     for rank in active:
         if messages[rank]["act"] != first:
             return (

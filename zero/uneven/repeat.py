@@ -71,10 +71,6 @@ class Repeat:
         self._calls[kind] = call = Call(args, kwargs, kind, self._device)
         return call
 
-    @property
-    def has_batch(self) -> bool:
-        return bool(self._calls)
-
     def forget(self) -> None:
         self._calls.clear()
         self._outputs.clear()
@@ -126,11 +122,6 @@ class Repeat:
             if act["reduced"]:
                 self._model.reduce()
             return
-        if not self._outputs.keys() >= {*act["of"]}:
-            raise RuntimeError(
-                "the data of this rank ended between a forward and its backward, which it cannot repeat. End loops "
-                "after a backward."
-            )
         outputs = [tensor for number in act["of"] for tensor in self._outputs[number]]
         with self._unseen(training=self._model.training), self._reducing(act):
             zeros = [torch.zeros_like(tensor) for tensor in outputs]
