@@ -3,8 +3,11 @@ gradients of those ranks that have data."""
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -14,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 import ranks
 import zero
-from reference import MOMENTUM
+from reference import MOMENTUM, same
+from transports import between_hosts
 
 WIDTH = 6
 STAGES = [0, 1, 2, 3]
@@ -244,3 +248,200 @@ def _replicated(rank, world):
 
 def test_shards_may_be_replicated():
     ranks.run(_replicated, 4, timeout=30)
+
+
+def _between_hosts(rank, world, stage):
+    with between_hosts():
+        _beside_the_reference(rank, world, stage, [Loop((3, 5)), Loop((5, 8), Adam, divide=False, micro=2)], 0.0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_it_is_so_over_gloo(stage):
+    ranks.run(_between_hosts, 2, args=(stage,), timeout=30)
+
+
+class Logarithm(nn.Module):
+    """Its gradient is NaN where the inputs are 0, whatever gradient its output gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().sqrt().sum()
+
+
+def _not_a_number(rank, world, stage):
+    torch.manual_seed(0)
+    net = Logarithm()
+    expected = net.linear.weight.detach().clone()
+    model, optimizer = wrapped(stage, Loop(), net)
+    with zero.join(model, optimizer):
+        for number in range(1 + 2 * rank):
+            optimizer.zero_grad()
+            model(torch.full((1, 3), float(rank))).backward()  # of rank 0 with a gradient of NaN, which nobody steps
+            if number:
+                optimizer.step()
+    assert zero.full_state_dict(model)["linear.weight"].isfinite().all()
+    assert not torch.equal(zero.full_state_dict(model)["linear.weight"], expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_last_batch_that_gives_nan_does_not_spoil_what_others_train(stage):
+    ranks.run(_not_a_number, 2, args=(stage,), timeout=30)
+
+
+def _in_pairs(rank, world, stage, apart):
+    """Two forwards before their backward, or their backwards; between steps evaluations with and without gradients."""
+    net, optimizer_of = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 2)), Loop().optimizer
+    for param in net.parameters():
+        nn.init.uniform_(param, -0.5, 0.5, generator=torch.Generator().manual_seed(param.numel()))
+    expected = copy.deepcopy(net)
+    plain = optimizer_of(expected.parameters())
+    for number in range(5):
+        plain.zero_grad()
+        for own in range(world if number < 2 else 1):
+            sum(expected(batch(1 - own, 2 * number + i)).square().mean() / world for i in range(2)).backward()
+        plain.step()
+    model, optimizer = wrapped(stage, Loop(), net)
+    with zero.join(model, optimizer):
+        for number in range(5 if rank else 2):
+            optimizer.zero_grad()
+            one, other = (model(batch(rank, 2 * number + i)).square().mean() for i in range(2))
+            if apart:
+                one.backward()
+                other.backward()
+            else:
+                (one + other).backward()
+            optimizer.step()
+            model.eval()
+            left = model(batch(rank, 99))  # without a backward
+            with torch.no_grad():
+                model(batch(rank, 99))
+            model.train()
+            assert left.requires_grad
+    assert model.training
+    for name, value in zero.full_state_dict(model).items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "apart"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+def test_several_forwards_and_backwards_may_come_before_a_step(stage, apart):
+    ranks.run(_in_pairs, 2, args=(stage, apart), timeout=30)
+
+
+def _gone_on(rank, world, stage):
+    """Two epochs in a context each, with a schedule by steps that zero.join is given, and steps outside of it."""
+    model, optimizer = wrapped(stage, Loop(), built())
+    before = set(vars(optimizer)), set(vars(model))
+    for _ in range(2):
+        with zero.join(model, optimizer, scheduler := LambdaLR(optimizer, lambda step: 0.9**step)):
+            for number in range(2 + rank):
+                loss_of(model, rank, number).backward()
+                optimizer.step()
+                scheduler.step()
+                for group in optimizer.param_groups:  # past zero_grad
+                    for param in group["params"]:
+                        param.grad = None
+                if stage == 2:
+                    optimizer.zero_grad()
+        loss_of(model, rank, 50).backward()
+        optimizer.step()
+    assert scheduler.last_epoch == 3
+    assert set(vars(model)) == before[1]
+    assert set(vars(optimizer)) <= before[0] | {"step", "_opt_called"}  # as LambdaLR leaves it
+    return [group["lr"] for group in optimizer.param_groups], dict(model.module.named_parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_go_on_together_afterwards(stage):
+    (rates, params), other = ranks.run(_gone_on, 2, args=(stage,), timeout=30)
+    assert rates == other[0] == [pytest.approx(MOMENTUM["lr"] * 0.9**3)]
+    if stage < 3:
+        same(params, other[1], "the ranks' weights")
+
+
+def _offloaded(rank, world, stage, in_backward):
+    net = built()
+    if stage == 3:
+        model = zero.FSDP(net, offload=None if in_backward else zero.CPUOffload())
+        optimizer = SGD(model.parameters(), **MOMENTUM)
+    else:
+        optimizer = zero.OSS(net.parameters(), SGD, offload=None if in_backward else zero.CPUOffload(), **MOMENTUM)
+        model = zero.ShardedDDP(net, optimizer)
+    if in_backward:
+        zero.step_in_backward(model, optimizer)
+    torch.manual_seed(rank)
+    loop = Loop((2, 4))
+    with zero.join(model, optimizer):
+        for number in range(loop.counts[rank]):
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            optimizer.step()
+    same(zero.full_state_dict(model), dict(reference(loop, built())[rank].weights), "weights")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shards_may_be_offloaded_or_stepped_in_backward(stage, in_backward):
+    ranks.run(_offloaded, 2, args=(stage, in_backward), timeout=30)
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+def _wrong(rank, world, stage, how):
+    model, optimizer = wrapped(stage, Loop(), built())
+    given = {"no optimizer": [model], "a module": [built(), optimizer], "a list": [model, [optimizer]]}
+    options = {"throw": {"throw_on_early_termination": True}, "other options": {"enable": bool(rank)}}
+    with zero.join(*given.get(how, [model, optimizer]), **options.get(how, {})):
+        for number in range((4 if rank else 2) if how != "no batch" else rank):
+            if how == "an error" and number == 3:
+                raise RuntimeError("rank 1: left zero.join by an error of its own")
+            loss = loss_of(model, rank, number)
+            if how == "no backward" and not rank and number:
+                break
+            loss.backward()
+            if how == "changed" and number == 1:
+                owner = optimizer.optim if stage == 2 else optimizer
+                max(owner.param_groups[0]["params"], key=torch.numel).grad.clamp_(-0.01, 0.01)
+            optimizer.step(*[float] if how == "a closure" else [])
+        if how == "evaluation inside" and not rank:
+            with torch.no_grad():
+                model(batch(rank, 9))
+
+
+@pytest.mark.parametrize(
+    ("how", "stages", "error", "said"),
+    [
+        ("no batch", STAGES, RuntimeError, "rank 0 has had no batch"),
+        ("throw", STAGES, RuntimeError, "data of rank 0 has ended"),
+        ("an error", STAGES, RuntimeError, r"rank 1: left zero\.join by .*an error of its own"),
+        ("evaluation inside", STAGES, RuntimeError, "evaluate outside"),
+        ("no backward", [1, 3], RuntimeError, "End loops after a backward"),
+        ("a closure", [0, 2], RuntimeError, r"step was given a type.*step\(\) without a closure"),
+        ("changed", [2], RuntimeError, r"gradients were changed.*optimizer\.clip_grad_norm"),
+        ("changed", [3], RuntimeError, r"gradients were changed.*model\.clip_grad_norm_"),
+        ("no optimizer", [2], ValueError, r"zero\.join\(model, optimizer\)"),
+        ("a module", [2], ValueError, "DistributedDataParallel, ShardedDDP or FSDP"),
+        ("a list", [2], ValueError, "it takes optimizers, learning rate schedulers"),
+        ("other options", [2], ValueError, "arguments of zero.join differ"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_on_every_rank(how, stages, error, said):
+    for stage in stages:
+        ranks.expect_error(_wrong, 2, error, said, args=(stage, how), timeout=20)
+
+
+def _without(rank, world, stage):
+    model, optimizer = wrapped(stage, Loop(), built())
+    for number in range(2 + rank):
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        optimizer.step()
+    zero.checkpoint.save(Path(gettempdir()) / "never", model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_without_it_ranks_are_told_that_they_are_out_of_step(stage):
+    ranks.expect_error(_without, 2, RuntimeError, "out of step", args=(stage,), timeout=20)

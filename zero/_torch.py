@@ -483,6 +483,21 @@ def call_stepped(optimizer: Optimizer) -> None:
     vars(optimizer)["_opt_called"] = True
 
 
+class SteppedByScaler:
+    """An optimizer that learns when torch.amp.GradScaler is about to step it, or to skip the step.
+
+    The scaler asks each optimizer then whether it unscales gradients itself, by a private name.
+    """
+
+    def scaler_steps(self) -> None:
+        """To be overridden. May raise."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        self.scaler_steps()
+        return False
+
+
 class GradScaler(torch.amp.GradScaler):
     """torch's, in which the step that a subclass replaces has a name without underscore. It offers none itself."""
 

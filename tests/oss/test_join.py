@@ -129,7 +129,22 @@ def _other_average(rank, world):
 
 @pytest.mark.skipif(not READS, reason="setup averages where ranks read; elsewhere DistributedDataParallel itself does")
 def test_averages_over_the_ranks_with_data_are_refused_where_setup_averages():
-    ranks.expect_error(_other_average, 2, RuntimeError, "Call DistributedDataParallel and zero.OSS", timeout=20)
+    ranks.expect_error(_other_average, 2, RuntimeError, r"zero\.join\(model, optimizer, divide", timeout=20)
+
+
+def _with_scaler(rank, world, scaler):
+    model, optimizer = zero.setup(built(), SGD, stage=1, lr=0.1)
+    scaler = scaler("cpu")
+    with Join([model, optimizer]):
+        for step in range(2 + rank):
+            scaler.scale(model(batch(rank, step)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.parametrize("scaler", [zero.GradScaler, torch.amp.GradScaler])
+def test_a_scaler_is_refused_as_it_may_skip_steps_that_ranks_without_data_wait_for(scaler):
+    ranks.expect_error(_with_scaler, 2, RuntimeError, r"zero\.join\(ddp, opt", args=(scaler,), timeout=20)
 
 
 @pytest.mark.parametrize("join", [of_ddp, optimizer_first])

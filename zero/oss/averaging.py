@@ -34,8 +34,8 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
         if divides_by_ranks_with_data(joining()):
             raise RuntimeError(
                 "Join with divide_by_initial_world_size=False needs gradients averaged by DistributedDataParallel "
-                "without a communication hook, but zero.setup(stage=1) gave it one. Call DistributedDataParallel and "
-                "zero.OSS yourself."
+                "without a communication hook, but zero.setup(stage=1) gave it one. Write zero.join(model, optimizer, "
+                "divide_by_initial_world_size=False), or call DistributedDataParallel and zero.OSS yourself."
             )
         buffer = bucket.buffer()
         if buffer.is_sparse:

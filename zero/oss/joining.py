@@ -27,9 +27,9 @@ from zero.oss.flat import FlatGroup
 from zero.oss.parts import Parts
 
 NO_JOIN = (
-    "{} cannot be used with torch's Join, by which ranks whose data has ended wait for the others. Give all ranks "
-    "equally many batches (DistributedSampler does, drop_last=True drops the rest), or train at stage 1: "
-    "with Join([ddp, optimizer]), where the optimizer is a zero.OSS."
+    "{} cannot be used with torch's Join, by which ranks whose data has ended wait for the others. Write "
+    "`with zero.join(model, optimizer):`, or give all ranks equally many batches (DistributedSampler does, "
+    "drop_last=True drops the rest)."
 )
 """To be formatted with what cannot."""
 
@@ -65,13 +65,21 @@ class Joining:
         if (not within or mark.is_first_joinable) and any(self._is_inside(ddp) for ddp in joining(params)):
             raise RuntimeError(
                 "DistributedDataParallel is inside of a Join that OSS is not in, or comes after OSS in it: ranks whose "
-                "data has ended would not step what they own. Write `with Join([ddp, optimizer]):`, in this order, in "
-                "place of `with ddp.join():`."
+                "data has ended would not step what they own. Write `with zero.join(ddp, optimizer):`, or "
+                "`with Join([ddp, optimizer]):` in this order, in place of `with ddp.join():`."
             )
         if within:
             work = Join.notify_join_context(optimizer)
             if work is not None:
                 work.wait()
+
+    def refuse_scaler(self, optimizer: Joinable) -> None:
+        """Raises RuntimeError inside a Join, where ranks without data would wait for steps that a scaler skips."""
+        if self.within(optimizer) and living_joins_of(optimizer):
+            raise RuntimeError(
+                "a GradScaler steps OSS inside of torch's Join, where ranks whose data has ended are not told of steps "
+                "that it skips, and would wait for them. Write `with zero.join(ddp, optimizer, scaler):`."
+            )
 
     def _is_inside(self, ddp: DistributedDataParallel) -> bool:
         """Whether the Join that has marked it lives. torch leaves the mark; so this is looked up once for each mark."""

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zero._torch import SteppedByScaler
 from zero.comm import Comm, Int8
 from zero.measure.built import working_by
 from zero.measure.kinds import ELEMENTWISE
@@ -37,7 +38,7 @@ _COMPRESSED_AT_ONCE = 2
 """Flat groups whose copies of fewer bits exist at a time."""
 
 
-class Stepping(ShardedOptimizer, Joinable):
+class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
     """agreed: sees that ranks agree on the numbers that the optimizer writes into its groups, if it may write any.
     writes_frozen: whether it may write into parameters that have no gradient."""
 
@@ -251,6 +252,10 @@ class Stepping(ShardedOptimizer, Joinable):
             total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
         norm.clip(owned if self.gradients_arrive_in_parts else whole, total, float(max_norm))
         return total
+
+    def scaler_steps(self) -> None:
+        """Raises RuntimeError inside of torch's Join."""
+        self._joining.refuse_scaler(self)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's Join, which calls it on every rank. Raises RuntimeError at stage 2."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero.comm import Comm
+
+Message = dict[str, Any]
+"""Of a rank with data: what it does next, `act`, and what may be asked about it. Of others: nothing to do."""
+
+_NOTHING = -(1 << 62)
 
 
 class Ranks:
@@ -16,7 +23,7 @@ class Ranks:
     and replicated across the second."""
 
     def __init__(self, comms: Sequence[Comm]) -> None:
-        name = "zero.join, where ranks tell what they do next, and those without data wait for it"
+        name = "zero.join, where ranks say what they do next and those without data wait for it"
         self._comms = [(comm, comm.channel(name)) for comm in comms]
         self.rank, self.world = 0, 1
         for comm in comms:
@@ -26,15 +33,21 @@ class Ranks:
     def compare(self, lines: Sequence[str], problem: str | None) -> None:
         """Collective. Raises ValueError on every rank where lines differ or one has a problem."""
         for comm, _ in self._comms:
-            comm.compare("what zero.join was given", lines, problem)
+            comm.compare("the arguments of zero.join", lines, problem)
 
-    def agree(self, *, flag: bool) -> bool:
-        """Collective. Whether any rank has the flag."""
+    def agree(self, act: Message | None, *, flag: bool = False) -> bool:
+        """Collective. Whether all ranks do the same next, and none has the flag. act: None where data has ended."""
+        told = [_NOTHING, _NOTHING, 1]
+        if act is not None:
+            digest = int.from_bytes(hashlib.sha256(json.dumps(act).encode()).digest()[:7], "little")
+            told = [digest, -digest, int(flag)]
+        largest = torch.tensor(told, device="cpu")
         for comm, channel in self._comms:
-            flag = comm.agree(channel, flag=flag)
-        return flag
+            comm.all_reduce(largest, maximum=True, channel=channel)
+            comm.begin_schedule()
+        return largest.tolist() == [largest[0], -largest[0], 0]
 
-    def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def gather(self, message: Message) -> list[Message]:
         """Collective. The messages of all ranks."""
         told = [message]
         for comm, _ in self._comms:
@@ -43,29 +56,35 @@ class Ranks:
         return told
 
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Collective."""
+        """Collective. Overwrites the tensors by those of rank `source`."""
         for comm, _ in self._comms:
             comm.broadcast(tensors, source % comm.world)
             source //= comm.world
 
 
-def problem_in(messages: Sequence[dict[str, Any]], active: Sequence[int], *, throw: bool) -> str | None:
-    """Why ranks cannot go on, in words for the user; None if they can."""
+def problem_in(messages: Sequence[Message], active: Sequence[int], *, throw: bool) -> str | None:
+    """Why ranks cannot go on, in words for the user; None if they can. active: the ranks that have data."""
     for rank, message in enumerate(messages):
         if message.get("problem"):
             return f"rank {rank}: {message['problem']}"
-    ended = [rank for rank in range(len(messages)) if rank not in active]
     if not active:
         return None
+    ended = [rank for rank in range(len(messages)) if rank not in active]
     if ended and throw:
-        return f"rank {ended[0]} exhausted all inputs, and zero.join has throw_on_early_termination=True."
-    empty = [rank for rank in ended if not messages[rank]["batches"]]
+        return f"the data of rank {ended[0]} has ended, and zero.join was given throw_on_early_termination=True."
+    empty = [rank for rank in ended if not messages[rank]["forwards"]]
     if empty:
         return (
             f"rank {empty[0]} has had no batch inside zero.join, so it has none to repeat while others train. Give "
             "each rank one batch at least."
         )
     first = messages[active[0]]["act"]
+    for rank in ended:
+        if min(first.get("of", ()), default=messages[rank]["forwards"] + 1) <= messages[rank]["forwards"]:
+            return (
+                f"the data of rank {rank} ended between a forward and its backward, which it cannot repeat. End loops "
+                "after a backward."
+            )
     for rank in active:
         if messages[rank]["act"] != first:
             return (

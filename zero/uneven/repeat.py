@@ -71,10 +71,6 @@ class Repeat:
         self._calls[kind] = call = Call(args, kwargs, kind, self._device)
         return call
 
-    @property
-    def has_batch(self) -> bool:
-        return bool(self._calls)
-
     def forget(self) -> None:
         self._calls.clear()
         self._outputs.clear()
