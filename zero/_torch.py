@@ -311,7 +311,7 @@ def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Sto
         return None
     options = nccl.Options()
     options._timeout = timeout_of(group, device)
-    return nccl(store, dist.get_rank(group), dist.get_world_size(group), options)
+    return nccl(store, group.rank(), group.size(), options)
 
 
 def abort(group: Any, device: torch.device) -> None:

@@ -7,11 +7,13 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
@@ -19,6 +21,8 @@ import ranks
 import zero
 from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
+from zero.fsdp.whole import _Gradients
+from zero.oss.flat import FlatGroup
 from zero.oss.offload import Disk
 
 
@@ -184,3 +188,29 @@ def test_a_tensor_in_a_file_keeps_its_values_and_its_order_in_memory(tmp_path):
         disk.used(placed)
         assert torch.equal(placed, tensor + 1)
     assert disk.place(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+# ------------------------------------------------------------------------------------------- between two devices
+
+
+def test_what_was_written_in_forward_on_a_gpu_goes_to_a_shard_in_the_memory_of_the_cpu():
+    with FakeTensorMode():
+        group = SimpleNamespace(part=torch.empty(8), _part_used=lambda: None)
+        FlatGroup._take_over(group, torch.empty(8, device="cuda"))  # type: ignore[arg-type]
+
+
+def test_full_gradients_go_back_to_where_the_shards_are():
+    param = nn.Parameter(torch.empty(4, device="meta"))  # which stands for another device
+    group = SimpleNamespace(
+        params=[param],
+        part=param.data,
+        spans=[0],
+        comm=SimpleNamespace(rank=0),
+        layout=SimpleNamespace(segment=lambda rank: slice(0, 4)),
+        views_of_part=lambda part: [part],
+    )
+    gradients = _Gradients.__new__(_Gradients)
+    gradients._group, gradients._parts = group, [torch.empty(4, device="meta")]  # type: ignore[assignment]
+    gradients._whole, param.grad = torch.empty(8), gradients._parts[0]
+    gradients.end(keep=True)
+    assert param.grad is not None and param.grad.is_meta

@@ -34,10 +34,13 @@ class SimulatedLink(Link):
     def __init__(self, simulated: Simulated, rank: int, world: int) -> None:
         self.rank, self.world, self.order = rank, world, Order(rank, world)
         self._checks = Rehearsal(self.order, rank, world, "gloo")
-        where = simulated.device, simulated.memory, world, simulated.transfer
-        groups = [Group(*where, own_stream=simulated.own_stream) for _ in range(2)]
+        groups = [
+            Group(simulated.device, simulated.memory, world, simulated.transfer, own_stream=simulated.own_stream)
+            for _ in range(2)
+        ]
+        where = self.order, groups[0], rank, world, None
         self._overlapping = Overlapping(
-            self.order, groups[0], rank, world, None, checks=self._checks, name="nccl", reduces_by=groups[1]
+            *where, checks=self._checks, name="nccl", reduces_by=groups[1], abort=lambda: simulated.aborted.append(1)
         )
 
     def transport(self, device: torch.device | None = None) -> Transport:
@@ -51,12 +54,13 @@ class SimulatedLink(Link):
 
 @dataclass(frozen=True)
 class Simulated:
-    """transfer, own_stream: as of Group."""
+    """transfer, own_stream: as of Group. aborted: one for each group whose transfers were ended."""
 
     device: Device
     memory: Memory
     transfer: Callable[[int], float]
     own_stream: bool
+    aborted: list[int]
 
     def comm(self, rank: int, world: int) -> Comm:
         """One rank of a group of its own."""
@@ -109,4 +113,4 @@ def simulated(
         stack.enter_context(mock.patch.object(FlatGroup, "_offloaded", away))
         stack.enter_context(mock.patch("torch.tensor", tensor))
         stack.enter_context(memory.watching())
-        yield Simulated(device, memory, transfer, own_stream)
+        yield Simulated(device, memory, transfer, own_stream, [])

@@ -188,10 +188,12 @@ class Schedule:
             for other in self._units:
                 if other.gathering:
                     self._rest(other)  # what came next the last time did not this time
-                other.settle()  # the user may write into shards from here on
         if not kept:
             for other in (unit, *unit.reads):
                 self._rest(other)
+        if not self._running:
+            for other in self._units:
+                other.settle()  # the user may write into shards from here on
 
     def _look_out(self) -> None:
         """In the first forward in training and the first in evaluation: finds what modules read of other units, and

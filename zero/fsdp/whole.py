@@ -94,7 +94,8 @@ class _Gradients:
     def end(self, *, keep: bool) -> None:
         parts: list[Tensor | None] = list(self._parts)
         if keep and self._whole is not None:
-            own = self._whole[self._group.layout.segment(self._group.comm.rank)].clone()
+            own = self._whole[self._group.layout.segment(self._group.comm.rank)]
+            own = own.to(self._group.part.device, copy=True)
             stay = [p.grad is not None and i in self._group.spans for i, p in enumerate(self._group.params)]
             parts = [view if stays else None for view, stays in zip(self._group.views_of_part(own), stay, strict=True)]
         for param, part in zip(self._group.params, parts, strict=True):

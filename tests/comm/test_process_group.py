@@ -1,0 +1,106 @@
+"""What moves by torch's process groups, and what becomes of what was launched when ranks cannot go on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ranks
+from ranks import refusal
+from simulated.world import simulated
+from transports import between_hosts, overlapping
+from zero.comm import Comm
+from zero.comm.streams import NONE
+from zero.oss.flat import FlatGroup
+from zero.oss.layout import even
+
+LACKED = [torch.int16, torch.uint16, torch.uint32, torch.float8_e5m2]
+
+
+def moved(rank: int, world: int, dtype: torch.dtype, beside: bool) -> tuple[list[int], list[int]]:
+    with overlapping() if beside else between_hosts():
+        comm = Comm()
+        buffer = torch.full((3,), 5 * (1 - rank), dtype=torch.int32).to(dtype)
+        comm.broadcast([buffer])
+        full = torch.full((4,), rank + 1, dtype=torch.int32).to(dtype)
+        comm.gather(full, [0, 2, 4]).wait()
+        return buffer.to(torch.int32).tolist(), full.to(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("dtype", LACKED, ids=str)
+@pytest.mark.parametrize("beside", [False, True], ids=["gloo", "overlapping"])
+def test_dtypes_that_backends_lack_move_as_bytes(dtype, beside):
+    for buffer, full in ranks.run(moved, 2, args=(dtype, beside)):
+        assert buffer == [5, 5, 5]
+        assert full == [1, 1, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------------- after a failure
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["beside the computing", "on one stream"])
+def test_what_was_launched_before_ranks_were_out_of_step_is_ended_and_its_buffers_are_kept(streams):
+    with simulated() as there, nullcontext() if streams else mock.patch("zero.oss.flat.streams_of", return_value=NONE):
+        comm = there.comm(1, 4)
+        flat = FlatGroup([nn.Parameter(torch.ones(64))], ["weight"], even([64], 4, align=16), comm, own_part=True)
+        flat.launch_gather()
+        full = weakref.ref(flat.full.untyped_storage())
+        assert not there.aborted
+        refusals = [refusal(partial(comm._order.out_of_step, "rank 0 is elsewhere"))]
+        assert there.aborted == [1]
+        refusals.append(refusal(flat.finish_gather))
+        assert all("rank 0 is elsewhere" in told for told in refusals), refusals
+        order = comm._order
+        del flat, comm
+        gc.collect()
+        assert full() is not None, "a kernel that still runs would write into memory of others"
+        del order
+
+
+# ------------------------------------------------------------------------------------------- communicators of NCCL's
+
+
+class _AnyBackend(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return True
+
+
+class NCCL(metaclass=_AnyBackend):
+    """In the place of ProcessGroupNCCL: ranks of one store say that they are there."""
+
+    class Options:
+        _timeout: Any = None
+
+    made: list[NCCL]
+
+    def __init__(self, store: dist.Store, rank: int, world: int, options: Options) -> None:
+        self.calls: list[str] = []
+        store.set(f"is here {rank}", "")
+        store.wait([f"is here {other}" for other in range(world)])
+        NCCL.made.append(self)
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+def with_nccl(rank: int, world: int) -> tuple[int, list[str]]:
+    NCCL.made = []
+    group = dist.new_group([0, 1], backend="cuda:gloo")
+    with mock.patch.object(dist, "ProcessGroupNCCL", NCCL, create=True):
+        comm = Comm(group)
+        assert comm.transport_name(torch.device("cuda")) == "gloo"  # what this group calls itself
+    refusal(lambda: comm._order.out_of_step("rank 0 is elsewhere"))
+    return len(NCCL.made), NCCL.made[0].calls
+
+
+def test_reductions_have_communicators_of_their_own_which_a_failure_ends():
+    assert ranks.run(with_nccl, 2, fresh=True) == [(1, ["abort"])] * 2
