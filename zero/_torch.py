@@ -453,6 +453,10 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
 DEVICE_OF: Any = torch.ops.prim.device.default
 """What modes see when a fake tensor is asked for its device."""
 
+CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Attention on the CPU, of which torch.utils.flop_counter knows no formulas."""
+
 VALUE_OF: Any = torch.ops.aten._local_scalar_dense.default
 """What `item()` and `bool()` of a tensor call."""
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from zero._torch import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 from zero.comm.rehearsal import Kind
 from zero.plan.hardware import Group
 
@@ -230,8 +231,8 @@ def _attention_backward(_: Tensor, q: Tensor, k: Tensor, *__: Any, **___: Any) -
 
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    CPU_ATTENTION: _attention,
+    CPU_ATTENTION_BACKWARD: _attention_backward,
 }
 """By operator, those of torch and the CPU's attention, of which torch has none."""
 
