@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +22,17 @@ WIDTH, BLOCKS, RANK, WORLD = 16, 4, 1, 4
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """size: of its parameters. times: how often they are computed with."""
+
+    def __init__(self, size: int = 1, times: int = 1) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.times = times
+        self.up, self.down = nn.Linear(WIDTH, 2 * size * WIDTH), nn.Linear(2 * size * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        for _ in range(self.times):
+            x = x + self.down(torch.relu(self.up(x)))
+        return x
 
 
 class WithRoot(nn.Sequential):
@@ -56,7 +62,7 @@ def transfer(nbytes: int) -> float:
 
 
 def stalls_of_a_step(there: Simulated, model: nn.Module, optimizer: Any) -> list[str]:
-    """Of the last of three; and the first of the next step, where that waits for what this one left in flight."""
+    """In the last of three."""
     for _ in range(3):
         there.device.stalls.clear()
         optimizer.zero_grad()
@@ -95,6 +101,13 @@ def test_so_they_are_where_the_root_has_parameters():
 
 def test_kept_parameters_are_waited_for_once():
     assert stage_3(blocks(), reshard_after_forward=False) == ["gather", "reduce"]
+
+
+def test_gathers_do_not_wait_for_computing_where_no_memory_is_freed_for_them():
+    """The last takes longer than the block before it, but not than all that is computed before."""
+    uneven = nn.Sequential(Block(times=5), Block(), Block(), Block(size=4))
+    with mock.patch.dict(globals(), transfer=lambda nbytes: nbytes / 4096):
+        assert stage_3(uneven, reshard_after_forward=False).count("gather") == 1
 
 
 def test_without_prefetch_every_transfer_is_waited_for():

@@ -106,7 +106,7 @@ def simulated(
 
     with ExitStack() as stack:
         for module in ("zero.oss.flat", "zero.sdp.bucket"):
-            stack.enter_context(mock.patch(f"{module}.streams_of", return_value=streams))
+            stack.enter_context(mock.patch(f"{module}.streams_of", lambda _: streams))  # noqa: PT008 - a mock keeps it
         stack.enter_context(mock.patch.object(offload._CPU, "place", placed))
         stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
         away = property(lambda group: memory.is_in_host_memory(group.part))

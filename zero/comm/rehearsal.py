@@ -45,7 +45,7 @@ class Observer(Protocol):
 class Rehearsal(Transport):
     """like: the transport that this one allocates memory as. observer: is told of every transfer, if there is one."""
 
-    def __init__(self, order: Order, rank: int, world: int, like: Rehearsed, observer: Observer | None) -> None:
+    def __init__(self, order: Order, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> None:
         self._observer = observer
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
         self._order, self._rank, self._world = order, rank, world
@@ -145,7 +145,7 @@ def _widened(rows: Tensor) -> tuple[Tensor, Tensor]:
 class RehearsedLink(Link):
     """Of a group without a process group of torch's, on which every device sends by a rehearsal."""
 
-    def __init__(self, rank: int, world: int, like: Rehearsed, observer: Observer | None) -> None:
+    def __init__(self, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> None:
         self.rank, self.world, self.like, self.observer = rank, world, like, observer
         self.order = Order(rank, world)
         self._rehearsal = Rehearsal(self.order, rank, world, like, observer)
