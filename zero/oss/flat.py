@@ -252,12 +252,10 @@ class FlatGroup:
 
     def bring_home(self, gradient: Tensor) -> Tensor:
         """Where the part lies, in its dtype. From a GPU to the CPU it is on its way until `settle`."""
-        return self.bring(gradient, self.part)
+        return self.bring(gradient, self.part) if self._offloaded else gradient.to(self.part.dtype)
 
     def bring(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """In the dtype of `like`, and where that lies. From a GPU to the CPU it is on its way until `settle`."""
-        if gradient.device == like.device:
-            return gradient.to(like.dtype)
+        """In the dtype of `like`, where that lies: elsewhere. From a GPU to the CPU it is on its way until `settle`."""
         there = torch.empty(gradient.shape, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
         self.streams.to_host(gradient, there)
         return there

@@ -87,9 +87,11 @@ class Masters:
 
     def bring(self, flat: FlatGroup, gradient: Tensor) -> Tensor:
         """A gradient of the shard, in the dtype of what is stepped, where that lies; on its way until `arrive`."""
-        brought = flat.bring(gradient, self._stepped.get(flat, flat.part))
-        if brought.device != gradient.device:
-            self._on_their_way[flat] = flat.streams.at_host()
+        stepped = self._stepped.get(flat, flat.part)
+        if stepped.device == gradient.device:
+            return gradient.to(stepped.dtype)
+        brought = flat.bring(gradient, stepped)
+        self._on_their_way[flat] = flat.streams.at_host()
         return brought
 
     def arrive(self, flat: FlatGroup) -> None:
