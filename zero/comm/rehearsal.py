@@ -49,16 +49,17 @@ class Rehearsal(Transport):
         if self.overlaps and scatters(messages):
             sums = messages[0][0].new_empty(own[0]) if into is None else into
             return Handle(lambda: sums)
-        received = None if self._reads else self._rows(messages, own)
 
-        def finish() -> Tensor:
-            rows = self._rows(messages, own) if received is None else received
+        def summed(rows: Sequence[Tensor]) -> Tensor:
             total = wide(rows[0][:0]).new_empty(sum(own))
             for each in rows if total.dtype is not rows[0].dtype and not self.overlaps else ():
                 _widened(each)
             return total if into is None else into.copy_(total)
 
-        return Handle(finish, self._order.queue if self._reads else None)
+        if self._reads:
+            return Handle(lambda: summed(self._read_piece_by_piece(messages[0][0], own)), self._order.queue)
+        received = self.all_to_all(messages, channel)
+        return Handle(lambda: summed(received.wait()))
 
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         def received() -> list[Tensor]:
@@ -67,13 +68,14 @@ class Rehearsal(Transport):
         if self._reads:
             return Handle(received, self._order.queue)
         rows = received()
-        return Handle(lambda: rows)
 
-    def _rows(self, messages: Sequence[Message], own: Sequence[int]) -> list[Tensor]:
-        """What comes of each message from all ranks; of what is read piece by piece, one piece of it."""
-        sample = messages[0][0]
-        if not self._reads:
-            return [sample.new_empty(self._world, n) for n in own]
+        def finish(held: Sequence[Message] = messages) -> list[Tensor]:
+            return rows
+
+        return Handle(finish)
+
+    def _read_piece_by_piece(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
+        """Of so many elements of each message, what is read of it from all ranks at a time."""
         piece = min(CHUNK // sample.element_size(), max(1, *own))
         chunks = sample.new_empty(self._world, piece)
         return [chunks[:, : min(piece, n)] for n in own]
