@@ -64,47 +64,64 @@ class Rehearsal(Transport):
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         own = [counts[self._rank] for _, counts in messages]
-        sent = [message for message, _ in messages]
-        nbytes = sum(message.nbytes for message in sent)
         if self.overlaps and scatters(messages):
-            sums = sent[0].new_empty(own[0]) if into is None else into
-            scattered = self._launch("reduce", [*sent, sums], nbytes)
+            sums = messages[0][0].new_empty(own[0]) if into is None else into
+            scattered = self._launch("reduce", [messages[0][0], sums], messages[0][0].nbytes)
 
             def arrived() -> Tensor:
                 scattered()
                 return sums
 
             return Handle(arrived)
-        received = None if self._reads else self._rows(messages, own)
-        arrive = self._launch("all-to-all" if self.overlaps else "reduce", [*sent, *(received or ())], nbytes)
 
-        def finish() -> Tensor:
-            arrive()
-            rows = self._rows(messages, own) if received is None else received
+        def summed(rows: Sequence[Tensor]) -> Tensor:
             total = wide(rows[0][:0]).new_empty(sum(own))
             if self.overlaps:
-                for each, part in zip(rows, total.split(own), strict=True):
-                    torch.sum(each, 0, dtype=total.dtype, out=part)
+                for each, share in zip(rows, total.split(own), strict=True):
+                    torch.sum(each, 0, dtype=total.dtype, out=share)
             for each in rows if total.dtype is not rows[0].dtype and not self.overlaps else ():
                 _widened(each)
             return total if into is None else into.copy_(total)
 
-        return Handle(finish, self._order.queue if self._reads else None)
+        if self._reads:
+            arrive = self._launch_messages(messages, ())
+
+            def read() -> Tensor:
+                arrive()
+                return summed(self._read_piece_by_piece(messages[0][0], own))
+
+            return Handle(read, self._order.queue)
+        received = self.all_to_all(messages, channel)
+        return Handle(lambda: summed(received.wait()))
 
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         def received() -> list[Tensor]:
             return [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
 
         if self._reads:
-            return Handle(received, self._order.queue)
-        rows = received()
-        return Handle(lambda: rows)
+            arrive = self._launch_messages(messages, ())
 
-    def _rows(self, messages: Sequence[Message], own: Sequence[int]) -> list[Tensor]:
-        """What comes of each message from all ranks; of what is read piece by piece, one piece of it."""
-        sample = messages[0][0]
-        if not self._reads:
-            return [sample.new_empty(self._world, n) for n in own]
+            def read() -> list[Tensor]:
+                arrive()
+                return received()
+
+            return Handle(read, self._order.queue)
+        rows = received()
+        arrive = self._launch_messages(messages, rows)
+
+        def finish(held: Sequence[Message] = messages) -> list[Tensor]:
+            arrive()
+            return rows
+
+        return Handle(finish)
+
+    def _launch_messages(self, messages: Sequence[Message], rows: Sequence[Tensor]) -> Callable[[], None]:
+        sent = [message for message, _ in messages]
+        kind: Kind = "all-to-all" if self.overlaps else "reduce"
+        return self._launch(kind, [*sent, *rows], sum(message.nbytes for message in sent))
+
+    def _read_piece_by_piece(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
+        """Of so many elements of each message, what is read of it from all ranks at a time."""
         piece = min(CHUNK // sample.element_size(), max(1, *own))
         chunks = sample.new_empty(self._world, piece)
         return [chunks[:, : min(piece, n)] for n in own]
