@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "how_it_is_built.md"
 PICTURES = ROOT / "docs" / "pictures"
 
 LAYERS = ["fsdp", "sdp", "oss", "comm"]
-ROOMS = ["integrations", "report", "plan", "checkpoint", "setup", "scripts", *LAYERS, "measure", "_torch"]
+ROOMS = ["integrations", "report", "plan", "checkpoint", "uneven", "setup", "scripts", *LAYERS, "measure", "_torch"]
 """From the top down. `zero/__init__.py` is left out: it names what users see."""
 LAYER, OTHER = "#2f5d8c", "#8a97a5"
 WALKS = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def trained(rank: int, loop: Loop, stage: int) -> Trained:
     model, optimizer = wrapped(stage, loop, loop.net(stage))
     scheduler = ExponentialLR(optimizer, loop.gamma)
     scaler = zero.GradScaler("cpu", init_scale=1024.0, enabled=loop.bad is not None)
-    losses = []
+    losses, step = [], vars(optimizer).get("step")  # which the scheduler has put there
     with zero.join(model, optimizer, scheduler, scaler, divide_by_initial_world_size=loop.divide):
         for number in range(loop.counts[rank]):
             reduced = (number + 1) % loop.micro == 0
@@ -190,6 +191,7 @@ def trained(rank: int, loop: Loop, stage: int) -> Trained:
                 scheduler.step()
     assert scheduler.last_epoch == max(loop.counts) // loop.micro
     assert scaler.get_scale() == (1.0 if loop.bad is None else 512.0)
+    assert vars(optimizer).get("step") is step
     random = torch.get_rng_state()
     return Trained(losses, zero.full_state_dict(model), random)
 
@@ -291,43 +293,138 @@ def test_a_last_batch_that_gives_nan_does_not_spoil_what_others_train(stage):
     ranks.run(_not_a_number, 2, args=(stage,), timeout=30)
 
 
-def _in_pairs(rank, world, stage, apart):
-    """Two forwards before their backward, or their backwards; between steps evaluations with and without gradients."""
-    net, optimizer_of = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 2)), Loop().optimizer
-    for param in net.parameters():
-        nn.init.uniform_(param, -0.5, 0.5, generator=torch.Generator().manual_seed(param.numel()))
+class Heads(nn.Module):
+    """Writes into its input, and returns what a head makes of it, beside what no loss uses."""
+
+    def __init__(self, *, unused: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(3 if unused else 2))
+        for param in self.parameters():
+            nn.init.uniform_(param, -0.5, 0.5, generator=torch.Generator().manual_seed(param.numel()))
+        self.graphs: list[Any] = []
+
+    def forward(self, x: Tensor, *, head: int = 0) -> list[Tensor]:
+        x.add_(0.1)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        self.graphs = [one for one in self.graphs if one() is not None] + [ref(x)]
+        assert len(self.graphs) < 5, "graphs stay that no backward comes to"
+        return [self.heads[head](x), *(unused(x) for unused in self.heads[2:])]
+
+
+SCALE = torch.ones((), requires_grad=True)
+
+
+def two_losses(model: nn.Module, rank: int, number: int) -> list[Tensor]:
+    inputs = batch(rank, number), batch(rank, 10 + number) * SCALE
+    return [model(one)[0].square().mean() for one in inputs]
+
+
+def _in_pairs(rank, world, stage, how):
+    """Two forwards a step. Between steps evaluations of another head, with and without gradients."""
+    net, counts = Heads(unused=stage == 3), (2, 5)
     expected = copy.deepcopy(net)
-    plain = optimizer_of(expected.parameters())
-    for number in range(5):
+    plain = Loop().optimizer(expected.parameters())
+    for number in range(max(counts)):
         plain.zero_grad()
-        for own in range(world if number < 2 else 1):
-            sum(expected(batch(1 - own, 2 * number + i)).square().mean() / world for i in range(2)).backward()
+        for own in [one for one in range(world) if number < counts[one]]:
+            one, other = two_losses(expected, own, number)
+            ((one + other) * (1.5 if how == "again" else 0.5)).backward()
         plain.step()
-    model, optimizer = wrapped(stage, Loop(), net)
+    model, optimizer = wrapped(stage, Loop(options={"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}), net)
     with zero.join(model, optimizer):
-        for number in range(5 if rank else 2):
+        for number in range(counts[rank]):
             optimizer.zero_grad()
-            one, other = (model(batch(rank, 2 * number + i)).square().mean() for i in range(2))
-            if apart:
+            one, other = two_losses(model, rank, number)
+            if how == "apart":
                 one.backward()
                 other.backward()
             else:
-                (one + other).backward()
+                (one + other).backward(retain_graph=how == "again")
+            if how == "again":
+                (2 * (one + other)).backward()
             optimizer.step()
             model.eval()
-            left = model(batch(rank, 99))  # without a backward
+            left = model(batch(rank, 99), head=1)  # without a backward
             with torch.no_grad():
-                model(batch(rank, 99))
+                model(batch(rank, 99), head=1)
             model.train()
-            assert left.requires_grad
+            assert left[0].requires_grad
     assert model.training
     for name, value in zero.full_state_dict(model).items():
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("stage", "apart"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
-def test_several_forwards_and_backwards_may_come_before_a_step(stage, apart):
-    ranks.run(_in_pairs, 2, args=(stage, apart), timeout=30)
+CASES = [(2, "together"), (2, "apart"), (2, "again"), (3, "together"), (3, "apart"), (3, "again")]
+
+
+@pytest.mark.parametrize(("stage", "how"), CASES)
+def test_several_forwards_and_backwards_may_come_before_a_step(stage, how):
+    ranks.run(_in_pairs, 2, args=(stage, how), timeout=30)
+
+
+def _by_hand(rank, world, stage):
+    """A schedule that zero.join is not given, gradients cleared past zero_grad, buffers of each rank for itself."""
+    torch.manual_seed(rank)
+    net, loop = nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.BatchNorm1d(4)), Loop((2, 5), gamma=0.5)
+    net.load_state_dict({name: torch.ones_like(value) for name, value in net.state_dict().items()})
+    expected = copy.deepcopy(net)
+    plain, own = loop.optimizer(expected.parameters()), [copy.deepcopy(net[1]) for _ in range(world)]
+    for number in range(max(loop.counts)):
+        plain.zero_grad()
+        for one in [one for one in range(world) if number < loop.counts[one]]:
+            expected[1].load_state_dict(
+                own[one].state_dict() | {name: param.detach() for name, param in expected[1].named_parameters()}
+            )
+            (expected(batch(one, number)).square().mean() / world).backward()
+            own[one].load_state_dict(expected[1].state_dict())
+        plain.step()
+        plain.param_groups[0]["lr"] *= loop.gamma
+    model: Any
+    if stage == 3:
+        model = zero.FSDP(net, broadcast_buffers=False)
+        optimizer = loop.optimizer(model.parameters())
+    elif stage == 2:
+        optimizer = zero.OSS(net.parameters(), SGD, **MOMENTUM)
+        model = zero.ShardedDDP(net, optimizer, broadcast_buffers=False)
+    else:
+        model, optimizer = wrapped(stage, loop, net)
+        model.broadcast_buffers = False
+    scheduler = ExponentialLR(optimizer, loop.gamma)
+    with zero.join(model, optimizer):
+        for number in range(loop.counts[rank]):
+            model(batch(rank, number)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            for group in [*optimizer.param_groups, *(optimizer.optim.param_groups if stage == 2 else ())]:
+                for param in group["params"]:
+                    param.grad = None
+    torch.testing.assert_close(net[1].running_mean, own[rank].running_mean)
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(zero.full_state_dict(model)[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_loop_does_by_hand_is_followed(stage):
+    ranks.run(_by_hand, 2, args=(stage,), timeout=30)
+
+
+def _halves(rank, world, stage):
+    """Inputs that only autocast makes fit."""
+    model, optimizer = wrapped(stage, Loop(), nn.Linear(WIDTH, 2))
+    with zero.join(model, optimizer):
+        for number in range(1 + rank):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(batch(rank, number).bfloat16())
+            output.float().square().mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_batches_are_repeated_under_the_autocast_that_they_had(stage):
+    ranks.run(_halves, 2, args=(stage,), timeout=30)
 
 
 def _gone_on(rank, world, stage):
@@ -431,6 +528,23 @@ def _wrong(rank, world, stage, how):
 def test_what_cannot_be_followed_is_refused_on_every_rank(how, stages, error, said):
     for stage in stages:
         ranks.expect_error(_wrong, 2, error, said, args=(stage, how), timeout=20)
+
+
+def _in_backward(rank, world):
+    model, optimizer = wrapped(1, Loop(), net := built())
+    with zero.join(model, optimizer):
+        for number in range(3):
+            loss = loss_of(model, rank, number)
+            if rank and number == 2:
+                net.head.weight.register_hook(lambda _: int("no number"))
+            loss.backward()
+            optimizer.step()
+
+
+def test_an_error_in_a_backward_of_distributed_data_parallel_waits_for_nobody():
+    with pytest.raises(ranks.RankError) as raised:
+        ranks.run(_in_backward, 2, timeout=10)
+    assert "no number" in raised.value.outcomes[1].verdict
 
 
 def _without(rank, world, stage):

@@ -65,8 +65,8 @@ class OSS(SteppingInBackward):
         is stepped is float32, or master_dtype, where parameters are of a lesser dtype. On the device stay parameters
         and, with ShardedDDP, the buckets of gradients that are on their way.
 
-    Where data ends earlier on some ranks than on others, train inside torch's `with Join([ddp, optimizer]):`. Each
-    forward in it is followed by a backward and, but under no_sync, a step.
+    Where data ends earlier on some ranks than on others, train inside `with zero.join(ddp, optimizer):`, or torch's
+    `with Join([ddp, optimizer]):`, in which each forward is followed by a backward and, but under no_sync, a step.
 
     Collective: the constructor, `add_param_group`, `step`, `clip_grad_norm`, `consolidate_state_dict`.
     Raises ValueError, on every rank, for parameters that cannot be sharded or that differ between ranks, and for

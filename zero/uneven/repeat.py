@@ -40,7 +40,7 @@ class Call:
         self._autocast = device.type, dtype, enabled, torch.is_autocast_cache_enabled()
 
     def again(self, model: nn.Module) -> Any:
-        args, kwargs = map_tensors(_with_graph, (self._args, self._kwargs))
+        args, kwargs = map_tensors(_copied, (self._args, self._kwargs))
         with torch.autocast(*self._autocast):
             return model(*args, **kwargs)
 
@@ -49,9 +49,9 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-def _with_graph(tensor: Tensor) -> Tensor:
-    """Again made of something, as an input that comes of another forward."""
-    return tensor.detach().requires_grad_().clone() if tensor.requires_grad else tensor
+def _copied(tensor: Tensor) -> Tensor:
+    """For a model that may write into it; what needs a gradient is again made of something."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 class Repeat:
