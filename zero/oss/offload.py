@@ -11,9 +11,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.measure.kinds import ELEMENTWISE
-from zero.oss.slices import only, step_in_slices
+from zero.oss.slices import only, step_alone, unhooked
 
 
 class Home(Protocol):
@@ -149,8 +148,7 @@ class _CPU:
     def used(self, shard: Tensor) -> None: ...
 
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        with only(optimizer, params):
-            step_in_slices(optimizer)
+        step_alone(optimizer, params)
 
     def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None: ...
 
@@ -198,8 +196,7 @@ class Disk:
         """Steps the parameters one by one, and leaves to the step itself what else the optimizer has."""
         if closure or type(optimizer) not in ELEMENTWISE:
             return
-        unhooked = vars(type(optimizer).step)["__wrapped__"]  # hooks and schedulers are to see one step
-        step: Callable[[], object] = partial(unhooked, optimizer)
+        step = unhooked(optimizer)  # hooks and schedulers are to see one step
         everything = [param for group in optimizer.param_groups for param in group["params"]]
         gradients = {param: param.grad for param in everything if param.grad is not None}
         try:

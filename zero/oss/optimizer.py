@@ -24,14 +24,14 @@ from zero.oss.agreed import Agreed
 from zero.oss.announce import announce
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.groups import as_groups, describe, devices_of, master_problem, quantised_problem, sent_dtype
+from zero.oss.in_backward import SteppingInBackward
 from zero.oss.masters import Masters
 from zero.oss.offload import CPUOffload, DiskOffload, Room, offload_of
 from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.oss.parts import Parts
-from zero.oss.stepping import Stepping
 
 
-class OSS(Stepping):
+class OSS(SteppingInBackward):
     """Shards the state of an optimizer over the ranks of a process group (ZeRO stage 1; Rajbhandari et al.,
     "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from zero.oss.flat import FlatGroup
 from zero.oss.groups import names
 from zero.oss.masters import Masters
 from zero.oss.partition import bucket_limit, lay_out
-from zero.oss.slices import step_in_slices
+from zero.oss.slices import step_alone, step_in_slices
 
 
 class Parts(Mapping[nn.Parameter, nn.Parameter]):
@@ -136,17 +136,29 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
         by_group = type(optimizer) in ELEMENTWISE and not options
         try:
             for flat in self.flat_groups:
-                self.masters.arrive(flat)
                 if by_group:
-                    home.step(optimizer, [self._parts[flat.params[index]] for index in flat.spans])
+                    self.step_group(optimizer, flat)
+                else:
+                    self.masters.arrive(flat)
             if not by_group:
                 step_in_slices(optimizer, **options)
         finally:
             home.stepped(optimizer, [self._parts[param] for param in self._owned])
 
-    def drop_gradients(self) -> None:
-        for part in self._parts.values():
-            part.grad = None
+    def step_group(self, optimizer: Optimizer, flat: FlatGroup) -> None:
+        """Of the parts in one flat group alone. The optimizer treats each element by itself."""
+        self.masters.arrive(flat)
+        own = [self._parts[flat.params[index]] for index in flat.spans]
+        if self.masters.home is None:
+            step_alone(optimizer, own)
+        else:
+            self.masters.home.step(optimizer, own)
+
+    def drop_gradients(self, flats: Iterable[FlatGroup] | None = None) -> None:
+        """Of these flat groups, or of all."""
+        for flat in self.flat_groups if flats is None else flats:
+            for param in flat.params:
+                self._parts[param].grad = None
 
     def gradients(self) -> list[Tensor]:
         """Those that the parts have, without those that are empty."""

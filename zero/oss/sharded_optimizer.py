@@ -51,6 +51,11 @@ class ShardedOptimizer(Optimizer):
         return self._parts.masters.of_more_bits
 
     @property
+    def offloads(self) -> bool:
+        """Whether what is stepped lies elsewhere than the parameters: in the memory of the CPU, or in files."""
+        return self._parts.masters.home is not None
+
+    @property
     def cuts_parameters(self) -> bool:
         """Whether parameters are cut inside, as with partition "even"."""
         return self._cut == "even"

@@ -19,7 +19,7 @@ from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_t
 from zero.comm.traffic import rehearsed_traffic
 from zero.fsdp import CPUOffload, MixedPrecision
 from zero.oss.offload import Home
-from zero.oss.slices import only
+from zero.oss.slices import step_alone
 from zero.plan.attributes import plain_tensors, put_back
 from zero.plan.calls import misfit
 from zero.plan.meter import Meter
@@ -83,8 +83,7 @@ class _Host:
     def used(self, shard: Tensor) -> None: ...
 
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        with only(optimizer, params):
-            optimizer.step()
+        step_alone(optimizer, params)
 
     def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None: ...
 

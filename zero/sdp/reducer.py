@@ -64,6 +64,7 @@ class Reducer:
         if [bucket.flat for bucket in self._buckets] == list(groups):
             return
         self._buckets = [GradBucket(flat, sent_as=self._sent_as) for flat in groups]
+        self._owners = [*groups.values()]
         self._deliver = [_delivery(bucket, groups[bucket.flat]) for bucket in self._buckets]
         self._places = {
             param: (number, index)
@@ -137,7 +138,7 @@ class Reducer:
     def _begin(self) -> None:
         if not self._in_backward:
             finish_all(self._optimizers)  # of a graph from before the last step
-            self._notice_trained()
+            self._begin_reducing()
             self._in_backward = True
             at_end_of_backward(self._finish)
 
@@ -172,8 +173,10 @@ class Reducer:
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:
-            self._buckets[self._in_flight].finish(self._deliver[self._in_flight])
-            self._in_flight = None
+            number, self._in_flight = self._in_flight, None
+            bucket = self._buckets[number]
+            bucket.finish(self._deliver[number])
+            self._owners[number].gradients_arrived(bucket.flat)
 
     def _finish(self) -> None:
         """At the end of backward, on every rank, whatever it used."""
@@ -185,14 +188,19 @@ class Reducer:
         self._finish_in_flight()
         self._end.reach([*zip(self._buckets, self._deliver, strict=True)])
         for optimizer in self._optimizers:
-            optimizer.arrive()
+            optimizer.backward_ends()
         self._launched = 0
         self._in_backward = False
 
     def reduce_now(self) -> None:
         self.before_forward()
-        self._notice_trained()
+        self._begin_reducing()
         self._finish()
+
+    def _begin_reducing(self) -> None:
+        self._notice_trained()
+        for optimizer in self._optimizers:
+            optimizer.backward_begins()
 
     def _refuse_replaced(self) -> None:
         """Where a gradient did not come, the parameter may be one that the module no longer has."""
