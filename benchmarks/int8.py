@@ -1,4 +1,4 @@
-"""Trains the GPT of `make stages` with parameters and gradients as float32 and as zero.Int8 on the wire.
+"""Trains the GPT of `make stages` with parameters and gradients as float32, bfloat16 and zero.Int8 on the wire.
 
 Prints the loss of the last steps, that of batches which were not trained on, and the bytes sent a step, of each and as
 a fraction of float32's. The stages train to the same bits as float32, so one of them stands for all.
@@ -24,15 +24,18 @@ LAST, UNSEEN = 20, 50
 """Steps whose mean loss is shown, and batches of each rank that were not trained on."""
 
 FLOAT32 = "stage 2, float32"
-WIRES: dict[str, tuple[int, zero.Int8 | None]] = {
+Wire = zero.Int8 | torch.dtype | None
+WIRES: dict[str, tuple[int, Wire]] = {
     FLOAT32: (2, None),
+    "stage 2, bfloat16": (2, torch.bfloat16),
     "stage 2, Int8": (2, zero.Int8()),
     "stage 3, Int8": (3, zero.Int8()),
 }
 
 
-def build(model: nn.Module, stage: int, wire: zero.Int8 | None) -> tuple[nn.Module, Optimizer]:
+def build(model: nn.Module, stage: int, wire: Wire) -> tuple[nn.Module, Optimizer]:
     if stage == 3:
+        assert isinstance(wire, zero.Int8)
         precision = zero.MixedPrecision(param_wire=wire, reduce_dtype=wire)
         sharded = zero.FSDP(model, mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({Block}))
         return sharded, Adam(sharded.parameters(), lr=1e-3)
