@@ -4,7 +4,8 @@ would wait for.
 device    streams and events, in the place of torch.cuda, with vector clocks and with times
 memory    every access to a storage: whether it comes after what wrote the storage, and before what frees it
 group     collectives on the current stream, as NCCL's are, among ranks that do all the same
-world     all of these together, and models in them
+world     all of these together
+scenarios steps at every stage in it
 
 Tensors lie on the CPU, and have values; what runs on a stream runs at once, and is noted.
 """

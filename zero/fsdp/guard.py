@@ -206,6 +206,7 @@ class Guard:
         for unit in {self._places[param][0]: None for param in params}:
             if unit.state is TrainingState.IDLE and not unit.summoned:
                 unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
+                unit.settle()  # what an interrupted backward has gathered may still be read
             if unit.passed_by and all(param.grad is None for param in unit.params):
                 return (
                     f"{unit.title} has no gradients: the last backward was asked for some in particular (inputs=..., "

@@ -1,0 +1,230 @@
+"""Steps at every stage on the device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import SGD
+
+import zero
+from simulated.world import Simulated
+from zero.fsdp import MixedPrecision
+
+WIDTH, BLOCKS, RANK, WORLD = 8, 3, 1, 4
+
+sgd = partial(SGD, lr=1e-3, momentum=0.9, foreach=True)  # reads no value on the host, as no optimizer does on a GPU
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    """With parameters in the root unit, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def only_blocks() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+Step = Callable[[nn.Module, Any], None]
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+
+
+def wrapped(net: nn.Module, comm: Any, **options: Any) -> tuple[nn.Module, Any]:
+    model = zero.FSDP(net, process_group=comm, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    return model, sgd(model.parameters())
+
+
+def stage_3(*, net: Callable[[], nn.Module] = Net, take: Step = step, world: int = WORLD, **options: Any) -> Any:
+    def run(there: Simulated) -> None:
+        comm = there.comm(min(RANK, world - 1), world)
+        groups = (comm, there.comm(0, 2)) if options.get("sharding_strategy") == "HYBRID_SHARD" else comm
+        model, optimizer = wrapped(net(), groups, **options)
+        for _ in range(3):
+            take(model, optimizer)
+
+    return run
+
+
+def stage_2(*, bucket: int | None = None, take: Step = step, **options: Any) -> Any:
+    def run(there: Simulated) -> None:
+        of_ddp = {name: options.pop(name) for name in ("overlap_param_gather", "reduce_fp16") if name in options}
+        net = Net()
+        optimizer = zero.OSS(net.parameters(), sgd, there.comm(RANK, WORLD), **options)
+        model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=bucket, **of_ddp)
+        for _ in range(3):
+            take(model, optimizer)
+
+    return run
+
+
+def stage_1(**options: Any) -> Any:
+    def run(there: Simulated) -> None:
+        net = Net()
+        optimizer = zero.OSS(net.parameters(), sgd, there.comm(RANK, WORLD), **options)
+        for _ in range(3):
+            step(net, optimizer)
+
+    return run
+
+
+def with_clipping(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    (optimizer.clip_grad_norm if isinstance(optimizer, zero.OSS) else model.clip_grad_norm_)(1.0)
+    optimizer.step()
+
+
+def in_two_backwards(model: Any, optimizer: Any) -> None:
+    """Gradients are accumulated, those of the first half unreduced."""
+    optimizer.zero_grad()
+    for context in (model.no_sync(), nullcontext(), nullcontext()):
+        with context:
+            model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+
+
+def written_before_backward(model: Any, optimizer: Any) -> None:
+    """The user writes into shards between forward and backward."""
+    loss = model(torch.ones(2, WIDTH)).sum()
+    for param in model.blocks.parameters():
+        param.data.mul_(0.9)  # other writes autograd refuses
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluated_and_written(model: nn.Module, optimizer: Any) -> None:
+    """After a forward without a backward the user writes into shards."""
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+        for param in model.parameters():
+            param.mul_(0.9)
+    step(model, optimizer)
+
+
+def a_block_by_itself(model: Any, optimizer: Any) -> None:
+    """The forward of a unit alone, before a step."""
+    optimizer.zero_grad()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    with torch.no_grad():
+        model.blocks[1](torch.ones(2, WIDTH))
+    optimizer.step()
+
+
+def interrupted(model: Any, optimizer: Any) -> None:
+    """A step after a backward that an error ended, with the gradients from before."""
+    optimizer.zero_grad()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    handle = model.blocks[1].register_forward_hook(lambda module, inputs, output: _watch(output))
+    with suppress(ValueError):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    handle.remove()
+    optimizer.step()
+
+
+def _watch(output: Tensor) -> None:
+    output.register_hook(_fail)
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ValueError("a hook of the user's")
+
+
+class Sparing(Block):
+    """With a parameter that other ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(64 * WIDTH))  # this rank owns some of it
+
+
+def of_older_forwards(model: nn.Module, optimizer: Any) -> None:
+    """A backward through graphs from before another: it comes to every unit twice, and sends twice."""
+    optimizer.zero_grad()
+    first, second, third = (model(torch.full((2, WIDTH), scale)).sum() for scale in (0.1, 0.2, 0.3))
+    third.backward()
+    (first + second).backward()
+    optimizer.step()
+
+
+class Averaging(nn.Sequential):
+    """Writes, in forward, into parameters of blocks that are to come: as models do that learn from their average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        with torch.no_grad():
+            for param in self[2].parameters():
+                param.mul_(0.9)
+        for block in [*self][1:]:
+            x = block(x)
+        return x
+
+
+HALF = MixedPrecision(param_dtype=torch.bfloat16)
+
+SCENARIOS: dict[str, Any] = {
+    "3": stage_3(),
+    "3, no parameters in the root": stage_3(net=only_blocks),
+    "3 memory first": stage_3(prefetch=zero.MEMORY_FIRST),
+    "3 speed first": stage_3(prefetch=zero.SPEED_FIRST),
+    "3, gathered after backward": stage_3(prefetch=zero.Prefetch("BACKWARD_POST")),
+    "3, two units in flight": stage_3(prefetch=zero.Prefetch("BACKWARD_PRE", limit=2)),
+    "3 kept": stage_3(reshard_after_forward=False),
+    "3 hybrid": stage_3(sharding_strategy="HYBRID_SHARD"),
+    "3 replicated": stage_3(sharding_strategy="NO_SHARD"),
+    "3 in 16 bits": stage_3(mixed_precision=HALF),
+    "3 whole parameters": stage_3(partition="whole"),
+    "3 clipped": stage_3(take=with_clipping),
+    "3 accumulated": stage_3(take=in_two_backwards),
+    "3 written before backward": stage_3(take=written_before_backward),
+    "3 written in forward": stage_3(net=lambda: Averaging(*(Block() for _ in range(BLOCKS)))),
+    "3 evaluated": stage_3(take=evaluated_and_written),
+    "3 offloaded": stage_3(offload=zero.CPUOffload()),
+    "3 offloaded, one rank": stage_3(offload=zero.CPUOffload(), world=1),
+    "3 offloaded in 16 bits": stage_3(offload=zero.CPUOffload(), mixed_precision=HALF),
+    "3 offloaded, accumulated": stage_3(offload=zero.CPUOffload(), take=in_two_backwards),
+    "3 offloaded, evaluated": stage_3(offload=zero.CPUOffload(), take=evaluated_and_written),
+    "3 offloaded, a block by itself": stage_3(offload=zero.CPUOffload(), take=a_block_by_itself),
+    "3 offloaded, interrupted": stage_3(offload=zero.CPUOffload(), take=interrupted),
+    "3 offloaded, some unused": stage_3(
+        offload=zero.CPUOffload(), take=of_older_forwards, net=lambda: nn.Sequential(*(Sparing() for _ in range(2)))
+    ),
+    "2": stage_2(),
+    "2 in small buckets": stage_2(bucket=200, take=with_clipping),
+    "2 overlapping": stage_2(bucket=200, overlap_param_gather=True),
+    "2 in 16 bits": stage_2(bucket=200, reduce_fp16=True, broadcast_fp16=True),
+    "2 overlapping in 16 bits": stage_2(bucket=200, overlap_param_gather=True, broadcast_fp16=True),
+    "2 whole parameters": stage_2(bucket=200, partition="whole"),
+    "2 accumulated": stage_2(bucket=200, take=in_two_backwards),
+    "1": stage_1(),
+    "1 in 16 bits": stage_1(broadcast_fp16=True),
+}
