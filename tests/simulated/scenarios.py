@@ -15,6 +15,7 @@ from torch.optim import SGD
 import zero
 from simulated.world import Simulated
 from zero.fsdp import MixedPrecision
+from zero.oss.in_backward import steps_in_backward
 
 WIDTH, BLOCKS, RANK, WORLD = 8, 3, 1, 4
 
@@ -43,6 +44,12 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
+
+
+def stepped_in_backward(model: nn.Module, optimizer: Any) -> None:
+    if not steps_in_backward(optimizer):
+        zero.step_in_backward(model, optimizer)
+    step(model, optimizer)
 
 
 def only_blocks() -> nn.Module:
@@ -218,7 +225,11 @@ SCENARIOS: dict[str, Any] = {
     "3 offloaded, some unused": stage_3(
         offload=zero.CPUOffload(), take=of_older_forwards, net=lambda: nn.Sequential(*(Sparing() for _ in range(2)))
     ),
+    "3 stepped in backward": stage_3(take=stepped_in_backward),
+    "3 offloaded, stepped in backward": stage_3(offload=zero.CPUOffload(), take=stepped_in_backward),
+    "3 at two levels": stage_3(sharding_strategy="HYBRID_SHARD", optimizer_sharding="all"),
     "2": stage_2(),
+    "2 stepped in backward": stage_2(bucket=200, take=stepped_in_backward),
     "2 in small buckets": stage_2(bucket=200, take=with_clipping),
     "2 overlapping": stage_2(bucket=200, overlap_param_gather=True),
     "2 in 16 bits": stage_2(bucket=200, reduce_fp16=True, broadcast_fp16=True),
