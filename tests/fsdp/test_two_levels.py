@@ -144,6 +144,29 @@ def test_across_nodes_each_rank_sends_its_shard_once_a_step_and_gradients_of_one
         assert accumulated["gathered within"] == 3 * single["gathered within"]
 
 
+# ------------------------------------------------------------------------------------------------------------- 8 bits
+
+
+def in_8_bits(rank: int, world: int, quantised: bool) -> dict[str, torch.Tensor]:
+    eight = zero.Int8() if quantised else None
+    model = two_levels(net(), mixed_precision=zero.MixedPrecision(param_wire=eight, reduce_dtype=eight))
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+    return {name: value.clone() for name, value in zero.full_state_dict(model).items()}
+
+
+def test_gradients_of_both_levels_and_parameters_across_nodes_travel_in_8_bits():
+    exact, first, *others = [*ranks.run(in_8_bits, 4, args=(False,))[:1], *ranks.run(in_8_bits, 4, args=(True,))]
+    moved = {name: (exact[name] - start).abs().max() for name, start in net().state_dict().items()}
+    for name, value in first.items():
+        assert all(torch.equal(value, other[name]) for other in others)
+        off = (value - exact[name]).abs().max()
+        assert 0 < off < 0.05 * moved[name]
+
+
 # ------------------------------------------------------------------------------------------------ weights and state
 
 

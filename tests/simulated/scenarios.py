@@ -227,7 +227,6 @@ SCENARIOS: dict[str, Any] = {
     ),
     "3 stepped in backward": stage_3(take=stepped_in_backward),
     "3 offloaded, stepped in backward": stage_3(offload=zero.CPUOffload(), take=stepped_in_backward),
-    "3 at two levels": stage_3(sharding_strategy="HYBRID_SHARD", optimizer_sharding="all"),
     "2": stage_2(),
     "2 stepped in backward": stage_2(bucket=200, take=stepped_in_backward),
     "2 in small buckets": stage_2(bucket=200, take=with_clipping),
