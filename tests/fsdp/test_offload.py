@@ -22,8 +22,8 @@ import zero
 from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
 from zero.fsdp.whole import _Gradients
-from zero.oss.flat import FlatGroup
 from zero.oss.offload import Disk
+from zero.oss.writes import Writes
 
 
 def fused_adam(params: Any) -> Adam:
@@ -195,8 +195,7 @@ def test_a_tensor_in_a_file_keeps_its_values_and_its_order_in_memory(tmp_path):
 
 def test_what_was_written_in_forward_on_a_gpu_goes_to_a_shard_in_the_memory_of_the_cpu():
     with FakeTensorMode():
-        group = SimpleNamespace(part=torch.empty(8), _part_used=lambda: None)
-        FlatGroup._take_over(group, torch.empty(8, device="cuda"))  # type: ignore[arg-type]
+        Writes([]).take_over(torch.empty(8, device="cuda"), torch.empty(8))
 
 
 def test_full_gradients_go_back_to_where_the_shards_are():
