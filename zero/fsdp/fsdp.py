@@ -140,10 +140,8 @@ class FSDP(Weights):
         choice = Choice(module, inside, _parameters_in(inside), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
         problem = problem or self._problem(choice, inside, options)
-        self._placement.compare(
-            _GIVEN, [f"{strategy}, {optimizer_sharding}, {options.told()}", *choice.told()], problem
-        )
-
+        told = f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.told()}"
+        self._placement.compare(_GIVEN, [told, *choice.told()], problem)
         builder = Builder(choice, self._placement, options, param_init_fn)
         self._units = builder.build()  # the last that can fail
         self._take_over(builder, inside)
