@@ -21,6 +21,7 @@ from zero.report import Report, report
 from zero.scripts import ParameterCount, count_parameters, full_state_dict, unwrap
 from zero.sdp import ShardedDDP
 from zero.setup import setup
+from zero.step_in_backward import step_in_backward
 
 show_as_asked()
 warn_if_untested()
@@ -48,6 +49,7 @@ __all__ = [
     "plan",
     "report",
     "setup",
+    "step_in_backward",
     "traffic",
     "unwrap",
 ]

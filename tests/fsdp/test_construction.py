@@ -213,9 +213,9 @@ def missing_reset(rank: int, path: Path) -> Iterator[dict[str, Any]]:
 Failure = Callable[[int, Path], Any]
 
 CASES: list[tuple[Failure, str, list[str]]] = [
-    (full_disk, "real", ["no room for the parts of unit 'blocks", "DiskOffload", "No space left", "on rank 1"]),
-    (full_disk, "meta", ["no room for the parts of unit 'blocks", "on rank 1"]),
-    (full_disk, "partly meta", ["no room for the parts of unit 'blocks", "on rank 1"]),
+    (full_disk, "real", ["no room for the shards of unit 'blocks", "DiskOffload", "No space left", "on rank 1"]),
+    (full_disk, "meta", ["no room for the shards of unit 'blocks", "on rank 1"]),
+    (full_disk, "partly meta", ["no room for the shards of unit 'blocks", "on rank 1"]),
     (failing_function, "meta", ["could not be initialised: KeyError: 'as told'", "on rank 0"]),
     (failing_function, "meta but for buffers", ["could not be initialised: KeyError: 'as told'", "on rank 0"]),
     (failing_reset, "meta", ["could not be initialised: KeyError: 'as told'", "on rank 0"]),
@@ -279,7 +279,7 @@ def in_replicas(rank: int, world: int, path: Path) -> str:
 
 def test_where_one_rank_fails_all_replicas_are_told(tmp_path):
     for told in ranks.run(in_replicas, 4, args=(tmp_path,)):
-        assert "no room for the parts of unit 'blocks" in told
+        assert "no room for the shards of unit 'blocks" in told
 
 
 # ------------------------------------------------------------------------------------------------------- FSDPs inside

@@ -21,9 +21,9 @@ import ranks
 import zero
 from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
-from zero.fsdp.offload import Disk
 from zero.fsdp.whole import _Gradients
 from zero.oss.flat import FlatGroup
+from zero.oss.offload import Disk
 
 
 def fused_adam(params: Any) -> Adam:
@@ -175,7 +175,7 @@ def no_room(rank: int, world: int, path: Path) -> None:
 
 def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    ranks.expect_error(no_room, 2, ValueError, "no room for the parts of the root unit", r"rank 1", args=(tmp_path,))
+    ranks.expect_error(no_room, 2, ValueError, "no room for the shards of the root unit", r"rank 1", args=(tmp_path,))
 
 
 def test_a_tensor_in_a_file_keeps_its_values_and_its_order_in_memory(tmp_path):

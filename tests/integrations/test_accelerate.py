@@ -107,8 +107,8 @@ def compared(rank: int, world: int, folder: str) -> list[str]:
             expected_weights = expected.weights()
         recomputing = ZeroPlugin(stage=3, activation_checkpointing=True)
         hybrid = ZeroPlugin(stage=3, sharding_strategy="HYBRID_SHARD", shard_size=1)
-        on_disk = ZeroPlugin(stage=3, offload=zero.DiskOffload(folder))
-        for plugin in (*STAGES, *([0, recomputing, hybrid, on_disk] if how == "plainly" else [])):
+        on_disk = [ZeroPlugin(stage=stage, offload=zero.DiskOffload(folder)) for stage in STAGES]
+        for plugin in (*STAGES, *([0, recomputing, hybrid, *on_disk] if how == "plainly" else [])):
             with launched(rank, world):
                 got = Script(build(3, **options, zero_plugin=plugin), **script).train()
                 if got.losses != expected.losses or farthest(got.weights(), expected_weights):

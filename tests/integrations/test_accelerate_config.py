@@ -254,6 +254,12 @@ def test_keys_that_mean_nothing_here_are_named() -> None:
         assert of_zero(2, offload_param={"device": "cpu"}).offload is None
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_optimizer_is_offloaded_at_every_stage(stage: int) -> None:
+    assert of_zero(stage, offload_optimizer={"device": "cpu", "pin_memory": True}).offload == CPUOffload()
+    assert of_zero(stage, offload_optimizer={"device": "nvme", "nvme_path": "x"}).offload == DiskOffload("x")
+
+
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
@@ -264,8 +270,7 @@ def test_keys_that_mean_nothing_here_are_named() -> None:
         ({"stage": 3, "offload_param": {"device": "tape"}}, "expected one of NONE, CPU, NVME"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "ratio"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
-        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "at stage 1 is not available"),
-        ({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}, "at stage 2 is not available"),
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "is an option of stages 1 to 3"),
         ({"stage": 2, "ignore_unused_parameters": False}, "ignore_unused_parameters=false"),
         ({"stage": 3, "leaf_module": {"names": ["a"]}}, "names=\\['a'\\] is not available"),
     ],

@@ -44,6 +44,36 @@ def test_the_papers_table():
         assert plan.cost(stage).resident / 1e9 == pytest.approx(paper, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "backend", "buckets"),
+    [
+        (torch.float32, "nccl", 2),
+        (torch.float32, "gloo", 2),
+        (torch.bfloat16, "gloo", 2),
+        (torch.bfloat16, "nccl", 3),  # gradients of 16 bits arrive beside those that are sent, to be summed in float32
+    ],
+)
+def test_with_offload_parameters_and_buckets_of_gradients_stay_on_the_device(dtype, backend, buckets):
+    """ZeRO-Offload (arXiv 2101.06840), section 4: 2 bytes a parameter on the device, 16 on the hosts together."""
+    numel, world, bucket = 10**8, 64, 12 << 20
+    options = Options(offload=zero.CPUOffload(), backend=backend, bucket_bytes=bucket)
+    plan = zero.plan(Sizes.of_count(numel, 24, dtype), world_size=world, options=options)
+    assert [cost.stage for cost in plan.costs] == ["1", "2"]
+    cost = plan.cost(2)
+    assert cost.parameters == pytest.approx(dtype.itemsize * numel, rel=1e-3)
+    assert cost.gradients == 0 and cost.optimizer < 200, "all but counts of steps is on the host"
+    assert cost.host * world == pytest.approx(16 * numel, rel=1e-3)
+    assert cost.peak - cost.parameters <= 1.1 * buckets * bucket
+    assert plan.cost(1).host * world == pytest.approx(12 * numel, rel=1e-3), "gradients of shards come with the step"
+
+
+def test_the_command_line_knows_of_offload(capsys):
+    main(["--parameters", "1e7", "--layers", "4", "--world", "8", "--offload"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[-1] == "host"
+    assert [line.split()[1] for line in lines[3:5]] == ["1", "2"]
+
+
 @pytest.mark.parametrize("world", [1024, 4096])
 def test_large_worlds_against_objects_of_a_fake_process_group(world):
     with torch.device("meta"):
@@ -162,6 +192,7 @@ def test_where_higher_stages_need_more_why_names_them():
         ({"world_size": 2, "optimizer": torch.optim.LBFGS}, "LBFGS cannot be sharded"),
         ({"world_size": 6, "options": Options(replicas=4)}, "cannot be divided into 4 replicas"),
         ({"world_size": 2, "stages": ["2", 4]}, "stages has '4'"),
+        ({"world_size": 2, "stages": [3], "options": Options(offload=zero.CPUOffload())}, "at stages 1 and 2 only"),
         ({"world_size": 2, "batch": (torch.zeros(4, 32),)}, "needs a module to run it"),
     ],
 )

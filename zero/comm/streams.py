@@ -45,9 +45,14 @@ class NoStreams:
         """Launches a reduction beside the computing, of what was computed so far."""
         return launch()
 
-    def to_host(self, source: Tensor, to: Tensor) -> None:
-        """Copies from the device to `to`, which is on the CPU; there when the host has called `settle`."""
-        to.copy_(source)
+    def bring(self, source: Tensor, like: Tensor) -> Tensor:
+        """In the dtype of `like`, where that lies. To the CPU it is on its way until the host has waited for
+        `departure`, or has called `settle`."""
+        return source.to(like.device, like.dtype)
+
+    def departure(self) -> Any:
+        """An event after all that was brought to the CPU so far; None where nothing is on its way."""
+        return None
 
     def release(self) -> None:
         """A full buffer is dropped: what was computed so far was the last that reads or writes it."""
@@ -65,7 +70,7 @@ class Streams(NoStreams):
         self._records: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._current
-        self._at_host: list[Any] = []
+        self._at_host: set[Any] = set()
         """Streams that read or write the memory of the CPU."""
 
     @property
@@ -96,7 +101,7 @@ class Streams(NoStreams):
         if not ahead:
             self._gathers.wait_stream(self._current)
         if from_host:
-            self._at_host.append(self._gathers)
+            self._at_host.add(self._gathers)
         return self._launch(self._gathers, comm, launch)
 
     def reduce(self, comm: Comm, launch: Callable[[], Handle]) -> Handle:
@@ -118,11 +123,21 @@ class Streams(NoStreams):
 
         return Handle(finish)
 
+    def bring(self, source: Tensor, like: Tensor) -> Tensor:
+        if not apart(source, like) or like.device.type != "cpu":
+            return super().bring(source, like)
+        there = torch.empty(source.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_pinned())
+        self.to_host(source, there)
+        return there
+
     def to_host(self, source: Tensor, to: Tensor) -> None:
         self._reductions.wait_stream(self._current)
         with self._module.stream(self._reductions):
             to.copy_(source.to(to.dtype), non_blocking=True)
-        self._at_host.append(self._reductions)
+        self._at_host.add(self._reductions)
+
+    def departure(self) -> Any:
+        return self._reductions.record_event()
 
     def _refuse_recording(self) -> None:
         if self._records():
@@ -135,12 +150,18 @@ class Streams(NoStreams):
         self._gathers.wait_stream(self._current)
 
     def settle(self) -> None:
-        for stream in {*self._at_host}:
+        for stream in self._at_host:
             stream.record_event().synchronize()
         self._at_host.clear()
 
 
 NONE = NoStreams()
+
+
+def apart(one: Tensor, other: Tensor) -> bool:
+    """Whether they lie on two devices."""
+    return one.device != other.device
+
 
 _known: dict[torch.device, Streams] = {}
 

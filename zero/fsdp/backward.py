@@ -19,6 +19,7 @@ from zero._torch import at_end_of_backward
 from zero.comm import Comm
 from zero.fsdp.at_rest import RestingReads
 from zero.fsdp.beside import Beside
+from zero.fsdp.in_backward import StepsInBackward
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Call, TrainingState, Unit
@@ -29,6 +30,7 @@ class Backward:
     """Of one model. after: called when a backward is complete, and its gradients are reduced.
 
     `reduces`: whether gradients are reduced now, or kept (no_sync).
+    `steps`: takes an optimizer's steps, where they are taken in backward.
     `active`: whether one is under way. `awaited`: whether a forward leads to one that has not begun.
     """
 
@@ -38,7 +40,8 @@ class Backward:
         self.reduces = True
         self.active = self.awaited = False
         self._units, self._root, self._prefetch, self._after = units, units[0], prefetch, after
-        self._beside, self._reductions = Beside(units), Reductions()
+        self._beside, self._reductions = Beside(units), Reductions(self._reduced)
+        self.steps: StepsInBackward | None = None
         self._end = End(comms, "the end of a backward of FSDP")
         self._resting_reads = RestingReads()
         self._interrupted = False
@@ -95,6 +98,8 @@ class Backward:
             self.active = True
             self._beside.begin()
             self._resting_reads.backward_begins()
+            if self.steps is not None:
+                self.steps.begin()
             finish = self._finish
             self._held_by_autograd = weakref.ref(finish, self._dropped)
             at_end_of_backward(finish)
@@ -102,6 +107,8 @@ class Backward:
     def _enter(self, unit: Unit) -> None:
         self._beside.expect(unit)
         self._resting_reads.end(unit)
+        if self.steps is not None:
+            self.steps.refuse_again(unit)
         unit.unshard()
         self._reductions.finish_of(unit)
         unit.enter_backward()
@@ -137,6 +144,10 @@ class Backward:
             self._launch_ahead(unit)
         self._reductions.send()
 
+    def _reduced(self, unit: Unit) -> None:
+        if self.steps is not None:
+            self.steps.reduced(unit)
+
     # ------------------------------------------------------------------------------------------------- its end
 
     def _finish(self) -> None:
@@ -157,6 +168,8 @@ class Backward:
         self.active = self.awaited = False
         if self.reduces:
             self._after()
+        if self.steps is not None:
+            self.steps.end(self._units)
         self._resting_reads.backward_ends()
 
     def _dropped(self, _: Any) -> None:

@@ -12,12 +12,12 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.choice import Choice
 from zero.fsdp.materialise import Materialiser
-from zero.fsdp.offload import CPUOffload, Disk, DiskOffload
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
-from zero.oss.flat import FlatGroup, Home
+from zero.oss.flat import FlatGroup
+from zero.oss.offload import CPUOffload, Disk, DiskOffload, Room
 from zero.oss.partition import Partition, lay_out
 
 
@@ -66,7 +66,7 @@ class Builder:
         self._choice, self._placement, self._options = choice, placement, options
         home = options.offload.home() if options.offload else None
         self.disk = home if isinstance(home, Disk) else None
-        self._room = _Room(home) if home else None
+        self._room = Room(home) if home else None
         self._undo = ExitStack()
         self._materialiser = Materialiser(choice.module, param_init_fn, self._undo, initialises=placement.first)
         self._loads = [0] * placement.comm.world
@@ -146,11 +146,8 @@ class Builder:
         if not self._can_fail:
             return
         problem = self._materialiser.problem
-        if problem is None and self._room is not None and self._room.full is not None:
-            problem = (
-                f"there is no room for the parts of {title} in {self._options.offload}: {self._room.full}. Free some, "
-                "or choose another directory."
-            )
+        if problem is None and self._room is not None:
+            problem = self._room.problem(f"the shards of {title}", self._options.offload)
         self._placement.compare("the units of FSDP", [], problem)
 
     def _put_by(self, params: Sequence[nn.Parameter]) -> None:
@@ -159,24 +156,6 @@ class Builder:
             self._undo.callback(_bind, param, param.data)
             if self._options.synced and not self._placement.first:
                 param.data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
-
-
-class _Room:
-    """A home that goes on where there is no room, for all ranks to be told. `full`: what kept a part from it."""
-
-    def __init__(self, home: Home) -> None:
-        self._home = home
-        self.full: str | None = None
-
-    def place(self, part: Tensor) -> Tensor:
-        try:
-            return self._home.place(part)
-        except OSError as error:
-            self.full = str(error)
-            return part.clone()
-
-    def used(self, part: Tensor) -> None:
-        self._home.used(part)
 
 
 def _bind(param: nn.Parameter, data: Tensor) -> None:

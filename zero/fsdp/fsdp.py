@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from zero._torch import children_of
 from zero.comm import Comm
@@ -18,7 +19,7 @@ from zero.fsdp.choice import Choice
 from zero.fsdp.compiled import BETWEEN_UNITS
 from zero.fsdp.forward import Forward
 from zero.fsdp.guard import Guard, guarded
-from zero.fsdp.offload import CPUOffload, DiskOffload
+from zero.fsdp.in_backward import StepsInBackward
 from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.schedule import Schedule
@@ -34,7 +35,9 @@ from zero.fsdp.wrap import Policy
 from zero.oss import norm
 from zero.oss.announce import announce
 from zero.oss.ddp import ddp_within
+from zero.oss.in_backward import refuse
 from zero.oss.joining import NO_JOIN
+from zero.oss.offload import CPUOffload, DiskOffload
 from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
 from zero.sdp.unwrapped import refuse_steps
@@ -227,6 +230,8 @@ class FSDP(Weights):
         The first backward outside sends them along. Forward and backward both belong in here. `param.grad` shows this
         rank's own share meanwhile; clearing it clears what is kept.
         """
+        if self._backward.steps is not None:
+            refuse("no_sync()", "Step after backward to accumulate.")
         before, self._backward.reduces = self._backward.reduces, False
         try:
             yield
@@ -243,6 +248,8 @@ class FSDP(Weights):
         Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf. To be called instead
         of torch.nn.utils.clip_grad_norm_, which sees this rank's parts only.
         """
+        if self._backward.steps is not None:
+            refuse("clipping by the norm of all gradients", "Step after backward, or clip values in hooks.")
         params = [param for unit in self._units for group in unit.groups for param in group.params]
         parts = [param.grad for param in params if param.grad is not None]
         dtypes = {param.dtype for param in params}
@@ -250,6 +257,12 @@ class FSDP(Weights):
         with self._guard.scaling_alike():
             norm.clip(parts, total, float(max_norm))
         return total
+
+    def step_in_backward(self, optimizer: Optimizer) -> None:
+        """See zero.step_in_backward. Raises ValueError as it does."""
+        if self._backward.steps is not None:
+            raise ValueError("zero.step_in_backward was called before for this model.")
+        self._backward.steps = StepsInBackward(optimizer, self._guard, self._guard.params)
 
     @property
     def comms(self) -> list[Comm]:

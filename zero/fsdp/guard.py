@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero.comm import Comm
-from zero.fsdp.offload import Disk
 from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.stepping import Stepping
@@ -28,8 +27,10 @@ from zero.measure.numbers import differs
 from zero.measure.param_groups import PART
 from zero.oss.ddp import refuse_within_ddp
 from zero.oss.flat import FlatGroup
+from zero.oss.offload import Disk
 from zero.oss.partition import Partition, optimizer_problem
 from zero.oss.scaling import Scaling
+from zero.oss.slices import step_alone
 
 _guards: list[ReferenceType[Guard]] = []
 """Of every FSDP that lives, in the order in which they were made, which is the same on all ranks."""
@@ -174,7 +175,22 @@ class Guard:
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepping.after_step(optimizer)
         if self._disk is not None:
-            self._disk.after_step(optimizer, self._held(optimizer))
+            self._disk.stepped(optimizer, self._held(optimizer))
+
+    def before_steps_in_backward(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError for state that does not belong to the optimizer's parameters."""
+        self.know(optimizer)
+        problem = self._loaded_from_another(optimizer)
+        if problem is not None:
+            raise RuntimeError(problem)
+
+    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Steps these parameters alone, past hooks."""
+        if self._disk is None:
+            step_alone(optimizer, params)
+        else:
+            self._disk.step(optimizer, params)
+            self._disk.stepped(optimizer, params)
 
     def _problem(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
         """Why the step cannot be taken, in words for the user; None if it can."""

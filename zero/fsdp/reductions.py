@@ -6,13 +6,16 @@ sent     on the way; waited for before the next is sent
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from zero.fsdp.unit import Unit
 
 
 class Reductions:
-    """The gradients of one unit that is due, and of one whose gradients are sent."""
+    """The gradients of one unit that is due, and of one whose gradients are sent. finished: called when they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, finished: Callable[[Unit], None]) -> None:
+        self._finished = finished
         self._due: Unit | None = None
         self._sent: Unit | None = None
 
@@ -33,6 +36,7 @@ class Reductions:
         if self._sent is not None:
             sent, self._sent = self._sent, None
             sent.gradients.finish(sent.title)
+            self._finished(sent)
 
     def finish_of(self, unit: Unit) -> None:
         """Collective. Sends what the unit has due, and waits for it: backward has come to the unit again."""

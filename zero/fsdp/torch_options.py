@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zero._torch import buffers_of
-from zero.fsdp.offload import CPUOffload, DiskOffload, as_offload
 from zero.fsdp.prefetch import Prefetch, as_prefetch
+from zero.oss.offload import CPUOffload, DiskOffload, as_offload
 
 NAMES = (
     "backward_prefetch",

@@ -16,15 +16,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zero._torch import has_values, writes_so_far
 from zero.comm import Comm, Handle
-from zero.comm.streams import NONE, NoStreams, streams_of
+from zero.comm.streams import NONE, NoStreams, apart, streams_of
 from zero.oss.layout import Layout
+from zero.oss.offload import Home
 from zero.oss.shapes import Shapes, is_copy, with_own_storage
 from zero.oss.shown import shown
 
@@ -38,16 +38,6 @@ class Residence(enum.Enum):
     WHOLE = "whole"
     GATHERING = "being gathered"
     PART = "in part"
-
-
-class Home(Protocol):
-    """Where the parts of groups lie that are not kept beside the whole: in the memory of the CPU, in files."""
-
-    def place(self, part: Tensor) -> Tensor:
-        """A copy of the part, there. Raises OSError where there is no room."""
-
-    def used(self, part: Tensor) -> None:
-        """Called when a part that was placed has been read or written, and will not be for a while."""
 
 
 class FlatGroup:
@@ -148,7 +138,7 @@ class FlatGroup:
             self.residence = Residence.GATHERING
         with shown("unshard", self.label, self.comm.rank):
             launch = partial(self._launch_gather, sent_as)
-            self._handle = self.streams.gather(self.comm, launch, ahead=ahead, from_host=self._offloaded)
+            self._handle = self.streams.gather(self.comm, launch, ahead=ahead, from_host=apart(self.part, self.full))
 
     def _launch_gather(self, sent_as: torch.dtype | None) -> Handle:
         if self._frees:
@@ -269,20 +259,11 @@ class FlatGroup:
 
     def bring_home(self, gradient: Tensor) -> Tensor:
         """Where the part lies, in its dtype. From a GPU to the CPU it is on its way until `settle`."""
-        if not self._offloaded:
-            return gradient.to(self.part.dtype)
-        there = torch.empty(gradient.shape, dtype=self.part.dtype, pin_memory=self.part.is_pinned())
-        self.streams.to_host(gradient, there)
-        return there
+        return self.streams.bring(gradient, self.part)
 
     def settle(self) -> None:
         """Waits until what was brought home is there, and the part is no longer being read."""
         self.streams.settle()
-
-    @property
-    def _offloaded(self) -> bool:
-        """Whether the part lies on another device than `full`."""
-        return self.part.device != self.full.device
 
     def _part_used(self) -> None:
         if self._home is not None:

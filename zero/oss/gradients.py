@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from zero.oss.flat import FlatGroup
 
 
-def take_gradients(flats: Sequence[FlatGroup], parts: Mapping[nn.Parameter, nn.Parameter]) -> bool:
+def take_gradients(
+    flats: Sequence[FlatGroup],
+    parts: Mapping[nn.Parameter, nn.Parameter],
+    bring: Callable[[FlatGroup, Tensor], Tensor],
+) -> bool:
     """Gives each part that this rank owns its share of the parameter's gradient: a view, where dtype and order allow.
 
-    Returns whether any parameter has a gradient. Raises RuntimeError for a sparse one, whoever owns it, so that all
-    ranks raise alike.
+    bring: gives it the dtype and the device of the part. Returns whether any parameter has a gradient. Raises
+    RuntimeError for a sparse one, whoever owns it, so that all ranks raise alike.
     """
+    for part in parts.values():
+        part.grad = None
+    for flat, index, share in _shares(flats):
+        parts[flat.params[index]].grad = bring(flat, share)
+    return any(param.grad is not None for param in parts)
+
+
+def shares(flats: Sequence[FlatGroup]) -> list[Tensor]:
+    """What this rank owns of the gradients of whole parameters: views, where their order in memory allows.
+
+    Raises RuntimeError for a sparse gradient, whoever owns it.
+    """
+    return [share for _, _, share in _shares(flats)]
+
+
+def _shares(flats: Sequence[FlatGroup]) -> Iterator[tuple[FlatGroup, int, Tensor]]:
     for name, gradient in _gradients(flats):
         refuse_sparse(gradient, name)
     for flat in flats:
         for index, span in flat.spans.items():
-            param, part = flat.params[index], parts[flat.params[index]]
-            if param.grad is None:
-                part.grad = None
-                continue
-            taken = flat.shapes.in_memory_order(index, param.grad)[span.start : span.stop]
-            part.grad = flat.shapes.shaped(index, taken, span).to(part.dtype)
-    return any(param.grad is not None for param in parts)
+            whole = flat.params[index].grad
+            if whole is not None:
+                ordered = flat.shapes.in_memory_order(index, whole)
+                yield flat, index, flat.shapes.shaped(index, ordered[span.start : span.stop], span)
 
 
 def refuse_sparse(gradient: Tensor, name: str) -> None:

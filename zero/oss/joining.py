@@ -165,4 +165,4 @@ def _give(parts: Parts, shares: Sequence[Tensor], used: Collection[nn.Parameter]
         for index, span in flat.spans.items():
             param = flat.params[index]
             own = flat.shapes.shaped(index, share[span.offset : span.offset + span.numel], span)
-            parts[param].grad = own.to(parts[param].dtype) if param in used else None
+            parts[param].grad = parts.masters.bring(flat, own) if param in used else None

@@ -1,52 +1,108 @@
-"""Masters: this rank's parts of the parameters in a dtype of more bits, which the optimizer steps in their place.
+"""What the optimizer steps in the place of this rank's shards of the parameters, flat and of the length of a shard.
 
-A master is flat, of the length of this rank's segment of a flat group, and lies beside it. The parameters are the
-rounded masters: after a step a master is written into them, and before a step what was written into them since (loaded
+master      of a dtype of more bits, where the parameters have fewer: the parameters are the rounded masters
+elsewhere   in the memory of the CPU or in files (offload.py), with the gradients of the shard and the optimizer's
+            state: masters, or where the parameters have enough bits, copies of them
+
+After a step they are written into the parameters, and before a step what was written into the parameters since (loaded
 weights) is taken over, for there it is the master that is out of date.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from zero.comm.streams import apart, streams_of
 from zero.oss.flat import FlatGroup
+from zero.oss.offload import Home
+
+_CHUNK = 2**22
+"""Elements that are compared, or rounded, at a time."""
 
 
 class Masters:
-    """The masters of flat groups whose dtype has fewer bits than `dtype`; of none where that is None."""
+    """Of flat groups whose dtype has fewer bits than `dtype`, and with `home` of all that do not lie there."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
-        self._masters: dict[FlatGroup, Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._masters)
+    def __init__(self, dtype: torch.dtype | None, home: Home | None = None) -> None:
+        self._dtype, self.home = dtype, home
+        self._stepped: dict[FlatGroup, Tensor] = {}
+        self._on_their_way: dict[FlatGroup, Any] = {}
+        """Events after the gradients that are being brought."""
 
     def add(self, flat: FlatGroup) -> Tensor:
-        """What is stepped of a flat group: a master, if there is to be one, otherwise its part. Flat."""
-        if self._dtype is None or self._dtype.itemsize <= flat.full.element_size():
-            return flat.part
-        self._masters[flat] = flat.part.to(self._dtype)
-        return self._masters[flat]
+        """What is stepped of a flat group: its shard itself where nothing else is to be."""
+        shard = flat.part
+        if self._is_wider(flat):
+            shard = shard.to(self._dtype)
+        elif self.home is None or self.home.has(shard):
+            return shard
+        self._stepped[flat] = shard if self.home is None else self.home.place(shard)
+        return self._stepped[flat]
+
+    def _is_wider(self, flat: FlatGroup) -> bool:
+        return (
+            self._dtype is not None
+            and flat.full.is_floating_point()
+            and self._dtype.itemsize > flat.full.element_size()
+        )
+
+    @property
+    def of_more_bits(self) -> bool:
+        """Whether there are masters of more bits than the parameters have, which belong to the optimizer's state."""
+        return any(self._is_wider(flat) for flat in self._stepped)
+
+    def differ(self) -> bool:
+        """Whether any has bits of its own: is another than the parameters in its dtype."""
+        chunks = (pair for flat, stepped in self._stepped.items() for pair in _chunks(stepped, flat.part))
+        return any(bool((own != shard.to(own)).any()) for own, shard in chunks)
 
     def of(self, flat: FlatGroup) -> Tensor | None:
-        return self._masters.get(flat)
+        """The master; None of what has as many bits as the parameters."""
+        return self._stepped.get(flat) if self._is_wider(flat) else None
 
     def settled(self, flat: FlatGroup) -> Tensor | None:
         """A master as the next step takes it; see `settled`."""
-        master = self._masters.get(flat)
+        master = self.of(flat)
         return None if master is None else settled(master, flat.part)
 
     def refresh(self) -> None:
         """Takes over what was written into the parameters since the last `write`."""
-        for flat, master in self._masters.items():
-            torch.where(_written(flat.part, master), flat.part.to(master.dtype), master, out=master)
+        for flat, stepped in self._stepped.items():
+            for own, shard in _chunks(stepped, flat.part):
+                now = shard.to(own.device)
+                torch.where(_written(now, own), now.to(own.dtype), own, out=own)
+            self._used(stepped)
 
-    def write(self) -> None:
-        """Writes the masters into this rank's parts of the parameters, rounded."""
-        for flat, master in self._masters.items():
-            flat.part.copy_(master)
+    def write(self, flats: Iterable[FlatGroup]) -> None:
+        """Writes them into this rank's shards of the parameters, rounded."""
+        for flat in flats:
+            if flat in self._stepped:
+                for own, shard in _chunks(self._stepped[flat], flat.part):
+                    shard.copy_(own, non_blocking=True)
+                self._used(self._stepped[flat])
+
+    # ----------------------------------------------------------------------------------------------- elsewhere
+
+    def bring(self, flat: FlatGroup, gradient: Tensor) -> Tensor:
+        """A gradient of the shard, in the dtype of what is stepped, where that lies; on its way until `arrive`."""
+        stepped, streams = self._stepped.get(flat, flat.part), streams_of(gradient)
+        brought = streams.bring(gradient, stepped)
+        if apart(gradient, stepped) and (departure := streams.departure()) is not None:
+            self._on_their_way[flat] = departure
+        return brought
+
+    def arrive(self, flat: FlatGroup) -> None:
+        """The host waits for the gradients that were brought."""
+        if flat in self._on_their_way:
+            self._on_their_way.pop(flat).synchronize()
+
+    def _used(self, stepped: Tensor) -> None:
+        if self.home is not None:
+            self.home.used(stepped)
 
 
 def settled(master: Tensor, part: Tensor) -> Tensor:
@@ -54,9 +110,14 @@ def settled(master: Tensor, part: Tensor) -> Tensor:
 
     Where nothing was, the master itself. It is not written to: the weights that belong to it may be loaded after it.
     """
+    part = part.to(master.device)
     written = _written(part, master)
     return torch.where(written, part.to(master.dtype), master) if written.any() else master
 
 
 def _written(part: Tensor, master: Tensor) -> Tensor:
     return part != master.to(part.dtype)
+
+
+def _chunks(stepped: Tensor, shard: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    return zip(stepped.split(_CHUNK), shard.split(_CHUNK), strict=True)

@@ -24,12 +24,14 @@ from zero.oss.agreed import Agreed
 from zero.oss.announce import announce
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.groups import as_groups, describe, devices_of, master_problem, sent_dtype
+from zero.oss.in_backward import SteppingInBackward
+from zero.oss.masters import Masters
+from zero.oss.offload import CPUOffload, DiskOffload, Room, offload_of
 from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.oss.parts import Parts
-from zero.oss.stepping import Stepping
 
 
-class OSS(Stepping):
+class OSS(SteppingInBackward):
     """Shards the state of an optimizer over the ranks of a process group (ZeRO stage 1; Rajbhandari et al.,
     "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1).
 
@@ -58,6 +60,10 @@ class OSS(Stepping):
         owner's own copy keeps its precision.
     master_dtype: torch.float32 keeps a master of this dtype of each part with its owner, for parameters of a lesser
         one, which are the rounded master (the 2Ψ + 2Ψ + 12Ψ/W bytes of the paper's section 3.1 under Adam).
+    offload: zero.CPUOffload() or zero.DiskOffload(path): what the optimizer steps, its gradients and its state lie in
+        the memory of the CPU, or in files, and are stepped there (J. Ren et al., "ZeRO-Offload", 2021, section 4). What
+        is stepped is float32, or master_dtype, where parameters are of a lesser dtype. On the device stay parameters
+        and, with ShardedDDP, the buckets of gradients that are on their way.
 
     Where data ends earlier on some ranks than on others, train inside torch's `with Join([ddp, optimizer]):`. Each
     forward in it is followed by a backward and, but under no_sync, a step.
@@ -77,12 +83,15 @@ class OSS(Stepping):
         granularity: int | None = None,
         broadcast_fp16: bool | torch.dtype = False,
         master_dtype: torch.dtype | None = None,
+        offload: CPUOffload | DiskOffload | None = None,
         **defaults: Any,
     ) -> None:
         self._comm = Comm(group)
         groups, problem = as_groups(params)
         self._sent_as, wrong_dtype = sent_dtype(broadcast_fp16, "broadcast_fp16")
+        self._offload, wrong_offload = offload_of(offload)
         problem = problem or partition_problem(partition, granularity) or wrong_dtype or master_problem(master_dtype)
+        problem = problem or wrong_offload
         self._built, self._built_by = False, (optim, defaults)
         self._partition, self._granularity = partition, granularity
         found, unfit = (None, None) if problem else self._look_at(groups)
@@ -90,7 +99,7 @@ class OSS(Stepping):
         writes_frozen = found is not None and found.writes_frozen
         told = [
             f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
-            f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}",
+            f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}, offload {type(self._offload).__name__}",
             f"defaults {told_options(defaults)}",
             f"cut {self._cut}, as the optimizer was found to need it",
             f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
@@ -99,7 +108,7 @@ class OSS(Stepping):
         problem = problem or self._comm.device_problem(devices_of(groups)) or unfit
         self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem)
         agreed = Agreed(self._comm, expected=found.writes_numbers) if found and known(optim) is None else None
-        self._master_dtype = master_dtype
+        self._master_dtype = torch.float32 if self._offload is not None and master_dtype is None else master_dtype
         super().__init__(groups, agreed, writes_frozen=writes_frozen)
         self._parts = self._laid_out()
         self.optim = self._build_inner(optim, defaults)
@@ -129,6 +138,7 @@ class OSS(Stepping):
         super().add_param_group(groups[0])
         added = self.param_groups[-1]
         self._parts.add([added])
+        self._refuse_full()
         given = self._parts.group(added)
         if "param_names" not in self.optim.param_groups[0]:
             given.pop("param_names", None)  # torch refuses groups of which only some have names
@@ -173,6 +183,7 @@ class OSS(Stepping):
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._refuse_changes()
+            self._parts.masters.refresh()
             result = method(*args, **kwargs)
             self._share_options(self.optim.param_groups, self.param_groups)
             self._gather(self.flat_groups)
@@ -193,9 +204,17 @@ class OSS(Stepping):
         return value
 
     def _laid_out(self, numel: int | None = None) -> Parts:
-        parts = Parts(self._comm, cut=self._cut, granularity=self._granularity, master_dtype=self._master_dtype)
+        self._room = None if self._offload is None else Room(self._offload.home())
+        masters = Masters(self._master_dtype, self._room)
+        parts = Parts(self._comm, cut=self._cut, granularity=self._granularity, masters=masters)
         parts.add(self.param_groups, numel)
+        self._refuse_full()
         return parts
+
+    def _refuse_full(self) -> None:
+        """Collective with offload. Raises ValueError on every rank where shards found no room on any."""
+        if self._room is not None:
+            self._comm.compare("the shards of OSS", [], self._room.problem("the shards of OSS", self._offload))
 
     def set_bucket_size(self, numel: int) -> None:
         """Collective. Lays the parameters out anew in flat groups of at most so many elements, one parameter at least.
@@ -204,9 +223,10 @@ class OSS(Stepping):
         """
         self.finish_gathers()
         self._refuse_edits()
-        # Some ranks may own nothing that has state.
-        some_state = any(self._comm.all_gather_text("some" if self.optim.state else ""))
-        whole = state.consolidate(self, None, settle=False) if some_state or self.keeps_masters else None
+        # Some ranks may own nothing that has state, and before the first step nobody does.
+        some_state = self.optim.state or (self.keeps_masters and self._parts.masters.differ())
+        somewhere = any(self._comm.all_gather_text("some" if some_state else ""))
+        whole = state.consolidate(self, None, settle=False) if somewhere else None
         self._parts = self._laid_out(numel)
         self.optim.state.clear()
         for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):

@@ -12,8 +12,9 @@ from torch import nn
 from zero.comm import Comm
 from zero.measure.kinds import Finding, Kind
 from zero.oss import layout
-from zero.oss.flat import FlatGroup, Home
+from zero.oss.flat import FlatGroup
 from zero.oss.layout import Layout, Loads
+from zero.oss.offload import Home
 from zero.oss.shapes import alignment, alike
 
 Partition = Literal["auto", "even", "whole"]

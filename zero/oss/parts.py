@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
+from zero.measure.kinds import ELEMENTWISE
 from zero.measure.named import groups_made
 from zero.measure.param_groups import options
 from zero.oss.flat import FlatGroup
 from zero.oss.groups import names
 from zero.oss.masters import Masters
 from zero.oss.partition import bucket_limit, lay_out
+from zero.oss.slices import step_alone, step_in_slices
 
 
 class Parts(Mapping[nn.Parameter, nn.Parameter]):
-    """Of each parameter the part that this rank steps, a view into its flat group or the group's master.
+    """Of each parameter the part that this rank steps: a view into its flat group, or into what stands in for it
+    (masters.py).
 
     A part is empty where this rank owns nothing of the parameter.
 
     flat_groups: in the order in which backward is expected to reach them.
-    masters: those of the flat groups that have one.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
         *,
         cut: Literal["even", "whole"],
         granularity: int | None,
-        master_dtype: torch.dtype | None,
+        masters: Masters,
     ) -> None:
         self._comm, self._cut, self._granularity = comm, cut, granularity
         self._loads = [0] * comm.world
@@ -43,7 +44,7 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
         self._owned: set[nn.Parameter] = set()
         self._trained: set[FlatGroup] = set()
         self.flat_groups: list[FlatGroup] = []
-        self.masters = Masters(master_dtype)
+        self.masters = masters
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
         """Lays the groups' parameters out, balanced with what each rank owns already.
@@ -125,9 +126,39 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
             "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."
         )
 
-    def drop_gradients(self) -> None:
-        for part in self._parts.values():
-            part.grad = None
+    def step(self, optimizer: Optimizer, **options: Any) -> None:
+        """The optimizer's step over these parts; of those that lie elsewhere, flat group by flat group, where it treats
+        each element by itself, while gradients of the next are still on their way."""
+        home = self.masters.home
+        if home is None:
+            step_in_slices(optimizer, **options)
+            return
+        by_group = type(optimizer) in ELEMENTWISE and not options
+        try:
+            for flat in self.flat_groups:
+                if by_group:
+                    self.step_group(optimizer, flat)
+                else:
+                    self.masters.arrive(flat)
+            if not by_group:
+                step_in_slices(optimizer, **options)
+        finally:
+            home.stepped(optimizer, [self._parts[param] for param in self._owned])
+
+    def step_group(self, optimizer: Optimizer, flat: FlatGroup) -> None:
+        """Of the parts in one flat group alone. The optimizer treats each element by itself."""
+        self.masters.arrive(flat)
+        own = [self._parts[flat.params[index]] for index in flat.spans]
+        if self.masters.home is None:
+            step_alone(optimizer, own)
+        else:
+            self.masters.home.step(optimizer, own)
+
+    def drop_gradients(self, flats: Iterable[FlatGroup] | None = None) -> None:
+        """Of these flat groups, or of all."""
+        for flat in self.flat_groups if flats is None else flats:
+            for param in flat.params:
+                self._parts[param].grad = None
 
     def gradients(self) -> list[Tensor]:
         """Those that the parts have, without those that are empty."""

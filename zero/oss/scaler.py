@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zero._torch import GradScaler as TorchGradScaler
 from zero.comm import Comm
+from zero.oss.in_backward import refuse, steps_in_backward
 from zero.oss.optimizer import OSS
 
 
@@ -33,6 +34,8 @@ class GradScaler(TorchGradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        if steps_in_backward(optimizer):
+            refuse("a GradScaler", "Compute in bfloat16, which needs no scale.")
         in_parts = isinstance(optimizer, OSS) and optimizer.gradients_arrive_in_parts
         stepped = optimizer.optim if isinstance(optimizer, OSS) and in_parts else optimizer
         # With masters float16 gradients are widened before they are stepped with.

@@ -48,7 +48,12 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def keeps_masters(self) -> bool:
-        return len(self._parts.masters) > 0
+        return self._parts.masters.of_more_bits
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what is stepped lies elsewhere than the parameters: in the memory of the CPU, or in files."""
+        return self._parts.masters.home is not None
 
     @property
     def cuts_parameters(self) -> bool:
@@ -133,6 +138,18 @@ class ShardedOptimizer(Optimizer):
         self.forget_full_state()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def bring(self, flat: FlatGroup, gradient: Tensor) -> Tensor:
+        """A gradient of this rank's shard, as the inner optimizer takes it: in the dtype and on the device of `part`.
+
+        Where shards are offloaded from a GPU it is on its way until `arrive`.
+        """
+        return self._parts.masters.bring(flat, gradient)
+
+    def arrive(self) -> None:
+        """Waits for all gradients that were brought."""
+        for flat in self.flat_groups:
+            self._parts.masters.arrive(flat)
 
     def take_parts(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Takes this rank's parts of a state, by `part(param)`, and the options of the groups.

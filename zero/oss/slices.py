@@ -7,7 +7,9 @@ elements in 33 ms instead of 43), and what it holds in between is of a slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,8 +25,36 @@ _IN_THEIR_OWN_WAY = ("foreach", "fused", "capturable", "differentiable")
 """Options with which torch's optimizers do not take one parameter and operation after another."""
 
 
-def step_in_slices(optimizer: Optimizer, **options: Any) -> None:
-    """Calls the optimizer's step with the options. Its groups and its state are of its own parameters afterwards."""
+@contextmanager
+def only(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """In here the optimizer has these parameters and no others."""
+    given, chosen = [group["params"] for group in optimizer.param_groups], {*params}
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param in chosen]
+        yield
+    finally:
+        for group, everything in zip(optimizer.param_groups, given, strict=True):
+            group["params"] = everything
+
+
+def unhooked(optimizer: Optimizer) -> Callable[..., Any]:
+    """The optimizer's step without the hooks on it, and without what schedulers note of it."""
+    step: Callable[..., Any] = vars(type(optimizer).step)["__wrapped__"]
+    return partial(step, optimizer)
+
+
+def step_alone(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Steps these parameters and no others, past the hooks on the step, which are to see one step of all."""
+    with only(optimizer, params):
+        step_in_slices(optimizer, unhooked(optimizer))
+
+
+def step_in_slices(optimizer: Optimizer, step: Callable[..., Any] | None = None, **options: Any) -> None:
+    """Calls the optimizer's step with the options. Its groups and its state are of its own parameters afterwards.
+
+    step: another than its own.
+    """
     given = [group["params"] for group in optimizer.param_groups]
     cut: dict[Tensor, dict[str, Tensor]] = {}
     try:
@@ -37,7 +67,7 @@ def step_in_slices(optimizer: Optimizer, **options: Any) -> None:
                         group["params"] += slices or [param]
                         cut.update(slices)
         optimizer.state.update(cut)
-        optimizer.step(**options)
+        (step or optimizer.step)(**options)
     finally:
         for group, params in zip(optimizer.param_groups, given, strict=True):
             group["params"] = params

@@ -93,7 +93,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
             if key in state and shape is None:
                 continue  # the same for all parts of this parameter, and taken from the first
             if key not in state:
-                state[key] = _room(entry, piece, shape) if recipient else None
+                state[key] = _room(entry, piece, shape, optimizer.part(piece.param).device) if recipient else None
             if "shape" not in entry:
                 continue
             tensor = (state[key].view(-1) if shape is None else piece.slot(state[key])) if recipient else None
@@ -322,11 +322,11 @@ def _state_of(optimizer: Sharded, piece: Piece, settle: bool) -> dict[str, Any]:
     return state
 
 
-def _room(entry: dict[str, Any], piece: Piece, shape: tuple[int, ...] | None) -> Any:
+def _room(entry: dict[str, Any], piece: Piece, shape: tuple[int, ...] | None, device: torch.device) -> Any:
     """The leaf itself if it is small, or the tensor of that shape that its parts are to be received in."""
     if "shape" not in entry:
         return leaves.value_of(entry)
-    dtype, device = leaves.dtype_of(entry), piece.param.device
+    dtype = leaves.dtype_of(entry)
     if shape == piece.whole_shape:
         return torch.empty_strided(shape, piece.flat.shapes.strides[piece.index], dtype=dtype, device=device)
     return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)

@@ -26,11 +26,10 @@ from zero.oss import norm
 from zero.oss.agreed import Agreed
 from zero.oss.ddp import evaluated, replaced
 from zero.oss.flat import FlatGroup
-from zero.oss.gradients import refuse_unreduced, take_gradients
+from zero.oss.gradients import refuse_unreduced, shares, take_gradients
 from zero.oss.joining import NO_JOIN, Joining
 from zero.oss.scaling import Scaling
 from zero.oss.sharded_optimizer import ShardedOptimizer
-from zero.oss.slices import step_in_slices
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 _COMPRESSED_AT_ONCE = 2
@@ -135,7 +134,7 @@ class Stepping(ShardedOptimizer, Joinable):
 
     def _step_parts(self, **options: Any) -> None:
         try:
-            step_in_slices(self.optim, **options)
+            self._parts.step(self.optim, **options)
         except Exception:
             with suppress(RuntimeError):
                 self._comm.agree(self._failed_channel)  # the others would wait for this rank
@@ -172,6 +171,7 @@ class Stepping(ShardedOptimizer, Joinable):
             loss: float = evaluated(closure, self._parts, self._comm)
             self._refuse_changes()
             self._refuse_replaced(self._take_gradients())
+            self.arrive()
             self._parts.masters.refresh()
             return loss
 
@@ -196,12 +196,12 @@ class Stepping(ShardedOptimizer, Joinable):
 
     def _gather(self, flats: Sequence[FlatGroup]) -> None:
         """Collective. Brings every rank's parts, as they are now, to every rank."""
-        self._parts.masters.write()
         self._comm.agree(self._step_channel)
         in_flight: list[FlatGroup] = []
         for flat in flats:
             if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_gather()
+            self._parts.masters.write([flat])
             flat.launch_gather(sent_as=self._sent_as, conceal=self._is_left(flat))
             in_flight.append(flat)
         for flat in in_flight:
@@ -221,8 +221,11 @@ class Stepping(ShardedOptimizer, Joinable):
 
         Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
         """
-        self._take_gradients()
-        owned = self._parts.gradients()
+        if self.gradients_arrive_in_parts:
+            refuse_unreduced(self.flat_groups)
+            owned = self._parts.gradients()
+        else:
+            owned = shares(self.flat_groups)
         device = self.flat_groups[0].full.device
         dtypes = {part.dtype for part in self._parts.values()}
         whole = [param.grad for param in self._parts if param.grad is not None]
@@ -231,7 +234,6 @@ class Stepping(ShardedOptimizer, Joinable):
         else:
             total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
         norm.clip(owned if self.gradients_arrive_in_parts else whole, total, float(max_norm))
-        self._leave_gradients()
         return total
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -259,7 +261,7 @@ class Stepping(ShardedOptimizer, Joinable):
         if self.gradients_arrive_in_parts and not asked_by_torch_checkpoint():  # which steps with zeros of its own
             refuse_unreduced(self.flat_groups)
             return True
-        return take_gradients(self.flat_groups, self._parts)
+        return take_gradients(self.flat_groups, self._parts, self.bring)
 
     def _refuse_replaced(self, found_gradients: bool) -> None:
         """That there are none may be as it should be: a first step for a scheduler, a skipped batch."""

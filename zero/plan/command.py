@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, MixedPrecision, Prefetch
+from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, CPUOffload, MixedPrecision, Prefetch
 from zero.plan.calls import misfit
 from zero.plan.planner import plan
 from zero.plan.sizes import Options, Sizes
@@ -43,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             batch=given.batch,
             prefetch=PREFETCHES[given.prefetch],
             options=Options(
-                partition=given.partition, precision=precision, backend=given.backend, one_host=given.one_host
+                partition=given.partition,
+                precision=precision,
+                backend=given.backend,
+                one_host=given.one_host,
+                offload=CPUOffload() if given.offload else None,
             ),
         )
     except (ValueError, RuntimeError) as error:
@@ -80,6 +84,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     one_host_help = "with gloo: all ranks run on one Linux host, and read one another's memory"
     add("--one-host", action="store_true", help=one_host_help)
     batch_help = "measure a step's activations: the forward's arguments, such as 2x1024:int64,2x1024:int64"
+    add("--offload", action="store_true", help="stages 1 and 2 with the optimizer's shards in the memory of the host")
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=batch_help)
     add("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)

@@ -51,11 +51,11 @@ class Meter(DispatchMode):
         for values in (args, kwargs.values(), result if isinstance(result, (tuple, list)) else (result,)):
             for value in values:
                 if isinstance(value, Tensor):
-                    self._see(value.untyped_storage())
+                    self._see(value)
                 elif isinstance(value, (tuple, list)):
                     for one in value:
                         if isinstance(one, Tensor):
-                            self._see(one.untyped_storage())
+                            self._see(one)
         self._since_all += 1
         if self._since_all < max(len(self._bytes) // 4, 8):
             for known in [*self._resized]:
@@ -69,13 +69,21 @@ class Meter(DispatchMode):
         """Runs the operator, which is counted afterwards."""
         return func(*args, **kwargs)
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether the memory behind a tensor that is seen for the first time is counted."""
+        return True
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
         known = ref(storage, self._forget)
         if known in self._bytes:
             if self._bytes[known] != storage.nbytes():
                 self._resized.add(known)
         elif storage not in self._apart:
-            self._add(storage, known)
+            if self.counts(tensor):
+                self._add(storage, known)
+            else:
+                self._apart.add(storage)
 
     def _add(self, storage: torch.UntypedStorage, known: ref[torch.UntypedStorage]) -> None:
         if _has_address(storage):

@@ -20,6 +20,9 @@ from zero.plan.result import Plan
 from zero.plan.sizes import Options, Sizes
 from zero.plan.stages import STAGES, Job, cost_of
 
+_OFFLOADED = ("1", "2")
+"""The stages of which plans count offload."""
+
 
 def plan(
     model: nn.Module | Sizes,
@@ -32,7 +35,7 @@ def plan(
     batch: Sequence[Any] | None = None,
     prefetch: Prefetch | None = None,
     options: Options | None = None,
-    stages: Sequence[str | int] = STAGES,
+    stages: Sequence[str | int] | None = None,
 ) -> Plan:
     """What every stage would cost a rank: each is rehearsed, one rank of it, on tensors without values.
 
@@ -51,14 +54,15 @@ def plan(
     batch: positional arguments of one forward of one rank, by which its activations are measured, but for what a kernel
         holds only while it runs. What forward keeps in attributes is forgotten.
     options: what else OSS, ShardedDDP and FSDP would be given.
-    stages: those to plan, such as [3] or ["2", "3 kept"].
+    stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload 1 and 2.
 
     Raises ValueError for what the stages would refuse and a batch that forward does not take, RuntimeError for one
     that cannot be measured.
     """
     worlds = [world_size] if isinstance(world_size, int) else list(world_size)
-    wanted = [str(stage) for stage in stages]
     options = _options(options, precision)
+    every = _OFFLOADED if options.offload else STAGES
+    wanted = [str(stage) for stage in (every if stages is None else stages)]
     problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, wanted)
     problem = problem or _unfit(optimizer, options)
     if problem:
@@ -108,6 +112,8 @@ def _misfit(worlds: Sequence[int], options: Options, stages: Sequence[str]) -> s
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
+    if options.offload and not {*stages} <= {*_OFFLOADED}:
+        return f"stages={[*stages]} with offload: plans count it at stages {' and '.join(_OFFLOADED)} only. Pass these."
     for world in worlds:
         if world < 1:
             return f"world_size={world}: it is a number of ranks, at least 1."

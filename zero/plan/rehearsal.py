@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_two_devices, without_values
 from zero.comm.traffic import rehearsed_traffic
-from zero.fsdp import MixedPrecision
+from zero.fsdp import CPUOffload, MixedPrecision
+from zero.oss.offload import Home
+from zero.oss.slices import step_alone
 from zero.plan.attributes import plain_tensors, put_back
 from zero.plan.calls import misfit
 from zero.plan.meter import Meter
@@ -45,6 +48,9 @@ class Rehearsal(Meter):
         finally:
             self._in_forward = False
 
+    def counts(self, tensor: Tensor) -> bool:
+        return not on_host(tensor)
+
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is VALUE_OF and not self._in_forward:
             try:
@@ -53,6 +59,38 @@ class Rehearsal(Meter):
                 return args[0].dtype.is_floating_point * 0.0
         result = func(*args, **kwargs)
         return with_workspace(result, args) if func is LSTM_LAYER else result
+
+
+_HOST = "meta"
+"""The device that stands for the memory of the host, which offload moves shards to. Whatever the model's own device is,
+this is another; torch can copy to and from it in a rehearsal."""
+
+
+class Offloaded(CPUOffload):
+    """Shards lie on the host: what lies on the model's device is counted alone."""
+
+    def home(self) -> Home:
+        return _Host()
+
+
+class _Host:
+    def place(self, shard: Tensor) -> Tensor:
+        return shard.to(_HOST)
+
+    def has(self, shard: Tensor) -> bool:
+        return on_host(shard)
+
+    def used(self, shard: Tensor) -> None: ...
+
+    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        step_alone(optimizer, params)
+
+    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None: ...
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether a tensor of a rehearsal was moved there by offload."""
+    return tensor.device.type == _HOST
 
 
 @contextmanager

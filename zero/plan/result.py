@@ -23,6 +23,8 @@ class Cost:
         and the optimizer's state with masters.
     peak: the most that is there at once.
     sent: what leaves the rank; of buffers what leaves the first, whose buffers all take before each forward.
+    host: what offload keeps in the memory of the host, or in files, and what is not among the others for that: shards,
+        their gradients and the optimizer's state.
     """
 
     stage: str
@@ -32,6 +34,7 @@ class Cost:
     optimizer: int
     peak: int
     sent: int
+    host: int = 0
 
     @property
     def resident(self) -> int:
@@ -103,9 +106,12 @@ class Plan:
     def table(self) -> str:
         """GiB a rank, by number of ranks and stage."""
         head = ["ranks", "stage", "params", "grads", "optim", "transient", "peak", "sent"]
-        lines = [head if self.memory is None else [*head, "fits"]]
+        offloaded = any(cost.host for cost in self.costs)
+        head += ["host"] * offloaded + ["fits"] * (self.memory is not None)
+        lines = [head]
         for cost in self.costs:
             sizes = [cost.parameters, cost.gradients, cost.optimizer, cost.transient, cost.peak, cost.sent]
+            sizes += [cost.host] * offloaded
             fits = [] if self.memory is None else ["yes" if self.fits(cost) else "no"]
             lines.append([str(cost.world), cost.stage, *map(_gib, sizes), *fits])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

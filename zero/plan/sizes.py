@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zero.fsdp import MixedPrecision
+from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
 from zero.oss.partition import Partition
 
@@ -20,6 +20,7 @@ class Options:
     """What OSS, ShardedDDP and FSDP would be given besides the model; the names are theirs.
 
     bucket_bytes: of stages 1 and 2, by default what OSS chooses.
+    offload: of stages 1 and 2, from a GPU, so that its shards, gradients of them and state lie elsewhere.
     replicas: at stage 3, how often the sharded model is repeated across the ranks (HYBRID_SHARD).
     backend: decides what comparing operations between ranks takes, and which implementation torch's optimizers choose.
     one_host: whether all ranks run on one Linux host, where over Gloo, with tensors on the CPU, they read one another's
@@ -34,6 +35,7 @@ class Options:
     broadcast_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     bucket_bytes: int | None = None
+    offload: CPUOffload | DiskOffload | None = None
     replicas: int = 1
     backend: Literal["gloo", "nccl"] = "gloo"
     one_host: bool = False

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from zero.oss import OSS
 from zero.oss.flat import FlatGroup
 from zero.plan.averaging import Averaged
 from zero.plan.meter import nbytes
-from zero.plan.rehearsal import Rehearsal, cast, explaining, faked, rehearsing, run_forward, walk
+from zero.plan.rehearsal import Offloaded, Rehearsal, cast, explaining, faked, on_host, rehearsing, run_forward, walk
 from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
 from zero.sdp import ShardedDDP
@@ -114,6 +115,7 @@ def _with_oss(job: Job, model: nn.Module, comm: Any) -> Built:
         granularity=options.granularity,
         broadcast_fp16=options.broadcast_dtype or False,
         master_dtype=job.master_dtype,
+        offload=Offloaded() if options.offload else None,
     )
     if options.bucket_bytes is not None:
         optimizer.set_bucket_size(options.bucket_bytes // max(param.itemsize for param in model.parameters()))
@@ -189,7 +191,7 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
         loss.backward()
         del loss
     held = _held(built)
-    if held["gradients"]:
+    if held["gradients"] + held["host"]:
         built.optimizer.step()
     built.optimizer.zero_grad()
     return held
@@ -199,11 +201,14 @@ def _held(built: Built) -> dict[str, int]:
     stepped = [param for group in built.stepped.param_groups for param in group["params"]]
     params = [*built.model.parameters(), *(flat.full for flat in built.groups if flat.full.untyped_storage().nbytes())]
     both = [*params, *stepped]
+    gradients = [param.grad for param in both if param.grad is not None]
     state = [value for kept in built.stepped.state.values() for value in kept.values() if isinstance(value, Tensor)]
+    here = partial(filterfalse, on_host)
     return {
         "parameters": nbytes(params) + nbytes(built.model.buffers()),
-        "gradients": nbytes(param.grad for param in both if param.grad is not None),
-        "optimizer": nbytes(state) + nbytes(both) - nbytes(params),
+        "gradients": nbytes(here(gradients)),
+        "optimizer": nbytes(here(state)) + nbytes(here(both)) - nbytes(params),
+        "host": nbytes(filter(on_host, [*stepped, *gradients, *state])),
     }
 
 

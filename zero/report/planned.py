@@ -14,6 +14,7 @@ from zero.fsdp.unit import Unit
 from zero.measure.param_groups import told_options
 from zero.oss import OSS
 from zero.oss.from_optimizer import arguments
+from zero.oss.in_backward import steps_in_backward
 from zero.plan import Cost, Options, Sizes, plan
 
 _KEPT = 16
@@ -29,10 +30,12 @@ def planned_for(
     comms: Sequence[Comm],
     device: torch.device,
 ) -> Cost | None:
-    """None where there are several optimizers, or one that cannot be planned."""
+    """None where there are several optimizers, or one that cannot be planned, and with offload or steps in backward."""
     if len(optimizers) != 1:
         return None
     optimizer = optimizers[0]
+    if steps_in_backward(optimizer) or (isinstance(optimizer, OSS) and optimizer.offloads):
+        return None
     inside = optimizer.optim if isinstance(optimizer, OSS) else optimizer
     shards, *replicas = comms
     options = Options(

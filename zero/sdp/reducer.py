@@ -61,6 +61,7 @@ class Reducer:
         if [bucket.flat for bucket in self._buckets] == list(groups):
             return
         self._buckets = [GradBucket(flat, sent_as=self._sent_as) for flat in groups]
+        self._owners = [*groups.values()]
         self._deliver = [_delivery(bucket, groups[bucket.flat]) for bucket in self._buckets]
         self._places = {
             param: (number, index)
@@ -138,7 +139,7 @@ class Reducer:
     def _begin(self) -> None:
         if not self._in_backward:
             finish_all(self._optimizers)  # of a graph from before the last step
-            self._notice_trained()
+            self._begin_reducing()
             self._in_backward = True
             for streams in self._streams:
                 streams.compute_here()
@@ -175,8 +176,10 @@ class Reducer:
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:
-            self._buckets[self._in_flight].finish(self._deliver[self._in_flight])
-            self._in_flight = None
+            number, self._in_flight = self._in_flight, None
+            bucket = self._buckets[number]
+            bucket.finish(self._deliver[number])
+            self._owners[number].gradients_arrived(bucket.flat)
 
     def _finish(self) -> None:
         """At the end of backward, on every rank, whatever it used."""
@@ -187,13 +190,20 @@ class Reducer:
             self._launch_next()
         self._finish_in_flight()
         self._end.reach([*zip(self._buckets, self._deliver, strict=True)])
+        for optimizer in self._optimizers:
+            optimizer.backward_ends()
         self._launched = 0
         self._in_backward = False
 
     def reduce_now(self) -> None:
         self.before_forward()
-        self._notice_trained()
+        self._begin_reducing()
         self._finish()
+
+    def _begin_reducing(self) -> None:
+        self._notice_trained()
+        for optimizer in self._optimizers:
+            optimizer.backward_begins()
 
     def _refuse_replaced(self) -> None:
         """Where a gradient did not come, the parameter may be one that the module no longer has."""
@@ -240,11 +250,12 @@ def _delivery(bucket: GradBucket, optimizer: OSS) -> Deliver:
 
     def deliver(index: int, gradient: Tensor | None) -> None:
         part = optimizer.part(bucket.flat.params[index])
-        if gradient is not None and gradient.dtype is not part.dtype:
-            gradient = gradient.to(part.dtype)
+        if gradient is not None:
+            gradient = optimizer.bring(bucket.flat, gradient)
         if part.grad is None:
             part.grad = gradient
         elif gradient is not None:
+            optimizer.arrive()
             part.grad += gradient
 
     return deliver

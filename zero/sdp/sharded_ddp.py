@@ -20,6 +20,7 @@ from zero.comm import Comm
 from zero.oss.announce import announce
 from zero.oss.ddp import ddp_within, refuse_within_ddp
 from zero.oss.groups import on_two_devices, sent_dtype
+from zero.oss.in_backward import refuse, steps_in_backward
 from zero.oss.joining import NO_JOIN
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
@@ -168,6 +169,8 @@ class ShardedDDP(Wrapper):
 
         The first backward outside sends them along. Forward and backward both belong in here.
         """
+        if any(map(steps_in_backward, self._optimizers)):
+            refuse("no_sync()", "Step after backward to accumulate.")
         before, self._reducer.active = self._reducer.active, False
         try:
             yield
@@ -177,6 +180,12 @@ class ShardedDDP(Wrapper):
     def reduce(self) -> None:
         """Collective. Reduces now what backwards under no_sync left in `param.grad`, without another backward."""
         self._reducer.reduce_now()
+
+    def step_in_backward(self, optimizer: OSS) -> None:
+        """See zero.step_in_backward. Raises ValueError as it does."""
+        if all(optimizer is not one for one in self._optimizers):
+            raise ValueError("zero.step_in_backward was given an optimizer of another ShardedDDP. Pass this one's OSS.")
+        optimizer.step_in_backward()
 
     def sync_buffers(self) -> None:
         """Collective. Overwrites the buffers by those of rank 0 now."""

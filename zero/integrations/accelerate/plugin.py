@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision, Prefetch
-from zero.fsdp.offload import as_offload
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.strategy import as_strategy
 from zero.integrations.accelerate import deepspeed_keys, files, fsdp_keys
+from zero.oss.offload import as_offload
 from zero.oss.partition import Partition, partition_problem
 
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -36,7 +36,7 @@ class ZeroPlugin:
         "NO_WRAP": one unit.
     as_one_unit: names of classes that become units without units inside, such as mixtures of experts.
     ignored_modules: of FSDP; also a regular expression for the whole name of a module.
-    partition, prefetch, offload, param_init_fn: of FSDP; partition of OSS, too.
+    partition, prefetch, offload, param_init_fn: of FSDP; partition and offload of OSS, too.
     mixed_precision_policy: of FSDP. Without one the Accelerator's mixed_precision is autocast, as without sharding.
     sync_module_states: all ranks start from the weights of rank 0.
     activation_checkpointing: recompute each unit's activations in backward.
@@ -94,11 +94,8 @@ class ZeroPlugin:
     def _problem(self) -> str | None:
         if self.stage not in (0, 1, 2, 3):
             return f"stage={self.stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
-        if self.offload is not None and self.stage < 3:
-            return (
-                f"offload={self.offload!r} at stage {self.stage} is not available: parameters, gradients and optimizer "
-                "state are offloaded together, at stage 3. Take stage=3, or leave offload out."
-            )
+        if self.offload is not None and self.stage == 0:
+            return f"offload={self.offload!r} is an option of stages 1 to 3, but stage is 0. Leave it out."
         if isinstance(self.auto_wrap_policy, str) and self.auto_wrap_policy not in WRAPPING:
             return f"auto_wrap_policy={self.auto_wrap_policy!r} is unknown. Choose one of {', '.join(WRAPPING)}."
         if self.state_dict_type not in STATE_DICT_TYPES:

@@ -62,7 +62,7 @@ class Sharding:
                 f"an optimizer was prepared whose parameters lie on {elsewhere[0].device}, not on {self._device}. "
                 "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
             )
-        sharded = OSS.from_optimizer(optimizer, partition=self.plugin.partition)
+        sharded = OSS.from_optimizer(optimizer, partition=self.plugin.partition, offload=self.plugin.offload)
         self._optimizers.append(ref(sharded))
         return sharded
 

@@ -1,6 +1,7 @@
-"""Parts that live elsewhere than the parameters that are computed with: in the memory of the CPU, or in files.
+"""Shards that lie elsewhere than the parameters that are computed with: in the memory of the CPU, or in files.
 
-Parts, and with them what an optimizer keeps of them, are read at a gathering and at a step, and rest in between. In
+At stage 3 these are the parameters' own shards, at stages 1 and 2 what the optimizer steps in their place (masters.py).
+They, and with them what an optimizer keeps of them, are read at a gathering and at a step, and rest in between. In
 files both are mapped into memory: the operating system reads and writes pages as they are touched, and each is told to
 go when it has been used. (S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5; J. Ren et al., ZeRO-Offload, 2021.)
 """
@@ -10,28 +11,68 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.measure.kinds import ELEMENTWISE
-from zero.oss.flat import Home
+from zero.oss.slices import only, step_alone, unhooked
+
+
+class Home(Protocol):
+    """Where shards lie that are not kept beside the full parameters."""
+
+    def place(self, shard: Tensor) -> Tensor:
+        """A copy of the shard, there. Raises OSError where there is no room."""
+
+    def has(self, shard: Tensor) -> bool:
+        """Whether a shard lies there already."""
+
+    def used(self, shard: Tensor) -> None:
+        """Called when a shard that was placed has been read or written, and will not be for a while."""
+
+    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Steps these parameters, which lie there, and no others. The optimizer treats each element by itself."""
+
+    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Called when an optimizer has stepped these parameters otherwise."""
+
+
+class Room:
+    """A home that goes on where there is no room, for all ranks to be told. `full`: what kept a shard from it."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.full: str | None = None
+        self.has, self.used, self.step, self.stepped = home.has, home.used, home.step, home.stepped
+
+    def place(self, shard: Tensor) -> Tensor:
+        try:
+            return self.home.place(shard)
+        except OSError as error:
+            self.full = str(error)
+            return shard.clone()
+
+    def problem(self, what: str, offload: object) -> str | None:
+        """In words for the user, where there was no room for `what`."""
+        if self.full is None:
+            return None
+        return f"there is no room for {what} in {offload}: {self.full}. Free some, or choose another directory."
 
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Parts, their gradients and the optimizer's state lie in the memory of the CPU, where the optimizer steps them.
+    """Shards, their gradients and the optimizer's state lie in the memory of the CPU, where the optimizer steps them.
 
     The three go together: torch steps a parameter where it is, with a gradient and state of the same device. Without a
     GPU there is nothing to move, and this changes nothing. torch.optim.Adam(fused=True) is fast on the CPU.
 
-    pin_memory: keep parts where a GPU can read them without waiting for the CPU.
+    pin_memory: keep shards where a GPU can read them without waiting for the CPU.
     """
 
     pin_memory: bool = True
@@ -42,7 +83,7 @@ class CPUOffload:
 
 @dataclass(frozen=True)
 class DiskOffload:
-    """Parts and the optimizer's state lie in files, mapped into memory; gradients and whole units stay in memory.
+    """Shards and the optimizer's state lie in files, mapped into memory; gradients stay in the memory of the CPU.
 
     Each parameter is stepped by itself, so that no more than one's state need be resident at a time; optimizers that
     torch does not step element by element step all at once. A step given a closure does so too.
@@ -53,7 +94,7 @@ class DiskOffload:
     glibc keeps much of the memory that tensors freed, unless the process is started with
     MALLOC_MMAP_THRESHOLD_=262144 in its environment.
 
-    Raises ValueError, on every rank, where a rank's files cannot be made or the disk has no room for the parts;
+    Raises ValueError, on every rank, where a rank's files cannot be made or the disk has no room for the shards;
     OSError, from the first step, where it has none for the state.
     """
 
@@ -81,20 +122,35 @@ def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
     )
 
 
+def offload_of(given: Any) -> tuple[CPUOffload | DiskOffload | None, str | None]:
+    """As `as_offload`, but what is wrong is returned, in words for the user."""
+    try:
+        return as_offload(given), None
+    except ValueError as error:
+        return None, str(error)
+
+
 @dataclass
 class _CPU:
     """The memory of the CPU."""
 
     pin_memory: bool
 
-    def place(self, part: Tensor) -> Tensor:
-        if part.device.type == "cpu":
-            return part.clone()
-        there = torch.empty(part.shape, dtype=part.dtype, pin_memory=self.pin_memory)
-        return there.copy_(part)
+    def place(self, shard: Tensor) -> Tensor:
+        if shard.device.type == "cpu":
+            return shard.clone()
+        there = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=self.pin_memory)
+        return there.copy_(shard)
 
-    def used(self, part: Tensor) -> None:
-        pass
+    def has(self, shard: Tensor) -> bool:
+        return shard.device.type == "cpu"
+
+    def used(self, shard: Tensor) -> None: ...
+
+    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        step_alone(optimizer, params)
+
+    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None: ...
 
 
 class Disk:
@@ -107,34 +163,40 @@ class Disk:
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._put_by: dict[nn.Parameter, Tensor] = {}
 
-    def place(self, part: Tensor) -> Tensor:
+    def place(self, shard: Tensor) -> Tensor:
         """A copy in a file. Raises OSError where there is no room."""
-        if not part.numel():
-            return part
+        if not shard.numel():
+            return shard.cpu()
         self._path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._path) as file:
-            os.posix_fallocate(file.fileno(), 0, part.nbytes)  # a full disk is an error here, not a signal later
-            pages = mmap.mmap(file.fileno(), part.nbytes)
-        there = torch.frombuffer(pages, dtype=part.dtype).as_strided(part.shape, part.stride())
-        there.copy_(part)
+            os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # a full disk is an error here, not a signal later
+            pages = mmap.mmap(file.fileno(), shard.nbytes)
+        there = torch.frombuffer(pages, dtype=shard.dtype).as_strided(shard.shape, shard.stride())
+        there.copy_(shard)
         self._mapped[_address(there)] = pages
         self.used(there)
         return there
 
-    def used(self, part: Tensor) -> None:
+    def has(self, shard: Tensor) -> bool:
+        return _address(shard) in self._mapped
+
+    def used(self, shard: Tensor) -> None:
         """Lets go of the memory; what was written is on its way to the file."""
-        pages = self._mapped.get(_address(part))
+        pages = self._mapped.get(_address(shard))
         if pages is not None:
             pages.madvise(mmap.MADV_DONTNEED)
 
     # ------------------------------------------------------------------------------------------- stepping
 
+    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        with only(optimizer, params):
+            self.before_step(optimizer, params, closure=False)
+
     def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
         """Steps the parameters one by one, and leaves to the step itself what else the optimizer has."""
         if closure or type(optimizer) not in ELEMENTWISE:
             return
-        unhooked = vars(type(optimizer).step)["__wrapped__"]  # hooks and schedulers are to see one step
-        step: Callable[[], object] = partial(unhooked, optimizer)
+        step = unhooked(optimizer)  # hooks and schedulers are to see one step
         everything = [param for group in optimizer.param_groups for param in group["params"]]
         gradients = {param: param.grad for param in everything if param.grad is not None}
         try:
@@ -157,7 +219,7 @@ class Disk:
             else:
                 param.grad = gradient
 
-    def after_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Gives gradients back, and puts into files what state a step has made in memory."""
         for param in params:
             if param in self._put_by:

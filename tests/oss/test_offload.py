@@ -1,0 +1,299 @@
+"""What the optimizer steps at stages 1 and 2, in files or in the memory of the CPU. Files lie elsewhere on a machine
+without a GPU, too; for the CPU there is nothing to move then but masters."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adam, AdamW
+
+import ranks
+import zero
+from atstage import at_stage, clip, weights
+from reference import same
+from sidebyside import data
+
+STAGES = [1, 2]
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "adamw": partial(AdamW, lr=1e-2),
+    "fused": partial(Adam, lr=1e-2, fused=True),
+}
+
+
+def model_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 37), nn.Tanh(), nn.LayerNorm(37), nn.Linear(37, 11)).to(dtype)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    inputs = data(5, 12, rank=rank, step=step).to(next(model.parameters()).dtype)
+    return (model(inputs).float() - 1).square().mean()
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+
+def trained(rank: int, stage: int, optim: Any, **options: Any) -> list[Any]:
+    """Steps with accumulation, a step without, clipping, and a state that is saved and loaded in between."""
+    model, optimizer = at_stage(stage, model_of(), optim, **options)
+    told: list[Any] = []
+    for step in range(5):
+        optimizer.zero_grad()
+        if step == 2:
+            with model.no_sync():
+                loss_of(model, rank, 10).backward()
+        elif step == 3:
+            loss_of(model, rank, 11).backward()  # a second backward adds up
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        if step == 3:
+            told.append(clip(model, optimizer, 0.05))
+        optimizer.step()
+        told += [loss.detach(), weights(model)]
+        if step == 1:
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved)
+    return told
+
+
+def beside_ddp(rank: int, world: int, stage: int, name: str, cut: str, path: Path) -> None:
+    optim = OPTIMIZERS[name]
+    found = trained(rank, stage, optim, partition=cut, offload=zero.DiskOffload(path))
+    expected = trained(rank, 0, optim)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if number < 6:  # before clipping, which adds up the norm in another order
+            same(one, other, f"value {number}")
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", ["even", "whole"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_from_files_is_exact(tmp_path, stage, name, cut):
+    ranks.run(beside_ddp, args=(stage, name, cut, tmp_path))
+    assert not list(tmp_path.iterdir()), "files must be gone with the processes"
+
+
+def halves(rank: int, world: int, stage: int, offload: Any) -> None:
+    """What is stepped is float32, unless another dtype is asked for."""
+    models = [model_of(dtype=torch.bfloat16) for _ in range(2)]
+    pairs = [
+        at_stage(stage, models[0], OPTIMIZERS["adamw"], offload=offload),
+        at_stage(stage, models[1], OPTIMIZERS["adamw"], master_dtype=torch.float32),
+    ]
+    for step in range(3):
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            clip(model, optimizer, 0.1)
+            optimizer.step()
+        same(*(weights(model) for model, _ in pairs), f"step {step}")
+    for _, optimizer in pairs:
+        optimizer.consolidate_state_dict(to=None)
+    states = [optimizer.state_dict()["state"] for _, optimizer in pairs]
+    assert "master" in states[0][0] and states[0][0]["master"].dtype is torch.float32
+    same(*states, "the full state")
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_of_16_bits_are_stepped_as_float32(tmp_path, stage, offload):
+    ranks.run(halves, args=(stage, zero.CPUOffload() if offload == "cpu" else zero.DiskOffload(tmp_path)))
+
+
+def with_nothing_to_move(rank: int, world: int) -> None:
+    model = model_of()
+    optimizer = zero.OSS(model.parameters(), SGD, lr=0.1, offload=zero.CPUOffload())
+    for param in model.parameters():
+        part = optimizer.part(param)
+        inside = param.data_ptr() <= part.data_ptr() < param.data_ptr() + max(param.nbytes, 1)
+        assert not part.numel() or inside, "on the CPU shards of enough bits are where they should be"
+
+
+def test_without_a_gpu_shards_stay_where_they_are():
+    ranks.run(with_nothing_to_move)
+
+
+def loaded_between_steps(rank: int, world: int, stage: int, path: Path) -> None:
+    pairs = [
+        at_stage(stage, model_of(), OPTIMIZERS["sgd"], offload=zero.DiskOffload(path)),
+        at_stage(0, model_of(), OPTIMIZERS["sgd"]),
+    ]
+    other = model_of(seed=1).state_dict()
+    for step in range(3):
+        for model, optimizer in pairs:
+            if step == 1:
+                for name, param in model.module.named_parameters():
+                    param.data.copy_(other[name])
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        same(*(weights(model) for model, _ in pairs), f"step {step}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_are_written_between_steps_are_taken_over(tmp_path, stage):
+    ranks.run(loaded_between_steps, args=(stage, tmp_path))
+
+
+def not_element_by_element(rank: int, world: int, path: Path) -> None:
+    optim = partial(Adafactor, lr=1e-2)
+    pairs = [at_stage(2, model_of(), optim, offload=offload) for offload in (zero.DiskOffload(path), None)]
+    for step in range(3):
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        same(*(weights(model) for model, _ in pairs), f"step {step}")
+
+
+def test_an_optimizer_that_is_not_elementwise_steps_all_at_once(tmp_path):
+    ranks.run(not_element_by_element, args=(tmp_path,))
+
+
+def scaled(rank: int, world: int, stage: int, path: Path) -> None:
+    """An infinite gradient on one rank skips the step on all."""
+    pairs = [
+        at_stage(stage, model_of(), OPTIMIZERS["sgd"], offload=offload) for offload in (zero.DiskOffload(path), None)
+    ]
+    scalers = [zero.GradScaler("cpu", init_scale=4.0) for _ in pairs]
+    for step in range(3):
+        for (model, optimizer), scaler in zip(pairs, scalers, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step) * (torch.inf if step == 1 and rank == 1 else 1)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm(0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        same(*(weights(model) for model, _ in pairs), f"step {step}")
+    assert [scaler.get_scale() for scaler in scalers] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_losses_are_scaled_as_without(tmp_path, stage):
+    ranks.run(scaled, args=(stage, tmp_path))
+
+
+def hooked(rank: int, world: int, path: Path) -> int:
+    model, optimizer = at_stage(2, model_of(), OPTIMIZERS["adamw"], offload=zero.DiskOffload(path))
+    steps: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    optimizer.optim.register_step_post_hook(lambda *_: steps.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.optim.param_groups[0]["lr"] == pytest.approx(1e-2 / 4)  # the last is handed over at the next step
+    return len(steps)
+
+
+def test_hooks_on_the_optimizer_see_one_step(tmp_path):
+    assert ranks.run(hooked, args=(tmp_path,)) == [3, 3]
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def saved_and_loaded(rank: int, world: int, before: int, after: int, path: Path) -> None:
+    """From shards in files to shards in memory, and back."""
+
+    def made(stage: int) -> tuple[nn.Module, Any]:
+        if stage == 3:
+            model = zero.FSDP(model_of())
+            return model, AdamW(model.parameters(), lr=1e-2)
+        offload = zero.DiskOffload(path / "shards") if stage == before else None
+        return at_stage(stage, model_of(), OPTIMIZERS["adamw"], offload=offload)
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, number)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    pairs = {stage: made(stage) for stage in (before, after)}
+    for source, target in ((before, after), (after, before)):
+        for number in range(2):
+            step(*pairs[source], number)
+        zero.checkpoint.save(path / f"from {source}", *pairs[source])
+        zero.checkpoint.load(path / f"from {source}", *pairs[target])
+        for number in range(2, 5):
+            same(*(step(*pair, number) for pair in pairs.values()), f"from {source}: loss {number}")
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_checkpoints_go_from_files_to_memory_and_back(tmp_path, before, after):
+    ranks.run(saved_and_loaded, args=(before, after, tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def resident(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def grown(rank: int, world: int, path: Path | None) -> float:
+    """By how many bytes a parameter the process grew at most, while a rank alone trained at stage 2 with Adam."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: have glibc give back what is freed, as jemalloc does
+    nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()  # torch's own memory is not to count
+    before = resident("RssAnon")
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    offload = None if path is None else zero.DiskOffload(path)
+    optimizer = zero.OSS(model.parameters(), Adam, lr=1e-4, offload=offload)
+    wrapped = zero.ShardedDDP(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+    return (resident("RssAnon") - before) / sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc to see what is resident")
+def test_what_is_stepped_and_its_state_are_not_resident(tmp_path):
+    """Parameters and gradients are, 8 bytes a parameter; Adam's state takes as much again in memory."""
+    assert ranks.run(grown, 1, args=(tmp_path,))[0] < 9
+    assert ranks.run(grown, 1, args=(None,))[0] > 15.5
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def no_room(rank: int, world: int, path: Path) -> None:
+    offload = zero.DiskOffload(path / "file" if rank else path)
+    zero.OSS(model_of().parameters(), SGD, lr=0.1, offload=offload)
+
+
+def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    ranks.expect_error(no_room, 2, ValueError, "no room for the shards of OSS", r"rank 1", args=(tmp_path,))
+
+
+def unknown(rank: int, world: int) -> None:
+    zero.OSS(model_of().parameters(), SGD, lr=0.1, offload="cpu" if rank else None)
+
+
+def test_an_offload_that_is_none_is_refused_on_every_rank():
+    ranks.expect_error(unknown, 2, ValueError, "offload='cpu'", "zero.CPUOffload", r"rank 1")
+
+
+def others(rank: int, world: int, path: Path) -> None:
+    zero.OSS(model_of().parameters(), SGD, lr=0.1, offload=zero.DiskOffload(path) if rank else None)
+
+
+def test_offload_on_one_rank_only_is_refused_on_every_rank(tmp_path):
+    ranks.expect_error(others, 2, ValueError, "offload DiskOffload", "offload NoneType", args=(tmp_path,))
