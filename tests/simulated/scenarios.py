@@ -46,12 +46,6 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def stepped_in_backward(model: nn.Module, optimizer: Any) -> None:
-    if not steps_in_backward(optimizer):
-        zero.step_in_backward(model, optimizer)
-    step(model, optimizer)
-
-
 def only_blocks() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(BLOCKS)))
 
@@ -166,6 +160,12 @@ def _fail(gradient: Tensor) -> None:
     raise ValueError("a hook of the user's")
 
 
+def stepped_in_backward(model: nn.Module, optimizer: Any) -> None:
+    if not steps_in_backward(optimizer):
+        zero.step_in_backward(model, optimizer)
+    step(model, optimizer)
+
+
 class Sparing(Block):
     """With a parameter that other ranks use."""
 
@@ -226,9 +226,12 @@ SCENARIOS: dict[str, Any] = {
         offload=zero.CPUOffload(), take=of_older_forwards, net=lambda: nn.Sequential(*(Sparing() for _ in range(2)))
     ),
     "3 stepped in backward": stage_3(take=stepped_in_backward),
-    "3 offloaded, stepped in backward": stage_3(offload=zero.CPUOffload(), take=stepped_in_backward),
-    "2": stage_2(),
+    "3 offloaded, stepped in backward": stage_3(take=stepped_in_backward, offload=zero.CPUOffload()),
     "2 stepped in backward": stage_2(bucket=200, take=stepped_in_backward),
+    "2 offloaded": stage_2(bucket=200, offload=zero.CPUOffload()),
+    "2 offloaded, accumulated": stage_2(bucket=200, offload=zero.CPUOffload(), take=in_two_backwards),
+    "1 offloaded": stage_1(offload=zero.CPUOffload()),
+    "2": stage_2(),
     "2 in small buckets": stage_2(bucket=200, take=with_clipping),
     "2 overlapping": stage_2(bucket=200, overlap_param_gather=True),
     "2 in 16 bits": stage_2(bucket=200, reduce_fp16=True, broadcast_fp16=True),

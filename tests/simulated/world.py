@@ -23,7 +23,7 @@ from zero.comm.rehearsal import Rehearsal
 from zero.comm.streams import Streams
 from zero.comm.transport import Transport
 from zero.oss import offload
-from zero.oss.flat import FlatGroup
+from zero.oss.masters import Masters
 
 _tensor = torch.tensor
 
@@ -77,7 +77,7 @@ def simulated(
     compute: Callable[[Any, Sequence[Any]], float] = lambda *_: 0.0,
     transfer: Callable[[int], float] = lambda _: 0.0,
 ) -> Iterator[Simulated]:
-    """In here tensors are taken to be on the device, but for shards that are offloaded to the CPU.
+    """In here tensors are taken to be on the device, but for what is offloaded to the CPU.
 
     removed: the site at which nothing waits.
     """
@@ -86,17 +86,35 @@ def simulated(
     memory = Memory(device, compute)
     with mock.patch("torch.get_device_module", return_value=device):
         streams = Streams(torch.device("cuda:0"))
-    place, to_host = offload._CPU.place, Streams.to_host
+    with ExitStack() as stack:
+        for module in ("zero.oss.flat", "zero.sdp.bucket", "zero.oss.masters"):
+            stack.enter_context(mock.patch(f"{module}.streams_of", lambda _: streams))  # noqa: PT008 - a mock keeps it
+        _tell_devices_apart(device, memory, stack)
+        stack.enter_context(memory.watching())
+        yield Simulated(device, memory, transfer, own_stream, [])
+
+
+def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
+    """By where `memory` has noted them to be: all tensors are on one device here."""
+    place, refresh, to_host = offload._CPU.place, Masters.refresh, Streams.to_host
+    on_host = memory.is_in_host_memory
+
+    def host_waits() -> None:
+        device.host.join(device.current_stream().clock)
 
     def placed(home: offload._CPU, shard: Tensor) -> Tensor:
         there = place(home, shard)
         memory.in_host_memory(there)
-        device.host.join(device.current_stream().clock)  # for which it waits
+        host_waits()
         return there
 
-    def to_host_memory(one: Streams, source: Tensor, to: Tensor) -> None:
+    def refreshed(masters: Masters) -> None:
+        refresh(masters)
+        host_waits()  # for copies of the parameters
+
+    def to_host_memory(streams: Streams, source: Tensor, to: Tensor) -> None:
         memory.in_host_memory(to)
-        to_host(one, source, to)
+        to_host(streams, source, to)
 
     def tensor(*args: Any, **kwargs: Any) -> Tensor:
         made = _tensor(*args, **kwargs)
@@ -104,13 +122,10 @@ def simulated(
             memory.in_host_memory(made)
         return made
 
-    with ExitStack() as stack:
-        for module in ("zero.oss.flat", "zero.sdp.bucket"):
-            stack.enter_context(mock.patch(f"{module}.streams_of", lambda _: streams))  # noqa: PT008 - a mock keeps it
-        stack.enter_context(mock.patch.object(offload._CPU, "place", placed))
-        stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
-        away = property(lambda group: memory.is_in_host_memory(group.part))
-        stack.enter_context(mock.patch.object(FlatGroup, "_offloaded", away))
-        stack.enter_context(mock.patch("torch.tensor", tensor))
-        stack.enter_context(memory.watching())
-        yield Simulated(device, memory, transfer, own_stream, [])
+    for module in ("zero.oss.flat", "zero.oss.masters", "zero.comm.streams"):
+        stack.enter_context(mock.patch(f"{module}.apart", lambda one, other: on_host(one) != on_host(other)))
+    stack.enter_context(mock.patch.object(offload._CPU, "place", placed))
+    stack.enter_context(mock.patch.object(offload._CPU, "has", lambda home, shard: on_host(shard)))
+    stack.enter_context(mock.patch.object(Masters, "refresh", refreshed))
+    stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
+    stack.enter_context(mock.patch("torch.tensor", tensor))

@@ -45,9 +45,14 @@ class NoStreams:
         """Launches a reduction beside the computing, of what was computed so far."""
         return launch()
 
-    def to_host(self, source: Tensor, to: Tensor) -> None:
-        """Copies from the device to `to`, which is on the CPU; there when the host has called `settle`."""
-        to.copy_(source)
+    def bring(self, source: Tensor, like: Tensor) -> Tensor:
+        """In the dtype of `like`, where that lies. To the CPU it is on its way until the host has waited for
+        `departure`, or has called `settle`."""
+        return source.to(like.device, like.dtype)
+
+    def departure(self) -> Any:
+        """An event after all that was brought to the CPU so far; None where nothing is on its way."""
+        return None
 
     def at_host(self) -> Callable[[], None]:
         """Has the host wait for what `to_host` was given until now, when it is called."""
@@ -69,7 +74,7 @@ class Streams(NoStreams):
         self._records: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._current
-        self._at_host: list[Any] = []
+        self._at_host: set[Any] = set()
         """Streams that read or write the memory of the CPU."""
 
     @property
@@ -100,7 +105,7 @@ class Streams(NoStreams):
         if not ahead:
             self._gathers.wait_stream(self._current)
         if from_host:
-            self._at_host.append(self._gathers)
+            self._at_host.add(self._gathers)
         return self._launch(self._gathers, comm, launch)
 
     def reduce(self, comm: Comm, launch: Callable[[], Handle]) -> Handle:
@@ -122,11 +127,21 @@ class Streams(NoStreams):
 
         return Handle(finish)
 
+    def bring(self, source: Tensor, like: Tensor) -> Tensor:
+        if not apart(source, like) or like.device.type != "cpu":
+            return super().bring(source, like)
+        there = torch.empty(source.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_pinned())
+        self.to_host(source, there)
+        return there
+
     def to_host(self, source: Tensor, to: Tensor) -> None:
         self._reductions.wait_stream(self._current)
         with self._module.stream(self._reductions):
             to.copy_(source.to(to.dtype), non_blocking=True)
-        self._at_host.append(self._reductions)
+        self._at_host.add(self._reductions)
+
+    def departure(self) -> Any:
+        return self._reductions.record_event()
 
     def at_host(self) -> Callable[[], None]:
         wait: Callable[[], None] = self._reductions.record_event().synchronize
@@ -143,7 +158,7 @@ class Streams(NoStreams):
         self._gathers.wait_stream(self._current)
 
     def settle(self) -> None:
-        for stream in {*self._at_host}:
+        for stream in self._at_host:
             stream.record_event().synchronize()
         self._at_host.clear()
 
@@ -152,6 +167,12 @@ def _nothing() -> None: ...
 
 
 NONE = NoStreams()
+
+
+def apart(one: Tensor, other: Tensor) -> bool:
+    """Whether they lie on two devices."""
+    return one.device != other.device
+
 
 _known: dict[torch.device, Streams] = {}
 

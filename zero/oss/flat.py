@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.comm import Comm, Handle, Int8
-from zero.comm.streams import NONE, NoStreams, streams_of
+from zero.comm.streams import NONE, NoStreams, apart, streams_of
 from zero.oss.layout import Layout
 from zero.oss.offload import Home
 from zero.oss.shapes import Shapes, is_copy, with_own_storage
@@ -141,7 +141,7 @@ class FlatGroup:
             self.residence = Residence.GATHERING
         with shown("unshard", self.label, self.comm.rank):
             launch = partial(self._launch_gather, sent_as)
-            self._handle = self.streams.gather(self.comm, launch, ahead=ahead, from_host=self._offloaded)
+            self._handle = self.streams.gather(self.comm, launch, ahead=ahead, from_host=apart(self.part, self.full))
 
     def _launch_gather(self, sent_as: torch.dtype | Int8 | None) -> Handle:
         quantises = isinstance(sent_as, Int8) and self.full.is_floating_point() and self.comm.world > 1
@@ -252,22 +252,11 @@ class FlatGroup:
 
     def bring_home(self, gradient: Tensor) -> Tensor:
         """Where the part lies, in its dtype. From a GPU to the CPU it is on its way until `settle`."""
-        return self.bring(gradient, self.part) if self._offloaded else gradient.to(self.part.dtype)
-
-    def bring(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """In the dtype of `like`, where that lies: elsewhere. From a GPU to the CPU it is on its way until `settle`."""
-        there = torch.empty(gradient.shape, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
-        self.streams.to_host(gradient, there)
-        return there
+        return self.streams.bring(gradient, self.part)
 
     def settle(self) -> None:
         """Waits until what was brought home is there, and the part is no longer being read."""
         self.streams.settle()
-
-    @property
-    def _offloaded(self) -> bool:
-        """Whether the part lies on another device than `full`."""
-        return self.part.device != self.full.device
 
     def _part_used(self) -> None:
         if self._home is not None:

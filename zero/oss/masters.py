@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from zero.comm.streams import apart, streams_of
 from zero.oss.flat import FlatGroup
 from zero.oss.offload import Home
 
@@ -87,11 +88,10 @@ class Masters:
 
     def bring(self, flat: FlatGroup, gradient: Tensor) -> Tensor:
         """A gradient of the shard, in the dtype of what is stepped, where that lies; on its way until `arrive`."""
-        stepped = self._stepped.get(flat, flat.part)
-        if stepped.device == gradient.device:
-            return gradient.to(stepped.dtype)
-        brought = flat.bring(gradient, stepped)
-        self._on_their_way[flat] = flat.streams.at_host()
+        stepped, streams = self._stepped.get(flat, flat.part), streams_of(gradient)
+        brought = streams.bring(gradient, stepped)
+        if apart(gradient, stepped) and (departure := streams.departure()) is not None:
+            self._on_their_way[flat] = departure
         return brought
 
     def arrive(self, flat: FlatGroup) -> None:
