@@ -169,7 +169,7 @@ PLUGIN: dict[str, tuple[Any, dict[str, Any]]] = {
     "use_orig_params": (True, {}),
     "param_init_fn": (torch.nn.Module.eval, {"param_init_fn": torch.nn.Module.eval}),
     "sync_module_states": (None, {"sync_module_states": False}),
-    "forward_prefetch": (True, {"prefetch": Prefetch(None, forward_prefetch=True, limit=2)}),
+    "forward_prefetch": (True, {"prefetch": Prefetch(None, forward_prefetch=True)}),
     "activation_checkpointing": (True, {"activation_checkpointing": True}),
     "activation_checkpointing_offload": (False, {}),
     "cpu_ram_efficient_loading": (None, {"cpu_ram_efficient_loading": False}),

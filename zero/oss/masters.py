@@ -10,7 +10,8 @@ weights) is taken over, for there it is the master that is out of date.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ class Masters:
     def __init__(self, dtype: torch.dtype | None, home: Home | None = None) -> None:
         self._dtype, self.home = dtype, home
         self._stepped: dict[FlatGroup, Tensor] = {}
-        self._on_their_way: dict[FlatGroup, Callable[[], None]] = {}
-        """What waits for the gradients that are being brought."""
+        self._on_their_way: dict[FlatGroup, Any] = {}
+        """Events after the gradients that are being brought."""
 
     def add(self, flat: FlatGroup) -> Tensor:
         """What is stepped of a flat group: its shard itself where nothing else is to be."""
@@ -97,7 +98,7 @@ class Masters:
     def arrive(self, flat: FlatGroup) -> None:
         """The host waits for the gradients that were brought."""
         if flat in self._on_their_way:
-            self._on_their_way.pop(flat)()
+            self._on_their_way.pop(flat).synchronize()
 
     def _used(self, stepped: Tensor) -> None:
         if self.home is not None:
