@@ -68,7 +68,7 @@ class Rehearsal(Transport):
             sums = messages[0][0].new_empty(own[0]) if into is None else into
             scattered = self._launch("reduce", [messages[0][0], sums], messages[0][0].nbytes)
 
-            def arrived() -> Tensor:
+            def arrived(held: Sequence[Message] = messages) -> Tensor:
                 scattered()
                 return sums
 
