@@ -54,10 +54,6 @@ class NoStreams:
         """An event after all that was brought to the CPU so far; None where nothing is on its way."""
         return None
 
-    def at_host(self) -> Callable[[], None]:
-        """Has the host wait for what `to_host` was given until now, when it is called."""
-        return _nothing
-
     def release(self) -> None:
         """A full buffer is dropped: what was computed so far was the last that reads or writes it."""
 
@@ -143,10 +139,6 @@ class Streams(NoStreams):
     def departure(self) -> Any:
         return self._reductions.record_event()
 
-    def at_host(self) -> Callable[[], None]:
-        wait: Callable[[], None] = self._reductions.record_event().synchronize
-        return wait
-
     def _refuse_recording(self) -> None:
         if self._records():
             raise RuntimeError(
@@ -161,9 +153,6 @@ class Streams(NoStreams):
         for stream in self._at_host:
             stream.record_event().synchronize()
         self._at_host.clear()
-
-
-def _nothing() -> None: ...
 
 
 NONE = NoStreams()

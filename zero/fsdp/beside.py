@@ -20,6 +20,11 @@ class Beside:
         for streams in self._streams:
             streams.begin()
 
+    def settle(self) -> None:
+        """The host waits until shards and their gradients are its own to read and write."""
+        for streams in self._streams:
+            streams.settle()
+
     def expect(self, unit: Unit) -> None:
         """The unit is about to compute. Raises RuntimeError where that would not be ordered with what is sent."""
         for streams in self._streams:

@@ -34,15 +34,16 @@ class StepsInBackward:
         self._optimizer, self._guard = optimizer, guard
         self._done: set[Unit] = set()
         """Units that were stepped in this backward."""
-        self._course = InBackward(optimizer)
+        self._in_backward = InBackward(optimizer)
         optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, *_: Any) -> None:
-        self._course.stepped = False
+        self._in_backward.stepped = False
 
     def begin(self) -> None:
         """Of a backward. Raises RuntimeError for a second one before step(), and after one that was interrupted."""
-        self._course.begin()
+        self._in_backward.begin()
+        self._done.clear()  # an error may have ended the last one
         self._guard.before_steps_in_backward(self._optimizer)
 
     def refuse_again(self, unit: Unit) -> None:
@@ -63,7 +64,7 @@ class StepsInBackward:
         arrived = [param for param in unit.params if param.grad is not None]
         if arrived:
             unit.settle()
-            self._course.step_begins()
+            self._in_backward.step_begins()
             with torch.no_grad():
                 self._guard.step(self._optimizer, arrived)
             for param in arrived:
@@ -74,4 +75,4 @@ class StepsInBackward:
         for unit in units:
             self._step(unit)
         self._done.clear()
-        self._course.end()
+        self._in_backward.end()

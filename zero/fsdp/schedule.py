@@ -43,6 +43,7 @@ class Schedule:
         self._units, self._comms, self._prefetch, self._backward = units, comms, prefetch, backward
         self._root = units[0]
         self._casts, self._beside = Casts(units), Beside(units)
+        self._node_shards = [group.node_shard for unit in units for group in unit.groups if group.node_shard]
         self._running: list[Unit] = []
         """Units whose forward runs, from the outside in."""
         self._begun = 0
@@ -113,8 +114,8 @@ class Schedule:
                 for comm in self._comms:
                     comm.begin_schedule()
                 if not self._backward.accumulates:
-                    for one in self._units:
-                        one.expect_steps()
+                    for shard in self._node_shards:
+                        shard.stale = True
         self._beside.expect(unit)
         for other in (unit, *unit.reads):
             self._backward.end_reads(other)
@@ -192,8 +193,7 @@ class Schedule:
             for other in (unit, *unit.reads):
                 self._rest(other)
         if not self._running:
-            for other in self._units:
-                other.settle()  # the user may write into shards from here on
+            self._beside.settle()  # the user may write into shards from here on
 
     def _look_out(self) -> None:
         """In the first forward in training and the first in evaluation: finds what modules read of other units, and

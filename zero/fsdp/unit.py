@@ -196,12 +196,6 @@ class Unit:
             if group.residence is Residence.WHOLE and not group.summoned:
                 group.release()
 
-    def expect_steps(self) -> None:
-        """The optimizer may have stepped this rank's shards since they were gathered, as all others theirs."""
-        for group in self.groups:
-            if group.node_shard is not None:
-                group.node_shard.stale = True
-
     def look_for_writes(self) -> None:
         """Has the next `reshard` look whether the module wrote into its parameters, if it was whole till then."""
         for group in self.groups:

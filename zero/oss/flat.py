@@ -93,8 +93,8 @@ class FlatGroup:
         if not self._frees:
             self.part_views = [with_own_storage(view) for view in self.part_views]
         self._home = home
-        apart = home is not None or levels is not None or computed_as != self.part.dtype
-        self._part_in_whole = part_in_whole and self._frees and not apart
+        alike = home is None and levels is None and computed_as == self.part.dtype
+        self._part_in_whole = part_in_whole and self._frees and alike
         if own_part:
             if computed_as != self.part.dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
@@ -141,11 +141,13 @@ class FlatGroup:
             self.residence = Residence.GATHERING
         with shown("unshard", self.label, self.comm.rank):
             launch = partial(self._launch_gather, sent_as)
-            self._handle = self.streams.gather(self.comm, launch, ahead=ahead, from_host=apart(self.part, self.full))
+            self._handle = self.streams.gather(
+                self.sends_by, launch, ahead=ahead, from_host=apart(self.part, self.full)
+            )
 
     def _launch_gather(self, sent_as: torch.dtype | Int8 | None) -> Handle:
-        quantises = isinstance(sent_as, Int8) and self.full.is_floating_point() and self.comm.world > 1
-        quantised = sent_as if isinstance(sent_as, Int8) and quantises else None
+        sends_floats = self.full.is_floating_point() and self.comm.world > 1
+        quantised = sent_as if isinstance(sent_as, Int8) and sends_floats else None
         if self._frees:
             self._writes.quantised = quantised
             self.full.untyped_storage().resize_(self.full.nbytes)
@@ -190,6 +192,11 @@ class FlatGroup:
     @property
     def gathering(self) -> bool:
         return self._handle is not None
+
+    @property
+    def sends_by(self) -> Comm:
+        """The ranks among which `full` is gathered, and its gradients are reduced first."""
+        return self.comm if self.node_shard is None else self.node_shard.within
 
     @property
     def frees(self) -> bool:

@@ -118,7 +118,8 @@ class SteppingInBackward(Stepping):
         self.arrive()
         if self._in_backward is not None:
             for flat in self.flat_groups:
-                self.gradients_arrived(flat)
+                if any(self.part(param).grad is not None for param in flat.params):
+                    self.gradients_arrived(flat)
             self._in_backward.end()
 
     @torch.no_grad()

@@ -82,7 +82,7 @@ class Masters:
         for flat in flats:
             if flat in self._stepped:
                 for own, shard in _chunks(self._stepped[flat], flat.part):
-                    shard.copy_(own, non_blocking=True)
+                    shard.copy_(own)  # the host may write into masters from here on
                 self._used(self._stepped[flat])
 
     # ----------------------------------------------------------------------------------------------- elsewhere

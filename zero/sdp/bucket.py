@@ -150,7 +150,6 @@ class GradBucket:
         """Collective. Sends every gradient to its owner; zeros where this rank has none."""
         assert self.phase is Phase.FILLING
         self.phase = Phase.REDUCING
-        comm = self.flat.comm
         if self._packs:
             messages = [(self._in_layout_order(), self._lengths)]
         else:
@@ -161,7 +160,7 @@ class GradBucket:
         self.missing = self.missing or not self.complete
         self._forget_taken()
         with shown("reduce", self.flat.label, self.flat.comm.rank):
-            self._handle = self._streams.reduce(comm, partial(self._reduce, messages))
+            self._handle = self._streams.reduce(self.flat.sends_by, partial(self._reduce, messages))
 
     def _reduce(self, messages: Sequence[Message]) -> Handle:
         comm, replicas = self.flat.comm, self._replicas
