@@ -58,7 +58,7 @@ class Resident:
 
 
 def measure_resident(model: nn.Module, optimizer: Optimizer) -> Resident:
-    # OSS steps an optimizer of its own over this rank's parts; their gradients and state are found there.
+    # OSS steps an optimizer of its own over this rank's shards; their gradients and state are found there.
     inner = optimizer.optim if isinstance(optimizer, zero.OSS) else optimizer
     parameters = list(model.parameters())
     stepped = [p for group in inner.param_groups for p in group["params"]]

@@ -131,7 +131,7 @@ class Trained:
 
 
 def measure(units: int, steps: int, rank: Rank) -> dict[str, list[list[float]]]:
-    """Of each variant the CPU seconds of its steps, by part."""
+    """Of each variant the CPU seconds of its steps, by shard."""
     trained = {name: Trained(name, units, rank) for name in VARIANTS}
     found: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
     with without_copies():
@@ -170,9 +170,9 @@ def compare(found: dict[str, list[list[float]]], units: int) -> tuple[list[tuple
     lines: list[tuple[str, ...]] = []
     whole = {name: [sum(step) for step in steps] for name, steps in found.items()}
     for name, steps in found.items():
-        parts = [statistics.median(part) for part in zip(*steps, strict=True)]
+        shards = [statistics.median(shard) for shard in zip(*steps, strict=True)]
         ratio = statistics.median(a / b for a, b in zip(whole[name], whole["FSDP2"], strict=True))
-        figures = [f"{1e6 * seconds / units:.0f}" for seconds in (*parts, statistics.median(whole[name]))]
+        figures = [f"{1e6 * seconds / units:.0f}" for seconds in (*shards, statistics.median(whole[name]))]
         lines.append((name, *figures, f"{ratio:.2f}"))
     return lines, float(lines[-1][-1])
 

@@ -80,7 +80,7 @@ BUCKET = 25 * 2**20 // 4
 
 @dataclass(frozen=True)
 class Variant:
-    """stage: what it keeps in parts, as zero.plan counts. package: that it needs besides torch and zero.
+    """stage: what it keeps in shards, as zero.plan counts. package: that it needs besides torch and zero.
 
     together: whether the ranks train one model; without, losses are not those of the others.
     """

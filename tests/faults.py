@@ -184,7 +184,7 @@ def _build(case: Case, group: Any, trigger: Trigger, folder: Path) -> tuple[nn.M
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), Faulty(trigger), nn.Linear(64, 64))
     if case.stage == 3:
         policy = CustomPolicy(lambda _: trigger.pull("construction") or False)
-        offload = zero.DiskOffload(folder / "parts") if case.where == "offload" else None
+        offload = zero.DiskOffload(folder / "shards") if case.where == "offload" else None
         sharded = zero.FSDP(model, process_group=group, auto_wrap_policy=policy, offload=offload)
         return sharded, torch.optim.SGD(sharded.parameters(), lr=0.01)
     if case.where != "construction":

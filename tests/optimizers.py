@@ -177,7 +177,7 @@ class ByPlace(Clipping):
 
 
 class Grouped(Clipping):
-    """Reads whole parameters where a group says so, as GaLore does."""
+    """Reads full parameters where a group says so, as GaLore does."""
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         rank = group.get("rank")

@@ -79,10 +79,10 @@ class RankError(AssertionError):
     """A run did not end as it should; the message lists what became of every rank."""
 
     def __init__(self, title: str, outcomes: Sequence[Outcome]) -> None:
-        parts = [title]
+        shards = [title]
         for rank, outcome in enumerate(outcomes):
-            parts += [f"--- rank {rank} {outcome.verdict}", textwrap.indent(outcome.detail.rstrip(), "    ")]
-        super().__init__("\n".join(filter(None, parts)))
+            shards += [f"--- rank {rank} {outcome.verdict}", textwrap.indent(outcome.detail.rstrip(), "    ")]
+        super().__init__("\n".join(filter(None, shards)))
         self.outcomes = list(outcomes)
 
 
@@ -180,7 +180,7 @@ class _Process:
     def _stack(self) -> str:
         own = (f'"{__file__}"', f"{os.sep}multiprocessing{os.sep}", '"<string>"')
         lines = Path(self.stack_file).read_text().splitlines()
-        return "\n".join(line for line in lines if not any(part in line for part in own))
+        return "\n".join(line for line in lines if not any(shard in line for shard in own))
 
 
 _kept: list[_Process] = []

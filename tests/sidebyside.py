@@ -1,6 +1,6 @@
 """A model trained by `zero` beside a copy that a few lines of torch train the same way: the reference of most tests.
 
-The copy is whole on every rank. After its backward each gradient is averaged over the ranks by an all-reduce; one that
+The copy is full on every rank. After its backward each gradient is averaged over the ranks by an all-reduce; one that
 no rank has stays None. On two ranks the numbers of both are the same bit for bit.
 """
 

@@ -32,7 +32,7 @@ COMMUNICATION = re.compile(
 
 def imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.stmt, str, str]]:
     """Every import below `tree` as (statement, full dotted name of what is imported, name that it is bound to)."""
-    package = path.parent.parts
+    package = path.parent.shards
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
@@ -51,24 +51,24 @@ def dotted(node: ast.AST) -> str:
 
 
 def private(name: str) -> bool:
-    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+    return any(shard.startswith("_") and not shard.endswith("__") for shard in name.split("."))
 
 
 def layer(name: str) -> int:
     """Height of the layer that `name`, such as zero.oss.comm.gather, belongs to."""
-    part = name.split(".")[1] if "." in name else ""
-    return LAYERS.index(part) if part in LAYERS else len(LAYERS)
+    shard = name.split(".")[1] if "." in name else ""
+    return LAYERS.index(shard) if shard in LAYERS else len(LAYERS)
 
 
 def upward_imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    own = layer(".".join(path.with_suffix("").parts))
+    own = layer(".".join(path.with_suffix("").shards))
     for node, name, _ in imports(path, tree):
         if name.split(".")[0] == "zero" and layer(name) > own:
             yield node, f"{LAYERS[own]} must not import {name}: imports go down only"
 
 
 def private_names_of_other_layers(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    own = ".".join(path.with_suffix("").parts[:2])
+    own = ".".join(path.with_suffix("").shards[:2])
     bound = {}
     for node, name, alias in imports(path, tree):
         if name.split(".")[0] == "zero" and not f"{name}.".startswith(f"{own}."):
@@ -195,9 +195,9 @@ def test_rule_holds(rule):
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (upward_imports, "zero/oss/flat.py", "from zero.sdp.bucket import Bucket"),
-        (upward_imports, "zero/oss/flat.py", "from ..sdp import bucket"),
-        (upward_imports, "zero/oss/flat.py", "def f():\n    import zero.fsdp.unit"),
+        (upward_imports, "zero/oss/shard_group.py", "from zero.sdp.bucket import Bucket"),
+        (upward_imports, "zero/oss/shard_group.py", "from ..sdp import bucket"),
+        (upward_imports, "zero/oss/shard_group.py", "def f():\n    import zero.fsdp.unit"),
         (upward_imports, "zero/sdp/bucket.py", "from .. import fsdp"),
         (upward_imports, "zero/sdp/__init__.py", "from ..fsdp.unit import Unit"),
         (upward_imports, "zero/fsdp/unit.py", "from zero import setup"),
@@ -207,21 +207,21 @@ def test_rule_holds(rule):
         (private_names_of_other_layers, "zero/sdp/bucket.py", "from ..oss._flat import bind"),
         (private_names_of_other_layers, "zero/sdp/bucket.py", "from ..oss import flat\nflat._bind()"),
         (private_names_of_other_layers, "zero/sdp/bucket.py", "from zero._torch import _WRAPPED"),
-        (private_names_of_other_layers, "zero/setup.py", "import zero.oss.flat\nzero.oss.flat._bind()"),
-        (communication, "zero/oss/flat.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-        (communication, "zero/oss/flat.py", "import torch\ntorch.distributed.broadcast(x)"),
-        (communication, "zero/oss/flat.py", "import torch.distributed\ntorch.distributed.isend(x)"),
-        (communication, "zero/oss/flat.py", "import torch.nn\ntorch.distributed.barrier()"),
+        (private_names_of_other_layers, "zero/setup.py", "import zero.oss.shard_group\nzero.oss.shard_group._bind()"),
+        (communication, "zero/oss/shard_group.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        (communication, "zero/oss/shard_group.py", "import torch\ntorch.distributed.broadcast(x)"),
+        (communication, "zero/oss/shard_group.py", "import torch.distributed\ntorch.distributed.isend(x)"),
+        (communication, "zero/oss/shard_group.py", "import torch.nn\ntorch.distributed.barrier()"),
         (communication, "zero/sdp/comm.py", "from torch import distributed as d\nsend = d.reduce_scatter_single"),
-        (communication, "zero/oss/flat.py", "from torch.distributed import new_group as make"),
-        (communication, "zero/oss/flat.py", "from torch.distributed import *"),
-        (communication, "zero/oss/flat.py", "from torch.distributed.nn.functional import all_gather"),
-        (communication, "zero/oss/flat.py", "import torch.distributed as dist\ndist.scatter_object_list(x)"),
-        (private_names_of_torch, "zero/oss/flat.py", "from torch.utils._pytree import tree_map"),
-        (private_names_of_torch, "zero/oss/flat.py", "import torch._dynamo"),
-        (private_names_of_torch, "zero/oss/flat.py", "torch._C.current()"),
+        (communication, "zero/oss/shard_group.py", "from torch.distributed import new_group as make"),
+        (communication, "zero/oss/shard_group.py", "from torch.distributed import *"),
+        (communication, "zero/oss/shard_group.py", "from torch.distributed.nn.functional import all_gather"),
+        (communication, "zero/oss/shard_group.py", "import torch.distributed as dist\ndist.scatter_object_list(x)"),
+        (private_names_of_torch, "zero/oss/shard_group.py", "from torch.utils._pytree import tree_map"),
+        (private_names_of_torch, "zero/oss/shard_group.py", "import torch._dynamo"),
+        (private_names_of_torch, "zero/oss/shard_group.py", "torch._C.current()"),
         (private_names_of_torch, "zero/oss/optimizer.py", "backend.options._timeout"),
-        (private_names_of_torch, "zero/oss/flat.py", "self.module._modules['a']"),
+        (private_names_of_torch, "zero/oss/shard_group.py", "self.module._modules['a']"),
         (private_names_of_torch, "zero/oss/scaler.py", "super()._unscale_grads_()"),
         (private_names_of_torch, "zero/sdp/gathers.py", "getattr(module, '_orig_mod', None)"),
         (private_names_of_torch, "zero/sdp/gathers.py", "self.__dict__['_modules']"),
@@ -233,9 +233,9 @@ def test_rule_holds(rule):
         (unpickling, "zero/checkpoint/read.py", "eval(text)"),
         (unpickling, "zero/checkpoint/importing.py", "reader.read_metadata()"),
         (unpickling, "zero/checkpoint/importing.py", "dcp.FileSystemReader(path)"),
-        (setattr_and_id, "zero/oss/flat.py", "setattr(p, 'owner', 0)"),
-        (setattr_and_id, "zero/oss/flat.py", "index = {id(p): i for i, p in enumerate(ps)}"),
-        (setattr_and_id, "zero/oss/flat.py", "index = dict(zip(map(id, ps), ps))"),
+        (setattr_and_id, "zero/oss/shard_group.py", "setattr(p, 'owner', 0)"),
+        (setattr_and_id, "zero/oss/shard_group.py", "index = {id(p): i for i, p in enumerate(ps)}"),
+        (setattr_and_id, "zero/oss/shard_group.py", "index = dict(zip(map(id, ps), ps))"),
     ],
 )
 def test_rule_sees_a_violation(rule, path, source):
@@ -251,13 +251,13 @@ def test_rule_sees_a_violation(rule, path, source):
         ("zero/sdp/bucket.py", "from . import _note\nfrom ..oss import flat\nfrom ._note import _x\nflat.bind(), _x"),
         ("zero/sdp/bucket.py", "import torch.distributed as dist\ndist.get_rank(), dist.ReduceOp.SUM, x.reduce()"),
         ("zero/comm/process_group.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-        ("zero/oss/flat.py", "object.__setattr__(self, 'x', 1)\nself.id"),
+        ("zero/oss/shard_group.py", "object.__setattr__(self, 'x', 1)\nself.id"),
         ("zero/_torch.py", "from torch.utils import _pytree\ntorch._C.current()"),
         (
             "zero/comm/comm.py",
             "import sys\nsys._getframe(), self._launch\nself._order = 1\nother._order, other._use",
         ),
-        ("zero/oss/flat.py", "from zero._torch import base_of\nbase_of(tensor)"),
+        ("zero/oss/shard_group.py", "from zero._torch import base_of\nbase_of(tensor)"),
         ("zero/checkpoint/read.py", "torch.load(path, weights_only=True)\nmodel.eval()"),
     ],
 )

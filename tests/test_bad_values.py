@@ -289,12 +289,12 @@ def without_its_model(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_optimizer_steps_when_the_wrapper_is_gone(stage):
-    """At stage 3 what it steps are parts."""
+    """At stage 3 what it steps are shards."""
     expected = ranks.run(without_its_model, args=(0,))[0]
     by_rank = ranks.run(without_its_model, args=(stage,), timeout=20)
     for name, value in expected.items():
-        parts = [found[name].flatten() for found in by_rank]
-        assert torch.equal(torch.cat(parts) if stage == 3 else parts[0], value.flatten()), name
+        shards = [found[name].flatten() for found in by_rank]
+        assert torch.equal(torch.cat(shards) if stage == 3 else shards[0], value.flatten()), name
 
 
 # --------------------------------------------------------------------------------------------------------------- depth

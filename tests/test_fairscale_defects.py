@@ -69,7 +69,7 @@ def _zero_grad(rank, world, stage, optim, through):
             backward(model, rank, step)
             optimizer.step()
             if through == "module" and model is sharded[0] and stage == 2:
-                optimizer.zero_grad(set_to_none=True)  # the inner module knows nothing of the parts
+                optimizer.zero_grad(set_to_none=True)  # the inner module knows nothing of the shards
         assert_same(sharded[0], plain[0], f"step {step}:")
 
 
@@ -93,7 +93,7 @@ def _subgroup(rank, world, stage, optim, members):
             optimizer.step()
         assert_same(sharded[0], plain[0], f"step {step}:")
     sharded[1].consolidate_state_dict(recipient_rank=1)
-    whole = "zero_part" not in sharded[1].state_dict()
+    whole = "zero_shard" not in sharded[1].state_dict()
     assert whole == (dist.get_rank(group) == 1)
 
 

@@ -64,7 +64,7 @@ class Count(TorchDispatchMode):
         if name.startswith("c10d::"):
             self.collectives += name not in ("c10d::wait_tensor", "c10d::monitored_barrier_")
         elif not (
-            func.is_view or any(part in name for part in ("empty", "view", "detach", "set_", "resize_", "alias"))
+            func.is_view or any(shard in name for shard in ("empty", "view", "detach", "set_", "resize_", "alias"))
         ):
             self.kernels += 1
         return func(*args, **(kwargs or {}))
@@ -102,7 +102,7 @@ def launched(_: int, __: int, build: Callable[[nn.Module], tuple[nn.Module, Any]
         with Count() as count:
             model(tokens).backward()
             optimizer.step()
-    groups = optimizer.flat_groups if isinstance(optimizer, zero.OSS) else getattr(model, "flat_groups", ())
+    groups = optimizer.shard_groups if isinstance(optimizer, zero.OSS) else getattr(model, "shard_groups", ())
     return Launched(count.kernels, count.collectives), len(groups)
 
 

@@ -18,7 +18,7 @@ WIDTH = 6
 
 
 class Quantised(nn.Module):
-    """Weights as a high and a low part, and a buffer of the same kind."""
+    """Weights as a high and a low shard, and a buffer of the same kind."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()

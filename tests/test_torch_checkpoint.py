@@ -148,7 +148,7 @@ def test_what_torchs_distributed_checkpoint_saved_it_loads(at: int, to: int, tmp
 
 
 def of_another_rank(rank: int, world: int, fresh: bool) -> None:
-    """Parts of one shape, so that nothing but the mark tells them apart."""
+    """Shards of one shape, so that nothing but the mark tells them apart."""
     model = zero.FSDP(nn.Linear(8, 8))
     optimizer = Adam(model.parameters())
     train(model, optimizer, rank, range(1))
@@ -170,7 +170,7 @@ def test_another_ranks_state_is_refused_by_a_fresh_optimizer_at_its_step():
 def test_another_ranks_state_is_refused_as_it_is_loaded():
     with pytest.raises(ranks.RankError) as error:
         ranks.run(of_another_rank, 2, args=(False,), timeout=15)
-    assert "one rank's part (rank 0 of 2" in error.value.outcomes[1].message
+    assert "one rank's shard (rank 0 of 2" in error.value.outcomes[1].message
 
 
 def full_into_parts(rank: int, world: int) -> None:

@@ -32,7 +32,7 @@ def setup(
 ) -> tuple[nn.Module, Optimizer]:
     """Collective. The model and its optimizer at a stage; the numbers that they train to are the same at each.
 
-    stage: what is kept in parts: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also
+    stage: what is kept in shards: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also
         parameters.
     optim, defaults: the optimizer's class and arguments.
     partition, auto_wrap_policy: as of OSS and FSDP.

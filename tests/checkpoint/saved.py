@@ -1,4 +1,4 @@
-"""Training runs to save and to go on from, what they come to as whole tensors, and a reader that is not zero's."""
+"""Training runs to save and to go on from, what they come to as full tensors, and a reader that is not zero's."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def steps(model: nn.Module, optimizer: Optimizer, first: int, count: int) -> lis
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Collective. All that a checkpoint must bring back, as whole tensors by name, masters in place of parameters."""
+    """Collective. All that a checkpoint must bring back, as full tensors by name, masters in place of parameters."""
     inner = model.module if hasattr(model, "module") else model
     names = {param: name for name, param in inner.named_parameters()}
     found: dict[str, Any] = {f"model/{name}": value for name, value in zero.full_state_dict(model).items()}
@@ -88,18 +88,18 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def gathered_state(model: zero.FSDP, optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-    """Collective. The state at stage 3, whole: every rank's parts put where the layout has them."""
+    """Collective. The state at stage 3, whole: every rank's shards put where the layout has them."""
     comm, found = model.comms[0], {}
-    for group in model.flat_groups:
+    for group in model.shard_groups:
         for index, param in enumerate(group.params):
             mine = (group.spans.get(index), optimizer.state.get(param, {}))
             told = [mine] * comm.world
             if comm.world > 1:
                 dist.all_gather_object(told, mine, group=comm.group)
-            shape, stride = group.shapes.whole[index], group.shapes.strides[index]
+            shape, stride = group.shapes.full[index], group.shapes.strides[index]
             state: dict[str, Any] = {}
-            for span, part in told:
-                for key, value in part.items() if span is not None else ():
+            for span, shard in told:
+                for key, value in shard.items() if span is not None else ():
                     if not isinstance(value, Tensor) or not value.dim():
                         state[key] = value
                         continue

@@ -297,7 +297,7 @@ def of_sharded(optim, width=8, **options):
 MISFITS = {  # what is saved, and what is to take it
     "another width": (adam(), lambda: of_sharded(adam(), width=9)),
     "another optimizer": (adam(), lambda: of_sharded(torch.optim.SGD, lr=0.1)),
-    "cut state": (Blockwise, lambda: of_sharded(Blockwise)),  # only seen where a rank has a part
+    "cut state": (Blockwise, lambda: of_sharded(Blockwise)),  # only seen where a rank has a shard
 }
 
 

@@ -29,7 +29,7 @@ def kept(seed=0):
 
 
 def goes_on(rank, world, path):
-    """Parts that are given up while parameters are whole are written, and read into, without being pinned down."""
+    """Shards that are given up while parameters are unsharded are written, and read into, without being pinned down."""
     model, optimizer = kept()
     train(model, optimizer)
     zero.checkpoint.save(path, model, optimizer)
@@ -155,17 +155,17 @@ def mastered(dtype):
 
 def test_masters_are_those_that_were_saved_whatever_16_bits_the_parameters_have(tmp_path):
     model, optimizer = mastered(torch.float16)
-    [flat] = optimizer.flat_groups
+    [flat] = optimizer.shard_groups
     optimizer.master(flat).add_(torch.randn_like(optimizer.master(flat)) * 1e-5)
     with torch.no_grad():
-        flat.part.copy_(optimizer.master(flat))
+        flat.shard.copy_(optimizer.master(flat))
     saved = copy.deepcopy(optimizer.master(flat))
     zero.checkpoint.save(tmp_path, model, optimizer)
     model, optimizer = mastered(torch.bfloat16)
     zero.checkpoint.load(tmp_path, model, optimizer)
     model(torch.ones(1, 64).bfloat16()).sum().backward()
     optimizer.step()  # at a learning rate of nothing
-    assert torch.equal(optimizer.master(optimizer.flat_groups[0]), saved)
+    assert torch.equal(optimizer.master(optimizer.shard_groups[0]), saved)
 
 
 # ----------------------------------------------------------------------------------------------------------- extra

@@ -32,7 +32,7 @@ from zero.checkpoint.importing import import_checkpoint
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run saved at stage 3 on 3 ranks, and its whole weights and state."""
+    """A run saved at stage 3 on 3 ranks, and its full weights and state."""
     path = tmp_path_factory.mktemp("exchange") / "run"
     at_save, _ = ranks.run(save_and_go_on, 3, (str(path), 3, Config()))[0]
     return path, at_save

@@ -265,7 +265,7 @@ def test_users_of_one_group_never_share_a_channel():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whole tensors
+# Full tensors
 
 
 def _whole(rank, world, way):

@@ -18,8 +18,8 @@ from simulated.device import PACKAGE, Site
 from simulated.memory import Race
 from simulated.scenarios import RANK, SCENARIOS, WIDTH, WORLD, Net, sgd, step, wrapped
 from simulated.world import simulated
-from zero.oss.flat import FlatGroup
 from zero.oss.layout import even
+from zero.oss.shard_group import ShardGroup
 
 
 def problem(scenario: str, removed: Site | None = None, *, own_stream: bool = False) -> str:
@@ -39,7 +39,7 @@ def test_every_access_comes_after_what_wrote_and_before_what_frees(scenario):
     assert problem(scenario) == ""
 
 
-OTHERS = ["3", "3 hybrid", "3 in 16 bits", "3 whole parameters", "3 offloaded", "2 overlapping in 16 bits"]
+OTHERS = ["3", "3 hybrid", "3 in 16 bits", "3 full parameters", "3 offloaded", "2 overlapping in 16 bits"]
 
 
 @pytest.mark.parametrize("scenario", OTHERS)
@@ -70,10 +70,10 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("fsdp/schedule.py", "_leave", "self._beside.settle()"): "3 offloaded, a block by itself",
     ("fsdp/unit.py", "settle", "group.settle()"): "3 offloaded",
     ("fsdp/unit_gradients.py", "_deliver", "flat.settle()"): "3 offloaded, accumulated",
-    ("oss/flat.py", "finish", "handle.wait()"): "2 in 16 bits",
-    ("oss/flat.py", "finish_gather", "handle.wait()"): "3",
-    ("oss/flat.py", "_leave_part", "self.streams.release()"): "3",
-    ("oss/flat.py", "settle", "self.streams.settle()"): "3 offloaded",
+    ("oss/shard_group.py", "finish", "handle.wait()"): "2 in 16 bits",
+    ("oss/shard_group.py", "finish_gather", "handle.wait()"): "3",
+    ("oss/shard_group.py", "_leave_shard", "self.streams.release()"): "3",
+    ("oss/shard_group.py", "settle", "self.streams.settle()"): "3 offloaded",
     ("sdp/bucket.py", "average", "sums: Tensor = handle.wait()"): "3 hybrid",
     ("sdp/bucket.py", "finish", "sums: Tensor = handle.wait()"): "3",
 }
@@ -125,7 +125,7 @@ def there() -> Any:
 
 def test_the_stream_that_launched_a_transfer_and_the_one_that_waits_both_go_on_after_it(there):
     layout = even([64], WORLD, align=16)
-    flat = FlatGroup([nn.Parameter(torch.ones(64))], ["weight"], layout, there.comm(RANK, WORLD), own_part=True)
+    flat = ShardGroup([nn.Parameter(torch.ones(64))], ["weight"], layout, there.comm(RANK, WORLD), own_shard=True)
     other = there.device.Stream()
     flat.launch_gather()
     with there.device.stream(other):

@@ -199,5 +199,5 @@ def test_torchs_own_is_right_where_parameters_are_whole():
 
 @pytest.mark.parametrize("options", ["even", "whole"])
 def test_torchs_own_is_noticed_on_parts(options):
-    """It would scale each rank's parts by their own norm."""
+    """It would scale each rank's shards by their own norm."""
     assert ranks.run(torchs_own, args=(OPTIONS[options],), timeout=15) == ["noticed"] * 2

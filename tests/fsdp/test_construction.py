@@ -157,7 +157,7 @@ class Before:
 
 @contextmanager
 def full_disk(rank: int, path: Path) -> Iterator[dict[str, Any]]:
-    """The second rank has room for some parts."""
+    """The second rank has room for some shards."""
     room = 3 if rank == 1 else 1000
     allocate = os.posix_fallocate
 
@@ -368,7 +368,7 @@ def values_in_memory(rank: int, world: int, path: Path | None) -> list[int]:
         wrapped = zero.FSDP(model, **({"offload": zero.DiskOffload(path)} if path else {}))
     finally:
         Placement.broadcast = broadcast  # type: ignore[method-assign]
-    assert wrapped.flat_groups
+    assert wrapped.shard_groups
     return [*found, sum(value() is not None for value in values)]
 
 

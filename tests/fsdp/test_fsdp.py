@@ -1,4 +1,4 @@
-"""FSDP: what lies where at rest and while a unit computes, whole weights in and out, what is sent, ranks out of step.
+"""FSDP: what lies where at rest and while a unit computes, full weights in and out, what is sent, ranks out of step.
 
 That it trains right in all kinds of loops is tested in test_parity.py and test_training.py.
 """
@@ -67,7 +67,7 @@ def total(value: float) -> float:
 
 
 def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
-    """Of every parameter each rank holds a part of as many dimensions, and nothing more of it exists."""
+    """Of every parameter each rank holds a shard of as many dimensions, and nothing more of it exists."""
     for (name, param), (whole_name, expected) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
         assert name == whole_name
         assert param.dim() == expected.dim() or (not expected.dim() and not param.numel())  # nothing has a dimension
@@ -92,8 +92,8 @@ def at_rest(rank: int, world: int, options: dict[str, Any]) -> None:
         dist.all_reduce(expected.grad)
         gathered: list[Any] = [None] * world
         dist.all_gather_object(gathered, None if param.grad is None else param.grad.flatten())
-        parts = torch.cat([part for part in gathered if part is not None])
-        torch.testing.assert_close(parts, expected.grad.flatten() / world, rtol=2e-6, atol=1e-8)
+        shards = torch.cat([shard for shard in gathered if shard is not None])
+        torch.testing.assert_close(shards, expected.grad.flatten() / world, rtol=2e-6, atol=1e-8)
     model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
 
@@ -268,7 +268,7 @@ def test_units_within_units():
     ranks.run(deep_units)
 
 
-# --------------------------------------------------------------------------------------------------------- whole weight
+# --------------------------------------------------------------------------------------------------------- full weight
 
 
 def other_start(rank: int) -> nn.Module:

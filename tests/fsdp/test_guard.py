@@ -1,4 +1,4 @@
-"""What optimizers may do with parameters that lie in parts: what would be wrong is refused, on every rank."""
+"""What optimizers may do with parameters that lie in shards: what would be wrong is refused, on every rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def backward(model: nn.Module, rank: int, step: int = 0) -> None:
     loss_on(rank, step)(model).backward()
 
 
-# ------------------------------------------------------------------------------------ optimizers for whole parameters
+# ------------------------------------------------------------------------------------ optimizers for full parameters
 
 
 def stepped(rank: int, world: int, optim: Any, options: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def test_optimizers_that_need_whole_parameters_are_refused_where_they_are_cut(op
 
 
 def sam(rank: int, world: int, options: dict[str, Any]) -> None:
-    """Ascends by the norm of this rank's part alone; the first that torch tells of is the step of the SGD inside."""
+    """Ascends by the norm of this rank's shard alone; the first that torch tells of is the step of the SGD inside."""
     model = zero.FSDP(Net(), **options)
     optimizer = Sam(model.parameters(), SGD, lr=0.1, momentum=0.9)
     backward(model, rank)
@@ -186,7 +186,7 @@ def uneven(rank: int, world: int, optim: Any) -> None:
     (before if optim is Adam else optim(model.parameters())).step()
 
 
-@pytest.mark.parametrize(("optim", "words"), [(Muon, "cut between ranks"), (Adam, "shape of the whole parameter")])
+@pytest.mark.parametrize(("optim", "words"), [(Muon, "cut between ranks"), (Adam, "shape of the full parameter")])
 def test_refusals_are_on_every_rank_whatever_it_has_itself(optim, words):
     ranks.expect_error(uneven, 3, RuntimeError, words, args=(optim,), timeout=15)
 
@@ -242,7 +242,7 @@ def state_loaded_whole(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("function", [state_from_before, state_loaded_whole])
 def test_state_of_whole_parameters_is_refused_with_the_remedy(function):
-    words = ["the state 'exp_avg' of '.*weight' has the shape of the whole parameter", "wrap before the first step"]
+    words = ["the state 'exp_avg' of '.*weight' has the shape of the full parameter", "wrap before the first step"]
     ranks.expect_error(function, 2, RuntimeError, *words, timeout=15)
 
 
@@ -276,7 +276,10 @@ def test_state_of_the_same_parts_loads():
 def inside_summon(rank: int, world: int) -> None:
     both = SideBySide(Net(), "3")
     both.backward(loss_on(rank))
-    with both.model.summon_full_params(), pytest.raises(RuntimeError, match=r"weight' is whole.*summon_full_params"):
+    with (
+        both.model.summon_full_params(),
+        pytest.raises(RuntimeError, match=r"weight' is unsharded.*summon_full_params"),
+    ):
         both.optimizer.step()
     both.update()
     both.step(loss_on(rank, 1))
@@ -308,7 +311,7 @@ def inside_backward(rank: int, world: int) -> list[str]:
 def test_a_step_inside_backward_is_refused():
     for told in ranks.run(inside_backward):
         assert len(told) == 1
-        assert "weight' is whole" in told[0] and "backward is not complete" in told[0]
+        assert "weight' is unsharded" in told[0] and "backward is not complete" in told[0]
 
 
 def two_models(rank: int, world: int) -> None:

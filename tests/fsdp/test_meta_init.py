@@ -299,7 +299,7 @@ def test_a_module_is_initialised_once_with_all_that_it_has():
 
 
 def tied_values(rank: int, world: int) -> None:
-    """reset_parameters of a head whose weight was cut already would draw it anew, for a part, on one rank."""
+    """reset_parameters of a head whose weight was cut already would draw it anew, for a shard, on one rank."""
     model = zero.FSDP(on_meta(TiedHead), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}))
     weight = model.state_dict()["head.weight"]
     assert weight.abs().max() < 0.2, weight

@@ -237,7 +237,7 @@ def accumulated(rank: int, world: int, sync: bool) -> None:
 
 @pytest.mark.parametrize("sync", [True, False], ids=["accumulated", "no_sync"])
 def test_accumulation(sync):
-    """Between ranks and in parts gradients add up in float32; under no_sync as autograd adds up what it wrote."""
+    """Between ranks and in shards gradients add up in float32; under no_sync as autograd adds up what it wrote."""
     ranks.run(accumulated, args=(sync,))
 
 

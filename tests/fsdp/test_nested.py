@@ -74,7 +74,7 @@ def train(rank: int, world: int, build: Any, optim: Any) -> set[str]:
     both.backward(lambda model: model(data(4, WIDTH, rank=rank)).square().mean(), sync=False)
     both.backward(lambda model: model(data(4, WIDTH, rank=rank, step=9)).square().mean())
     both.update()
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.flat_groups)
+    assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.shard_groups)
     return {unit.name for unit in both.model._units}
 
 

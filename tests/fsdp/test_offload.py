@@ -1,4 +1,4 @@
-"""Parts in the memory of the CPU and in files. Without a GPU, CPUOffload has nothing to move."""
+"""Shards in the memory of the CPU and in files. Without a GPU, CPUOffload has nothing to move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import ranks
 import zero
 from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
-from zero.fsdp.whole import _Gradients
+from zero.fsdp.full_params import _Gradients
 from zero.oss.offload import Disk
 from zero.oss.writes import Writes
 
@@ -112,7 +112,7 @@ def resident(field: str) -> int:
 
 
 def held(rank: int, world: int, path: Path | None) -> tuple[int, int]:
-    """Bytes of parts and optimizer state, and by how much the process grew at most while it trained with them."""
+    """Bytes of shards and optimizer state, and by how much the process grew at most while it trained with them."""
     ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: have glibc give back what is freed, as jemalloc does
     width, layers = 1024, 24  # 4 MiB a layer
     nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()  # torch's own memory is not to count
@@ -134,7 +134,7 @@ def held(rank: int, world: int, path: Path | None) -> tuple[int, int]:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc to see peaks")
 def test_less_is_resident_than_parts_and_state_are_large(tmp_path):
-    """Gradients stay in memory, a third of what parts and state take; besides them what is used at a time."""
+    """Gradients stay in memory, a third of what shards and state take; besides them what is used at a time."""
     state, peak = ranks.run(held, 1, args=(tmp_path,))[0]
     assert state == 12 * 24 * 1024 * 1024
     assert peak < 0.5 * state
@@ -143,10 +143,10 @@ def test_less_is_resident_than_parts_and_state_are_large(tmp_path):
 
 
 def saved_and_loaded(rank: int, world: int, path: Path) -> None:
-    """A checkpoint of parts in files goes into parts in files, and training goes on from it."""
+    """A checkpoint of shards in files goes into shards in files, and training goes on from it."""
     case = CASES["gpt"]
     torch.manual_seed(rank)
-    models = [zero.FSDP(case.model(), offload=zero.DiskOffload(path / "parts")) for _ in range(2)]
+    models = [zero.FSDP(case.model(), offload=zero.DiskOffload(path / "shards")) for _ in range(2)]
     optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
 
     def step(model: zero.FSDP, optimizer: AdamW, number: int) -> float:
@@ -202,14 +202,14 @@ def test_full_gradients_go_back_to_where_the_shards_are():
     param = nn.Parameter(torch.empty(4, device="meta"))  # which stands for another device
     group = SimpleNamespace(
         params=[param],
-        part=param.data,
+        shard=param.data,
         spans=[0],
         comm=SimpleNamespace(rank=0),
         layout=SimpleNamespace(segment=lambda rank: slice(0, 4)),
-        views_of_part=lambda part: [part],
+        views_of_shard=lambda shard: [shard],
     )
     gradients = _Gradients.__new__(_Gradients)
-    gradients._group, gradients._parts = group, [torch.empty(4, device="meta")]  # type: ignore[assignment]
-    gradients._whole, param.grad = torch.empty(8), gradients._parts[0]
+    gradients._group, gradients._shards = group, [torch.empty(4, device="meta")]  # type: ignore[assignment]
+    gradients._whole, param.grad = torch.empty(8), gradients._shards[0]
     gradients.end(keep=True)
     assert param.grad is not None and param.grad.is_meta

@@ -45,10 +45,10 @@ class Both(Optimizer):
         params = list(params)
         matrices, rest = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
         super().__init__(params, {})
-        self.parts = [Muon(matrices, lr=0.02), AdamW(rest, lr=1e-3)]
+        self.shards = [Muon(matrices, lr=0.02), AdamW(rest, lr=1e-3)]
 
     def step(self) -> None:  # type: ignore[override]
-        for optimizer in self.parts:
+        for optimizer in self.shards:
             optimizer.step()
 
 

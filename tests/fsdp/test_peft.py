@@ -1,4 +1,4 @@
-"""LoRA by peft around models of transformers: the base is frozen and in parts, only adapters are trained."""
+"""LoRA by peft around models of transformers: the base is frozen and in shards, only adapters are trained."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def kept(rank: int, world: int) -> None:
     gradients = sum(param.grad.nbytes for param in trained)
     moments = sum(state[key].nbytes for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
     storages = {param.untyped_storage() for param in wrapped.parameters()}
-    parts = sum(one.nbytes() for one in storages)
-    total = torch.tensor([gradients, moments, parts])
+    shards = sum(one.nbytes() for one in storages)
+    total = torch.tensor([gradients, moments, shards])
     dist.all_reduce(total)
-    padding = 64 * 2 * (1 + world) * len(wrapped.flat_groups)
+    padding = 64 * 2 * (1 + world) * len(wrapped.shard_groups)
     assert total[0] == trainable and total[1] == 2 * trainable
     assert frozen + trainable <= total[2] <= frozen + trainable + padding
     assert trainable * (world - 1) / world <= reduced <= trainable * (world - 1) / world + padding

@@ -1,6 +1,6 @@
 """Penalties on parameters that the training loop adds to the loss, beside DistributedDataParallel with the same.
 
-Of a sharded parameter the penalty sees this rank's part. Losses so differ between ranks; weights do not.
+Of a sharded parameter the penalty sees this rank's shard. Losses so differ between ranks; weights do not.
 """
 
 from __future__ import annotations

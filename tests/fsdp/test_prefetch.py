@@ -1,5 +1,5 @@
-"""How far ahead units are gathered, and how many are whole at once. Parity with DDP is in test_parity.py, peaks are in
-test_memory.py.
+"""How far ahead units are gathered, and how many are unsharded at once. Parity with DDP is in test_parity.py, peaks are
+in test_memory.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ranks
 import zero
 from sidebyside import SideBySide, data, sgd, stage_3
 from transports import overlapping
-from zero.oss.flat import FlatGroup
+from zero.oss.shard_group import ShardGroup
 
 WIDTH, BLOCKS = 8, 4
 
@@ -59,9 +59,9 @@ def loss(rank: int, step: int = 0, **how: Any) -> Any:
 @contextmanager
 def events(model: zero.FSDP, told: list[str]) -> Any:
     """Notes gatherings as they are launched, and the forwards of blocks."""
-    launch = FlatGroup.launch_gather
+    launch = ShardGroup.launch_gather
 
-    def noted(group: FlatGroup, **options: Any) -> None:
+    def noted(group: ShardGroup, **options: Any) -> None:
         told.append("gather " + group.label.split(".")[-1].strip("'"))
         launch(group, **options)
 
@@ -69,11 +69,11 @@ def events(model: zero.FSDP, told: list[str]) -> Any:
         block.linear.register_forward_pre_hook(lambda *_, number=number: told.append(f"forward {number}"))
         for number, block in enumerate(model.module.blocks)
     ]
-    FlatGroup.launch_gather = noted  # type: ignore[method-assign]
+    ShardGroup.launch_gather = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FlatGroup.launch_gather = launch  # type: ignore[method-assign]
+        ShardGroup.launch_gather = launch  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 
@@ -129,7 +129,7 @@ def test_by_default_forward_gathers_ahead_where_transfers_overlap(prefetch, expe
 
 
 def whole_at_once(rank: int, world: int, prefetch: zero.Prefetch) -> tuple[int, list[str]]:
-    """The largest number of units, the root aside, of which whole parameters or gradients exist in a block's backward,
+    """The largest number of units, the root aside, of which full parameters or gradients exist in a block's backward,
     and the names of all units."""
     model = zero.FSDP(Net(), prefetch=prefetch)
     most = 0
@@ -170,7 +170,7 @@ def another_order(rank: int, world: int, prefetch: zero.Prefetch) -> None:
         both.step(loss(rank, step, **how))
         with torch.no_grad():
             both.model(tokens(rank), turned=step % 2 == 0)
-        assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.flat_groups)
+        assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.shard_groups)
 
 
 @pytest.mark.parametrize("prefetch", [zero.SPEED_FIRST, zero.MEMORY_FIRST], ids=["speed first", "memory first"])

@@ -96,7 +96,7 @@ def train(rank: int, world: int, optim: Any, options: dict[str, Any], evaluate_f
             model.train()
     for step in range(3):
         both.step(lambda model: model(tokens(rank, step)).square().mean())  # noqa: B023
-        assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.flat_groups)
+        assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.shard_groups)
     both.zero_grad()
     both.backward(lambda model: model(tokens(rank, 3)).square().mean(), sync=False)
     both.backward(lambda model: model(tokens(rank, 4)).square().mean())
@@ -121,7 +121,7 @@ def other_methods(rank: int, world: int) -> None:
         assert torch.equal(
             model.blocks[1].look(model.words(tokens(rank))), plain.blocks[1].look(plain.words(tokens(rank)))
         )
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.flat_groups)
+    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
     with model.summon_full_params(writeback=False), torch.no_grad():
         assert torch.equal(model.generate(tokens(rank), 4), plain.generate(tokens(rank), 4))
 
@@ -131,7 +131,7 @@ def test_other_methods_than_forward_find_the_parameters_of_the_modules_that_they
 
 
 def train_through_other_methods(rank: int, world: int) -> None:
-    """Parts of blocks, and modules of the root, are called from outside; the output layer after forward."""
+    """Shards of blocks, and modules of the root, are called from outside; the output layer after forward."""
     both = SideBySide(Net(), lambda model, optim: stage_3(model, optim, auto_wrap_policy=ModuleWrapPolicy({Block})))
 
     def loss(model: nn.Module, step: int) -> Tensor:
@@ -160,7 +160,7 @@ def test_training_whole_parameters_is_refused_on_every_rank():
 
 
 class Kept(nn.Module):
-    """Reads the weight of a unit that stays whole from forward to backward, and whose output may lead nowhere."""
+    """Reads the weight of a unit that stays unsharded from forward to backward, and whose output may lead nowhere."""
 
     def __init__(self) -> None:
         super().__init__()

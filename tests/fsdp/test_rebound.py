@@ -66,7 +66,7 @@ def take_weights(model: FSDP, rank: int) -> None:
     model.state_dict()
 
 
-def take_parts(model: FSDP, rank: int) -> None:
+def take_shards(model: FSDP, rank: int) -> None:
     model.local_state_dict()
 
 
@@ -88,7 +88,7 @@ def rebound(rank: int, world: int, rebind: Callable[[FSDP], None], use: Callable
 
 @pytest.mark.parametrize(
     ("rebind", "use"),
-    [(exchange, use) for use in (evaluate, take_weights, take_parts, summon, step)]
+    [(exchange, use) for use in (evaluate, take_weights, take_shards, summon, step)]
     + [(cast, evaluate), (from_a_vector, step)],
 )
 def test_other_data_is_refused_where_it_would_be_lost(rebind, use):
@@ -97,9 +97,9 @@ def test_other_data_is_refused_where_it_would_be_lost(rebind, use):
 
 def load_parts(rank: int, world: int) -> None:
     model = zero.FSDP(Net())
-    parts = model.local_state_dict()
+    shards = model.local_state_dict()
     one_part(model)
-    model.load_local_state_dict(parts)
+    model.load_local_state_dict(shards)
 
 
 def test_parts_are_not_loaded_into_other_data():

@@ -310,7 +310,7 @@ def whole_at_once(rank: int, world: int, options: dict[str, Any]) -> int:
 
     def look(_: Tensor) -> None:
         nonlocal most
-        most = max(most, sum(unit.whole for unit in both.model._units[1:]))
+        most = max(most, sum(unit.unsharded for unit in both.model._units[1:]))
 
     both.step(lambda model: loss(model, rank, 0))
     for block in both.model.module.blocks:

@@ -99,7 +99,7 @@ def trained(rank: int, case: str, optim: str, given: dict[str, Any], **how: Any)
 def assert_trains_as_ddp(rank: int, world: int, placed: Placed, tolerance: float) -> None:
     given = options(placed)
     for case, optim, how in TRAINED:
-        off = max(tolerance, 1e-5) if how == "accumulated" else tolerance  # parts are added to averages
+        off = max(tolerance, 1e-5) if how == "accumulated" else tolerance  # shards are added to averages
         if off and optim == "adamw":
             continue  # of a gradient that is nothing but rounding, Adam makes a whole step
         expected = reference(rank, CASES[case], OPTIMIZERS[optim], **HOW[how])
@@ -325,7 +325,7 @@ def counted() -> Iterator[Counter[str]]:
 
 def step_counted(rank: int, world: int, placed: Placed, micro: int, sync: bool) -> dict[str, int]:
     model = zero.FSDP(CASES["gpt"].model(), **options(placed))
-    assert len(model.flat_groups) == UNITS
+    assert len(model.shard_groups) == UNITS
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     steps = []
     for step in range(3):

@@ -157,7 +157,7 @@ def whole_at_once(rank: int, world: int, reentrant: bool, options: dict[str, Any
 
     def look(_: Tensor) -> None:
         nonlocal most
-        most = max(most, sum(unit.whole for unit in both.model._units[1:]))
+        most = max(most, sum(unit.unsharded for unit in both.model._units[1:]))
 
     for block in both.model.module.blocks:
         for branch in block.branches:

@@ -184,7 +184,7 @@ def test_names_of_fsdp1_say_where_shards_lie():
 def ignored(rank: int, world: int) -> list[bool]:
     net = Net()
     model = zero.FSDP(net, ignored_states=[net.head, net.blocks[0].norm.weight])
-    sharded = {param for group in model.flat_groups for param in group.params}
+    sharded = {param for group in model.shard_groups for param in group.params}
     return [param in sharded for param in (net.head.weight, net.blocks[0].norm.weight, net.blocks[0].norm.bias)]
 
 

@@ -166,7 +166,7 @@ def test_activations_are_recomputed_in_backward(name, reentrant):
     ranks.run(recomputed, args=(name, reentrant))
 
 
-# -------------------------------------------------------------------------------------------- whole weights
+# -------------------------------------------------------------------------------------------- full weights
 
 
 def exchanged(rank: int, world: int) -> None:

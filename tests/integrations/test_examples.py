@@ -90,7 +90,7 @@ def train(accelerator):
 
 
 model = train(Accelerator(cpu=True))
-print("UNITS", len({unit for unit in model.flat_groups}), flush=True)
+print("UNITS", len({unit for unit in model.shard_groups}), flush=True)
 train(Accelerator(cpu=True, zero_plugin=ZeroPlugin.from_yaml(sys.argv[1])))
 """
 

@@ -276,7 +276,7 @@ class Averaged(Optimizer):
         self._switch(False)
 
     def reset(self) -> None:
-        """Not to be called on this rank's parts in the name of all."""
+        """Not to be called on this rank's shards in the name of all."""
 
     @torch.no_grad()
     def _switch(self, training: bool) -> None:
@@ -307,7 +307,7 @@ def _switched(rank, world, stage, through):
         finals.append((losses, shown, weights(model), optimizer.count))
         if at:
             assert not hasattr(optimizer, "reset")
-            with pytest.raises(AttributeError, match="parts alone"):
+            with pytest.raises(AttributeError, match="shards alone"):
                 optimizer.reset()
     same(finals[1], finals[0], "losses, averages, weights")
 

@@ -29,9 +29,9 @@ def trained(rank: int, case: str, optim: str, dtype: torch.dtype, stage: int | N
     losses = []
     for step in range(3):
         optimizer.zero_grad()
-        for part in range(2):
-            with model.no_sync() if part == 0 else nullcontext():
-                loss = model(*CASES[case].batch(rank, 2 * step + part).inputs).float().square().mean()
+        for shard in range(2):
+            with model.no_sync() if shard == 0 else nullcontext():
+                loss = model(*CASES[case].batch(rank, 2 * step + shard).inputs).float().square().mean()
                 loss.backward()
             losses.append(loss.item())
         optimizer.step()

@@ -355,7 +355,7 @@ def _buckets(rank, world, stage, cut, optim, options):
         if limit is not None:
             optimizer.set_bucket_size(limit)
             if limit == 0:
-                sizes = [[param.numel() for param in flat.params if param.numel()] for flat in optimizer.flat_groups]
+                sizes = [[param.numel() for param in flat.params if param.numel()] for flat in optimizer.shard_groups]
                 assert max(map(len, sizes)) == 1
         losses += train(model, optimizer, rank, range(2, 5))
         optimizer.consolidate_state_dict(to=None)

@@ -160,7 +160,7 @@ def test_a_rank_that_owns_nothing_takes_part(stage, partition):
 
 
 def _unused(rank, world, stage):
-    """The part that rank 0 owns gets no gradient at all in this step."""
+    """The shard that rank 0 owns gets no gradient at all in this step."""
     nets = [built(lambda: nn.ModuleList([nn.Linear(FEATURES, 40), nn.Linear(FEATURES, 40)])) for _ in range(2)]
     optimizer = OSS(nets[1].parameters(), SGD, partition="whole", **MOMENTUM)
     plain = SGD(nets[0].parameters(), **MOMENTUM)

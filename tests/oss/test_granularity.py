@@ -145,7 +145,7 @@ def test_state_by_blocks_is_consolidated_and_loads_under_other_cuts(world, block
 
 
 class Uneven(Blockwise):
-    """Keeps three numbers a part, whatever its length: parts of no known whole."""
+    """Keeps three numbers a shard, whatever its length: shards of no known layout."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -167,8 +167,8 @@ def test_state_of_any_other_length_is_refused_where_parameters_are_cut():
         assert "partition='whole'" in told
 
 
-def _own_part(rank, world):
-    """Without consolidation each rank's own part is saved and loaded as it is."""
+def _own_shard(rank, world):
+    """Without consolidation each rank's own shard is saved and loaded as it is."""
     finals = []
     for restart in (False, True):
         model = built(Odd)
@@ -186,7 +186,7 @@ def _own_part(rank, world):
 
 
 def test_state_by_blocks_of_a_rank_itself_continues_bit_for_bit():
-    ranks.run(_own_part, 2)
+    ranks.run(_own_shard, 2)
 
 
 def _groups(rank, world):

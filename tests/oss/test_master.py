@@ -378,7 +378,7 @@ def test_masters_are_restored_without_a_process_group(weights_first):
         same(master, expected[number], f"master {number}")
 
 
-def _own_part(rank, world):
+def _own_shard(rank, world):
     """What state_dict() returns before consolidation holds this rank's masters."""
     expected, model, optimizer = start(world, 2, "even", "adam")
     for number in range(2):
@@ -391,11 +391,11 @@ def _own_part(rank, world):
     for number in range(2, 4):
         expected.step(number)
         step(rank, number, again, restored)
-    assert_by_hand(again, restored, expected, "after loading this rank's part")
+    assert_by_hand(again, restored, expected, "after loading this rank's shard")
 
 
 def test_a_ranks_own_part_restores_its_masters():
-    ranks.run(_own_part, 2)
+    ranks.run(_own_shard, 2)
 
 
 def _new_buckets(rank, world, name):
@@ -474,9 +474,9 @@ def _read_before_the_step(rank, world, path):
         step(rank, number, model, optimizer)
     masters = dict(zip(expected.params, expected.masters, strict=True))
     with torch.no_grad():
-        for part in (expected.model, model.module):
-            part.first.weight[3] = 0.75
-            part.gain.fill_(0.75)
+        for shard in (expected.model, model.module):
+            shard.first.weight[3] = 0.75
+            shard.gain.fill_(0.75)
         masters[expected.model.first.weight][3] = 0.75
         masters[expected.model.gain].fill_(0.75)
     assert_by_hand(model, optimizer, expected, "what was consolidated")

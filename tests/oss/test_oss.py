@@ -57,8 +57,8 @@ MODELS = {"Adafactor": filled, "Muon": matrices}  # what these cannot take is le
 
 
 def is_cut(optimizer):
-    """Whether any parameter has parts on several ranks."""
-    for flat in optimizer.flat_groups:
+    """Whether any parameter has shards on several ranks."""
+    for flat in optimizer.shard_groups:
         if any(0 < span.numel < flat.layout.numels[span.index] for span in flat.spans.values()):
             return True
     return False
@@ -117,7 +117,7 @@ def _larger(rank, world, partition, dtype):
         return nn.Sequential(nn.Linear(24, 20_000), nn.Linear(20_000, 3), nn.Linear(3, 5)).to(dtype)
 
     (model, plain), (sharded_model, sharded) = pair(AdamW, partition, make, lr=0.01)
-    assert len(sharded.flat_groups) > 1
+    assert len(sharded.shard_groups) > 1
     for step in range(3):
         for each, optimizer in ((model, plain), (sharded_model, sharded)):
             optimizer.zero_grad()
@@ -145,7 +145,7 @@ def _mixed(rank, world):
             return hidden @ self.transposed.t() + self.nothing.sum() + self.conv(hidden.unsqueeze(1)).mean()
 
     plain, sharded = pair(SGD, make=Mixed, **MOMENTUM)
-    assert len({flat.full.dtype for flat in sharded[1].flat_groups}) == 3
+    assert len({flat.full.dtype for flat in sharded[1].shard_groups}) == 3
     assert_equal_training(rank, plain, sharded)
 
 
@@ -534,8 +534,8 @@ def test_is_an_optimizer_of_the_users_own_parameters():
     ranks.run(_real_optimizer, 2)
 
 
-def _parts(rank, world):
-    """The part of a parameter is what the inner optimizer steps: it lies in the parameter itself."""
+def _shards(rank, world):
+    """The shard of a parameter is what the inner optimizer steps: it lies in the parameter itself."""
     model = distributed(built())
     optimizer = OSS(model.parameters(), SGD, lr=1.0)
     loss_of(model, rank, 0).backward()
@@ -543,10 +543,10 @@ def _parts(rank, world):
     optimizer.step()
     owned = 0
     for param in model.parameters():
-        part = optimizer.part(param)
-        owned += part.numel()
+        shard = optimizer.part(param)
+        owned += shard.numel()
         first, last = param.data_ptr(), param.data_ptr() + param.nbytes
-        assert first <= part.data_ptr() <= part.data_ptr() + part.nbytes <= last or not part.numel()
+        assert first <= shard.data_ptr() <= shard.data_ptr() + shard.nbytes <= last or not shard.numel()
     for param, old in zip(model.parameters(), before, strict=True):
         gradient = param.grad if param.grad is not None else torch.zeros_like(param)
         same(param.detach(), old - gradient, "a parameter")
@@ -554,7 +554,7 @@ def _parts(rank, world):
 
 
 def test_ranks_own_all_elements_once():
-    told = ranks.run(_parts, 3)
+    told = ranks.run(_shards, 3)
     assert sum(owned for owned, _ in told) == told[0][1]
 
 

@@ -115,9 +115,9 @@ def with_nothing_to_move(rank: int, world: int) -> None:
     model = model_of()
     optimizer = zero.OSS(model.parameters(), SGD, lr=0.1, offload=zero.CPUOffload())
     for param in model.parameters():
-        part = optimizer.part(param)
-        inside = param.data_ptr() <= part.data_ptr() < param.data_ptr() + max(param.nbytes, 1)
-        assert not part.numel() or inside, "on the CPU shards of enough bits are where they should be"
+        shard = optimizer.part(param)
+        inside = param.data_ptr() <= shard.data_ptr() < param.data_ptr() + max(param.nbytes, 1)
+        assert not shard.numel() or inside, "on the CPU shards of enough bits are where they should be"
 
 
 def test_without_a_gpu_shards_stay_where_they_are():

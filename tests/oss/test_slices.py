@@ -74,7 +74,7 @@ def lengths(monkeypatch, optimizer, count=2):
 
 def test_only_long_contiguous_parameters_with_state_are_cut(short, monkeypatch):
     first, second = lengths(monkeypatch, Adam(parameters()))
-    assert first == [500, 128, 3, 200, 300], "an optimizer makes the state of a whole parameter"
+    assert first == [500, 128, 3, 200, 300], "an optimizer makes the state of a full parameter"
     assert second == [64] * 7 + [52, 64, 64, 3, 200, 300]
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state: whole it is the plain optimizer's own, and goes anywhere; in parts it goes back where it was."""
+"""Optimizer state: whole it is the plain optimizer's own, and goes anywhere; in shards it goes back where it was."""
 
 import copy
 import io
@@ -56,8 +56,8 @@ def plain_and_sharded(name, partition="auto"):
     return pair(optim, partition, make, **options)
 
 
-def is_part(state):
-    return "zero_part" in state
+def is_shard(state):
+    return "zero_shard" in state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def _consolidate(rank, world, name, partition):
             if to in (None, rank):
                 same(state, plain.state_dict(), f"what came to {to}")
             else:
-                assert is_part(state)
+                assert is_shard(state)
     same_weights(sharded_model, model)
 
 
@@ -123,7 +123,7 @@ def _scheduled_since(rank, world):
         schedule.step()
     (_, plain), (_, sharded) = both
     told = sharded.state_dict()
-    assert is_part(told) == (rank != 0)
+    assert is_shard(told) == (rank != 0)
     same(told["param_groups"], plain.state_dict()["param_groups"], "the groups")
 
 
@@ -177,7 +177,7 @@ def test_state_of_parameters_that_are_not_contiguous(partition):
 
 
 def _taken(rank, world):
-    """Bytes that consolidating to rank 0 takes at its peak, of a bucket and of the whole state."""
+    """Bytes that consolidating to rank 0 takes at its peak, of a bucket and of the full state."""
     with Meter() as memory:
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
         sharded = OSS(model.parameters(), Adam)
@@ -214,15 +214,15 @@ def _stale(rank, world):
     _, (sharded_model, sharded) = plain_and_sharded("SGD momentum")
     train(sharded_model, sharded, rank, range(1))
     sharded.consolidate_state_dict(to=None)
-    assert not is_part(sharded.state_dict())
+    assert not is_shard(sharded.state_dict())
     kept = sharded.state_dict()
     before = copy.deepcopy(kept)
     train(sharded_model, sharded, rank, range(1, 2))
-    assert is_part(sharded.state_dict()), "a state from before the last step is given out"
+    assert is_shard(sharded.state_dict()), "a state from before the last step is given out"
     same(kept, before, "a state that was given out earlier")
     sharded.consolidate_state_dict(to=None)
     sharded.load_state_dict(before)
-    assert is_part(sharded.state_dict()), "a state from before the last load is given out"
+    assert is_shard(sharded.state_dict()), "a state from before the last load is given out"
 
 
 def test_what_was_consolidated_holds_until_the_next_step_or_load():
@@ -314,9 +314,9 @@ def _file(rank, world):
     sharded.consolidate_state_dict(to=None)
     whole = sharded.state_dict()
     train(model, sharded, rank, range(1, 2))
-    part = sharded.state_dict()
-    assert is_part(part)
-    for state in (whole, part):
+    shard = sharded.state_dict()
+    assert is_shard(shard)
+    for state in (whole, shard):
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
@@ -412,7 +412,7 @@ def test_state_in_lists_and_tuples_is_consolidated_and_loaded(partition):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In part
+# In shard
 
 
 def _alone_on_one_rank(rank, world):
@@ -421,7 +421,7 @@ def _alone_on_one_rank(rank, world):
     before = traffic()
     if rank == 0:
         state = sharded.state_dict()
-        assert is_part(state)
+        assert is_shard(state)
         assert not state["state"]
     assert traffic() == before
     train(model, sharded, rank, range(1))
@@ -443,15 +443,15 @@ def _by_parameter(rank, world, partition):
     train(sharded_model, sharded, rank, range(2))
     expected = [plain.state[param] for param in model.parameters()]
     found = [sharded.state.get(param, {}) for param in sharded_model.parameters()]
-    for whole, part, param in zip(expected, found, sharded_model.parameters(), strict=True):
+    for whole, shard, param in zip(expected, found, sharded_model.parameters(), strict=True):
         if sharded.part(param).numel() == 0:
-            assert not part.get("exp_avg", torch.empty(0)).numel()
+            assert not shard.get("exp_avg", torch.empty(0)).numel()
             continue
-        assert part.keys() == whole.keys()  # of what is not trained none
+        assert shard.keys() == whole.keys()  # of what is not trained none
         if partition == "whole":
-            assert all(torch.equal(part[key], value) for key, value in whole.items())
+            assert all(torch.equal(shard[key], value) for key, value in whole.items())
         elif whole:
-            assert part["exp_avg"].shape == sharded.part(param).shape
+            assert shard["exp_avg"].shape == sharded.part(param).shape
     sharded.zero_grad()
     before = copy.deepcopy(found)
     get_optimizer_state_dict(sharded_model, sharded)  # which takes a step, of an optimizer without state
@@ -496,25 +496,25 @@ def test_a_part_loads_back_where_it_came_from(partition):
     ranks.run(_part, 2, args=("AdamW", partition))
 
 
-def _part_elsewhere(rank, world, partition, part):
+def _part_elsewhere(rank, world, partition, shard):
     _, (_, sharded) = plain_and_sharded("AdamW", partition)
     before = copy.deepcopy(sharded.state_dict())
-    refused = refusal(lambda: sharded.load_state_dict(part))
+    refused = refusal(lambda: sharded.load_state_dict(shard))
     if refused:
         same(sharded.state_dict(), before, "the state after the refusal")
     return refused
 
 
 def test_a_part_is_refused_elsewhere_with_the_remedy():
-    parts = ranks.run(_part, 2, args=("AdamW", "even"))
-    told = ranks.run(_part_elsewhere, 3, args=("even", parts[0]))
-    told += ranks.run(_part_elsewhere, 2, args=("whole", parts[1]))
-    told += ranks.run(_part_elsewhere, args=("even", parts[0]), bare=True)
-    others, own = ranks.run(_part_elsewhere, 2, args=("even", parts[1]))
+    shards = ranks.run(_part, 2, args=("AdamW", "even"))
+    told = ranks.run(_part_elsewhere, 3, args=("even", shards[0]))
+    told += ranks.run(_part_elsewhere, 2, args=("whole", shards[1]))
+    told += ranks.run(_part_elsewhere, args=("even", shards[0]), bare=True)
+    others, own = ranks.run(_part_elsewhere, 2, args=("even", shards[1]))
     assert own == ""
     told.append(others)
     for text in told:
-        assert text.startswith("ValueError: the state is one rank's part (rank "), text
+        assert text.startswith("ValueError: the state is one rank's shard (rank "), text
         assert text.endswith("Call consolidate_state_dict() before state_dict() to save what loads anywhere.")
 
 

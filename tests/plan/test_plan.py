@@ -88,9 +88,9 @@ def in_a_fake_world(rank: int, _: int, world: int) -> list[int]:
     dist.init_process_group("fake", rank=world // 2, world_size=world, store=FakeStore())
     model = Model(96, 1, 70)
     optimizer = zero.OSS(model.named_parameters(), torch.optim.Adam)
-    whole = nbytes(group.full for group in optimizer.flat_groups)
+    whole = nbytes(group.full for group in optimizer.shard_groups)
     sharded = zero.FSDP(Model(96, 1, 70), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    return [whole, nbytes(group.part for group in sharded.flat_groups)]
+    return [whole, nbytes(group.shard for group in sharded.shard_groups)]
 
 
 def test_units_are_those_that_fsdp_wraps():
@@ -122,10 +122,10 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
         param.requires_grad_(False)
     frozen = sum(param.nbytes for param in model.blocks.parameters())
     plan = zero.plan(model, world_size=4, stages=[0, 2, 3])
-    for stage, parts in [(0, 1), (2, 4), (3, 4)]:
+    for stage, shards in [(0, 1), (2, 4), (3, 4)]:
         cost = plan.cost(stage)
-        assert cost.gradients == pytest.approx((whole.gradients - frozen) / parts, rel=0.01)
-        assert cost.optimizer == pytest.approx((whole.optimizer - 2 * frozen) / parts, rel=0.01)
+        assert cost.gradients == pytest.approx((whole.gradients - frozen) / shards, rel=0.01)
+        assert cost.optimizer == pytest.approx((whole.optimizer - 2 * frozen) / shards, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_a_parameter_that_is_returned_gathers_no_hooks():
 
 
 def frozen_meanwhile(rank, world, numbers, sharding):
-    """A part is frozen for a second loss, as discriminators are for a generator's."""
+    """A shard is frozen for a second loss, as discriminators are for a generator's."""
     model = net()
     wrapped, optimizer = sharded(model) if sharding else (model, SGD(model.parameters(), lr=0.1))
     for step in range(3):
@@ -244,9 +244,9 @@ def conjugated(rank, world):
     average(plain)
     wrapped(inputs).backward()
     whole = plain.weight.grad.flatten()
-    [span] = optimizer.flat_groups[0].spans.values()
-    part = optimizer.part(model.weight).grad.flatten()
-    assert torch.equal(part, whole[span.start : span.stop].resolve_conj())
+    [span] = optimizer.shard_groups[0].spans.values()
+    shard = optimizer.part(model.weight).grad.flatten()
+    assert torch.equal(shard, whole[span.start : span.stop].resolve_conj())
 
 
 def test_conjugated_gradients_arrive_as_they_are():

@@ -91,7 +91,7 @@ def trained(rank, steps=(0, 1), **options):
     net = Net()
     model, optimizer = sharded(net, "sgd", **options)
     train(model, optimizer, rank, steps)
-    assert in_flight(optimizer) == sum(flat.params[0].requires_grad for flat in optimizer.flat_groups) > 3
+    assert in_flight(optimizer) == sum(flat.params[0].requires_grad for flat in optimizer.shard_groups) > 3
     return net, model, optimizer
 
 
@@ -115,7 +115,7 @@ def expect_error(function, *expected):
 
 
 def in_flight(optimizer):
-    return sum(flat.gathering for flat in optimizer.flat_groups)
+    return sum(flat.gathering for flat in optimizer.shard_groups)
 
 
 # ------------------------------------------------------------------------------------------------ the same training
@@ -287,11 +287,11 @@ def _read(rank, world, folder):
     expected = trained_by_ddp(rank).state_dict()
     for what, read in {**READS, "a checkpoint": partial(checkpointed, folder=folder)}.items():
         found = read(*trained(rank))
-        part = {name: value for name, value in expected.items() if name in found}
+        shard = {name: value for name, value in expected.items() if name in found}
         if len(found) == 2:  # of a child: the names are its own
             found = {f"blocks.3.0.{name}": value for name, value in found.items()}
-            part = {name: expected[name] for name in found}
-        assert found and all(torch.equal(found[name], value) for name, value in part.items()), what
+            shard = {name: expected[name] for name in found}
+        assert found and all(torch.equal(found[name], value) for name, value in shard.items()), what
 
 
 def test_whoever_reads_right_after_the_step_gets_new_values(tmp_path):

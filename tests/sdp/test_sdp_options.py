@@ -67,9 +67,9 @@ def _sizes(rank, world, size, name):
     side.zero_grad()
     squares(side.model, rank, 4).backward()
     assert all(param.grad is None for param in model.parameters())
-    parts = [side.optimizer.part(param) for param in model.parameters()]
-    storages = {part.grad.untyped_storage() for part in parts if part.grad is not None}
-    buckets = [[param.numel() for param in flat.params] for flat in side.optimizer.flat_groups]
+    shards = [side.optimizer.part(param) for param in model.parameters()]
+    storages = {shard.grad.untyped_storage() for shard in shards if shard.grad is not None}
+    buckets = [[param.numel() for param in flat.params] for flat in side.optimizer.shard_groups]
     return buckets, sum(storage.nbytes() for storage in storages)
 
 
@@ -105,7 +105,7 @@ def _dtypes(rank, world):
 
     model = built(Mixed)
     wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"], reduce_buffer_size=2 * WIDTH * WIDTH)
-    assert [len(flat.params) for flat in optimizer.flat_groups] == [2] * 4
+    assert [len(flat.params) for flat in optimizer.shard_groups] == [2] * 4
     squares(wrapped, rank, 0).backward()
     optimizer.step()
 

@@ -52,7 +52,7 @@ def batch(rank: int, step: int = 0) -> Tensor:
 def grads_after_backward(
     rank: int, world: int, options: dict[str, Any]
 ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """By name: this rank's part of the gradient, and the whole one averaged by torch."""
+    """By name: this rank's shard of the gradient, and the full one averaged by torch."""
     torch.manual_seed(0)
     net = GPT()
     reference = DistributedDataParallel(copy.deepcopy(net))
@@ -71,13 +71,13 @@ def grads_after_backward(
 )
 def test_each_rank_keeps_its_part_of_the_averaged_gradients_and_no_more(options, world):
     by_rank = ranks.run(grads_after_backward, world, args=(options,))
-    sizes = [sum(part.numel() for part, _ in grads.values() if part is not None) for grads in by_rank]
+    sizes = [sum(shard.numel() for shard, _ in grads.values() if shard is not None) for grads in by_rank]
     size = sum(expected.numel() for _, expected in by_rank[0].values())
     assert sum(sizes) == size
     assert max(sizes) < 1.2 * size / world
     for name, (_, expected) in by_rank[0].items():
-        parts = [grads[name][0].flatten() for grads in by_rank if grads[name][0] is not None]
-        assert close(torch.cat(parts), expected.flatten(), 1e-5), name
+        shards = [grads[name][0].flatten() for grads in by_rank if grads[name][0] is not None]
+        assert close(torch.cat(shards), expected.flatten(), 1e-5), name
 
 
 def held_bytes(rank: int, world: int, bucket: int | None) -> tuple[int, int]:
@@ -86,8 +86,8 @@ def held_bytes(rank: int, world: int, bucket: int | None) -> tuple[int, int]:
     net = GPT(width=64)
     model, optimizer = stage_2(net, sgd, bucket=bucket)
     model(CASES["gpt"].batch(rank, 0).inputs[0]).square().mean().backward()
-    parts = [optimizer.part(param).grad for param in net.parameters()]
-    storages = {grad.untyped_storage() for grad in [*parts, *(p.grad for p in net.parameters())] if grad is not None}
+    shards = [optimizer.part(param).grad for param in net.parameters()]
+    storages = {grad.untyped_storage() for grad in [*shards, *(p.grad for p in net.parameters())] if grad is not None}
     return sum(storage.nbytes() for storage in storages), sum(param.nbytes for param in net.parameters())
 
 

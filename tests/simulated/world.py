@@ -87,7 +87,7 @@ def simulated(
     with mock.patch("torch.get_device_module", return_value=device):
         streams = Streams(torch.device("cuda:0"))
     with ExitStack() as stack:
-        for module in ("zero.oss.flat", "zero.sdp.bucket", "zero.oss.masters"):
+        for module in ("zero.oss.shard_group", "zero.sdp.bucket", "zero.oss.masters"):
             stack.enter_context(mock.patch(f"{module}.streams_of", lambda _: streams))  # noqa: PT008 - a mock keeps it
         _tell_devices_apart(device, memory, stack)
         stack.enter_context(memory.watching())
@@ -122,7 +122,7 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
             memory.in_host_memory(made)
         return made
 
-    for module in ("zero.oss.flat", "zero.oss.masters", "zero.comm.streams"):
+    for module in ("zero.oss.shard_group", "zero.oss.masters", "zero.comm.streams"):
         stack.enter_context(mock.patch(f"{module}.apart", lambda one, other: on_host(one) != on_host(other)))
     stack.enter_context(mock.patch.object(offload._CPU, "place", placed))
     stack.enter_context(mock.patch.object(offload._CPU, "has", lambda home, shard: on_host(shard)))

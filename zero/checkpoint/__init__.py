@@ -1,6 +1,6 @@
 """Checkpoints: saved at any stage on any number of ranks, loaded at any other.
 
-What is stored is whole tensors by name, in pieces; who wrote which piece does not matter to who reads it. So there is
+What is stored is full tensors by name, in pieces; who wrote which piece does not matter to who reads it. So there is
 nothing to convert between stages, numbers of ranks or cuts: a reader asks for the ranges that it needs.
 
     format      the index: every tensor by name, and its pieces, to JSON and back
@@ -9,7 +9,7 @@ nothing to convert between stages, numbers of ranks or cuts: a reader asks for t
     files       safetensors files with checksums; ranges of bytes
     directory   a run's checkpoints, which is the latest, and how one comes to be seen
     agree       what ranks tell one another
-    parts       what one rank has of a model and its optimizers, at every stage
+    shards       what one rank has of a model and its optimizers, at every stage
     save_plan   what one rank writes of it
     rank_files  the files that ranks write, and the index made of them
     staging     copies, to be written behind training

@@ -1,6 +1,6 @@
 """A run's directory: its checkpoints, which of them is the latest, and how one comes to be seen.
 
-run/00000001/      a checkpoint, whole: it got this name when everything in it was on disk
+run/00000001/      a checkpoint, full: it got this name when everything in it was on disk
 run/latest         the name of the newest
 run/.partial-...   one that is being written, or whose writing was interrupted; the next save removes it
 

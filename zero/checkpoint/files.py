@@ -161,7 +161,7 @@ def checksum(flat: Tensor) -> int:
 def as_bytes(flat: Tensor) -> memoryview:
     """The memory of a flat, contiguous tensor on the CPU.
 
-    Not by `numpy()`, after which torch no longer lets the tensor's storage be resized, as FSDP does with parts.
+    Not by `numpy()`, after which torch no longer lets the tensor's storage be resized, as FSDP does with shards.
     """
     memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     memory.tensor = flat  # lives as long as what looks into it

@@ -58,7 +58,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Geometry:
-    """A whole tensor: its shape, its dtype, and the order of dimensions in which its elements are counted.
+    """A full tensor: its shape, its dtype, and the order of dimensions in which its elements are counted.
 
     order: None is row-major; otherwise `tensor.permute(order)` is.
     """
@@ -84,11 +84,11 @@ class Geometry:
         return tuple(strides)
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """A whole tensor as its elements are counted: a view where memory has them in that order, else a copy."""
+        """A full tensor as its elements are counted: a view where memory has them in that order, else a copy."""
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The whole tensor, as a view, of a flat one whose elements are counted so."""
+        """The full tensor, as a view, of a flat one whose elements are counted so."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset())
 
 
@@ -121,7 +121,7 @@ def tensor_problem(tensor: Tensor) -> str | None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """Elements [start, stop) of a tensor, stored under `key` in a file."""
 
     file: str
@@ -135,7 +135,7 @@ class Entry:
     """A stored tensor. Its pieces come in order and leave nothing out."""
 
     geometry: Geometry
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamShard, ...]
 
     def to_json(self) -> dict[str, Any]:
         told: dict[str, Any] = {"dtype": NAMES[self.geometry.dtype], "shape": list(self.geometry.shape)}
@@ -148,7 +148,7 @@ class Entry:
     def from_json(told: dict[str, Any]) -> Entry:
         order = tuple(told["order"]) if "order" in told else None
         geometry = Geometry(tuple(told["shape"]), DTYPES[told["dtype"]], order)
-        return Entry(geometry, tuple(Piece(**piece) for piece in told["pieces"]))
+        return Entry(geometry, tuple(ParamShard(**piece) for piece in told["pieces"]))
 
     def problem(self) -> str | None:
         """What is wrong with it, in words for the user."""
@@ -270,7 +270,7 @@ class Index:
         return index
 
     def refuse_nonsense(self) -> None:
-        """Raises ValueError, in words for the user, where tensors are not stored whole, and each in a place of its own.
+        """Raises ValueError, in words for the user, where tensors are not stored full, and each in a place of its own.
 
         If pieces could be stored at one place, a small file could be made to fill any disk.
         """

@@ -21,9 +21,9 @@ from zero._torch import load_plain_values, name_without_compile
 from zero.checkpoint import directory
 from zero.checkpoint.files import SafeFile
 from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
-from zero.checkpoint.parts import Held
 from zero.checkpoint.rank_files import seal, write_rank_file
 from zero.checkpoint.save_plan import SavePlan
+from zero.checkpoint.shards import Held
 from zero.checkpoint.storage import Local, Place, mounted, place
 from zero.checkpoint.torch_distributed import METADATA, NotPlain, Stored, read_directory
 from zero.checkpoint.values import encode
@@ -107,7 +107,7 @@ def _write(found: Found, run: Place) -> Place:
     index = Index(None, 1, tied=found.tied, values=found.values, optimizers=found.optimizers, extra=found.extra)
 
     def flat(one: Held) -> Tensor:
-        return one.whole.flat(found.value(one.path))
+        return one.full.flat(found.value(one.path))
 
     partial = directory.begin(run)
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.checkpoint.format import Entry, Geometry, Index, OptimizerIndex
-from zero.checkpoint.parts import Held, Stepped, Training, inner, kind
+from zero.checkpoint.shards import Held, Stepped, Training, inner, kind
 from zero.checkpoint.source import Range, Source
 from zero.checkpoint.values import decode
 from zero.oss import OSS
@@ -72,7 +72,7 @@ class LoadPlan:
             held = self._training.resident(name)
             if held is not None:
                 entry, master = self._entry(name), self._master(name)
-                converted = held.whole.dtype != entry.geometry.dtype
+                converted = held.full.dtype != entry.geometry.dtype
                 self._taken.append((_range(master if master is not None and converted else entry, held), held))
         for held in self._training.masters(settled=False):
             name = held.path.removeprefix("master/")
@@ -107,10 +107,10 @@ class LoadPlan:
         return f"it is of another model: {'; '.join(problems)}." if problems else None
 
     def _difference(self, name: str) -> str | None:
-        stored, whole = self._entry(name).geometry, self._training.whole(name)
-        if stored.shape == whole.shape and _convertible(stored.dtype, whole.dtype):
+        stored, full = self._entry(name).geometry, self._training.full_geometry(name)
+        if stored.shape == full.shape and _convertible(stored.dtype, full.dtype):
             return None
-        return f"{name} (saved {_shown(stored)}, here {_shown(whole)})"
+        return f"{name} (saved {_shown(stored)}, here {_shown(full)})"
 
     # ------------------------------------------------------------------------------------------------ optimizers
 
@@ -155,14 +155,14 @@ class _OptimizerPlan:
             stored = entry.geometry
             if stored.dtype != stepped.geometry.dtype:
                 self._of_own_dtype.append((one.tensor, key))
-            if stored.shape == one.whole.shape:
-                wanted = replace(one.whole, dtype=stored.dtype)
+            if stored.shape == one.full.shape:
+                wanted = replace(one.full, dtype=stored.dtype)
                 self._tensors.append((one, key, Range(entry, wanted, one.start, one.stop)))
             elif not one.cut:
                 self._tensors.append((one, key, Range(entry, stored, 0, stored.numel)))
             else:
                 self.problem = (
-                    f"{key!r} of {name} has shape {list(stored.shape)}, the parameter {list(one.whole.shape)}, and is "
+                    f"{key!r} of {name} has shape {list(stored.shape)}, the parameter {list(one.full.shape)}, and is "
                     "cut between ranks here. Build the optimizer, or FSDP, with partition='whole'."
                 )
         for key, told in self._stored.values.get(name, {}).items():
@@ -186,7 +186,7 @@ class _OptimizerPlan:
             _fill(source, needed, Held(key, needed.wanted, needed.start, needed.stop, tensor))
             taken.setdefault(one.tensor, {})[key] = tensor
         if isinstance(self._optimizer, OSS):
-            self._optimizer.take_parts(taken, self._options)  # type: ignore[arg-type]
+            self._optimizer.take_shards(taken, self._options)  # type: ignore[arg-type]
         else:
             restore(self._optimizer, taken, self._options)
         state = inner(self._optimizer).state  # torch's optimizers convert what they load to what they step
@@ -244,7 +244,7 @@ def _room(one: Stepped, needed: Range, present: Any) -> Tensor:
 
 
 def _range(entry: Entry, held: Held) -> Range:
-    return Range(entry, held.whole, held.start, held.stop)
+    return Range(entry, held.full, held.start, held.stop)
 
 
 def _fill(source: Source, one: Range, held: Held) -> None:
@@ -253,9 +253,9 @@ def _fill(source: Source, one: Range, held: Held) -> None:
     if memory is not None:
         source.fill(memory, one)
         return
-    whole = torch.empty(held.whole.numel, dtype=held.whole.dtype, device=held.tensor.device)
-    source.fill(whole, one)
-    held.tensor.detach().copy_(held.whole.shaped(whole))
+    full = torch.empty(held.full.numel, dtype=held.full.dtype, device=held.tensor.device)
+    source.fill(full, one)
+    held.tensor.detach().copy_(held.full.shaped(full))
 
 
 def _convertible(stored: torch.dtype, wanted: torch.dtype) -> bool:

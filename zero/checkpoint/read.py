@@ -25,7 +25,7 @@ from zero.checkpoint import directory
 from zero.checkpoint.files import FileProblem
 from zero.checkpoint.format import CheckpointError, Index
 from zero.checkpoint.load_plan import LoadPlan, listed
-from zero.checkpoint.parts import Training
+from zero.checkpoint.shards import Training
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode

@@ -1,7 +1,7 @@
 """What one rank writes of a model and its optimizers, planned before anything is written.
 
-What lies in parts is written by its owner. What is whole on every rank is written once: parameters, and state that all
-ranks step alike, in equal shares; buffers by rank 0, because its buffers are those that count.
+What lies in shards is written by its owner. What is full on every rank is written once: parameters, and state that
+all ranks step alike, in equal shares; buffers by rank 0, because its buffers are those that count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zero._torch import leaves
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
-from zero.checkpoint.parts import Held, Stepped, Training, inner, kind
+from zero.checkpoint.shards import Held, Stepped, Training, inner, kind
 from zero.checkpoint.values import encode
 from zero.measure.param_groups import options
 from zero.oss import layout
@@ -30,7 +30,7 @@ class SavePlan:
     index: the checkpoint's, but for what will be in the files; the first rank's counts.
     held: tensors, or ranges of them.
     values: for each optimizer, state that is no tensor: {parameter: {key: value, as JSON}}.
-    common: what all ranks have whole; `held` has this rank's share of it.
+    common: what all ranks have full; `held` has this rank's share of it.
     """
 
     index: Index
@@ -45,7 +45,7 @@ class SavePlan:
 
 def plan_save(training: Training) -> SavePlan:
     """What this rank writes. Raises ValueError, in words for the user, for what cannot be stored, and for state whose
-    place in the whole is not known."""
+    place in the full tensor is not known."""
     plan = SavePlan(_index(training))
     for name, tensor in training.tensors.items():
         if training.lies_flat(name):
@@ -93,19 +93,19 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _state_held(path: str, one: Stepped, value: Tensor) -> Held:
-    """A tensor of the state of what this rank steps: elements of a whole tensor, or a whole tensor itself."""
+    """A tensor of the state of what this rank steps: elements of a full tensor, or a full tensor itself."""
     problem = tensor_problem(value)
     if problem:
         raise ValueError(f"{path} {problem}.")
     if value.shape == one.tensor.shape:
-        return Held(path, replace(one.whole, dtype=value.dtype), one.start, one.stop, value)
+        return Held(path, replace(one.full, dtype=value.dtype), one.start, one.stop, value)
     if one.cut:
         raise ValueError(
-            f"{path} has shape {list(value.shape)}, but this rank's part of the parameter has "
+            f"{path} has shape {list(value.shape)}, but this rank's shard of the parameter has "
             f"{list(one.tensor.shape)}: its place in the whole is not known. Build it with partition='whole'."
         )
-    whole = geometry_of(value)
-    return Held(path, whole, 0, whole.numel, value)
+    full = geometry_of(value)
+    return Held(path, full, 0, full.numel, value)
 
 
 def _share(common: list[Held], ranks: Ranks) -> list[Held]:
@@ -114,10 +114,10 @@ def _share(common: list[Held], ranks: Ranks) -> list[Held]:
         return common
     kinds: dict[torch.dtype, list[Held]] = {}
     for one in common:
-        kinds.setdefault(one.whole.dtype, []).append(one)
+        kinds.setdefault(one.full.dtype, []).append(one)
     mine = []
     for dtype, same in kinds.items():
-        cut = layout.even([one.whole.numel for one in same], ranks.world, align=alignment(dtype))
+        cut = layout.even([one.full.numel for one in same], ranks.world, align=alignment(dtype))
         for span in cut.spans(ranks.rank):
             one = same[span.index]
             mine.append(replace(one, start=span.start, stop=span.stop, offset=span.start))

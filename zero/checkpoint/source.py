@@ -1,7 +1,7 @@
 """A checkpoint that is open for reading: any range of any tensor, checked before it is used.
 
 A range is read straight into the memory that it is for, or BUFFER bytes at a time where that is on another device or
-of another dtype. A tensor that is stored with its dimensions in another order than it is wanted in is read whole.
+of another dtype. A tensor that is stored with its dimensions in another order than it is wanted in is read full.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Source:
     def __init__(self, directory: Place) -> None:
         self.directory = directory
         try:
-            text = _whole_file(directory / INDEX)
+            text = _bytes_of(directory / INDEX)
             self.digest = hashlib.sha256(text).hexdigest()
             self.index = Index.loads(text.decode())
         except OSError as error:
@@ -88,15 +88,15 @@ class Source:
             self._fill(target[at : at + count], stored.dtype, self._files[name], low)
 
     def stream(self, entry: Entry) -> Iterator[Tensor]:
-        """A whole tensor, row-major and flat, a buffer at a time; each is valid until the next."""
+        """A full tensor, row-major and flat, a buffer at a time; each is valid until the next."""
         stored = entry.geometry
-        whole = Range(entry, replace(stored, order=None), 0, stored.numel)
-        if not whole.in_order:
+        full = Range(entry, replace(stored, order=None), 0, stored.numel)
+        if not full.in_order:
             flat = torch.empty(stored.numel, dtype=stored.dtype)
-            self.fill(flat, whole)
+            self.fill(flat, full)
             yield flat
             return
-        for name, low, high, _ in self._places(whole):
+        for name, low, high, _ in self._places(full):
             for at in range(low, high, BUFFER):
                 data = self._room()[: min(BUFFER, high - at)]
                 self._files[name].read(data, at)
@@ -108,10 +108,10 @@ class Source:
             return
         step = BUFFER // dtype.itemsize
         for first in range(0, target.numel(), step):
-            part = target[first : first + step]
-            data = self._room()[: part.numel() * dtype.itemsize]
+            shard = target[first : first + step]
+            data = self._room()[: shard.numel() * dtype.itemsize]
             file.read(data, low + first * dtype.itemsize)
-            part.copy_(data.view(dtype))
+            shard.copy_(data.view(dtype))
 
     def _places(self, one: Range) -> Iterator[tuple[str, int, int, int]]:
         """Where a range lies: file, from and to which byte, and at which element of the range this begins."""
@@ -139,7 +139,7 @@ class Source:
         return self._buffer
 
 
-def _whole_file(place: Place) -> bytes:
+def _bytes_of(place: Place) -> bytes:
     """Raises FileProblem where it is longer than any index."""
     reader = place.open()
     try:

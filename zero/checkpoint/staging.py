@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from zero.checkpoint.parts import Held
+from zero.checkpoint.shards import Held
 
 _ALIGNMENT = 64
 """Bytes that every copy starts at a multiple of, so that it can be seen as of any dtype."""
@@ -34,7 +34,7 @@ class Staging:
         sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in held]
         self._buffer, low = _buffer(model, sum(sizes)), 0
         for one, size in zip(held, sizes, strict=True):
-            copy = self._buffer[low : low + one.nbytes].view(one.whole.dtype)
+            copy = self._buffer[low : low + one.nbytes].view(one.full.dtype)
             self.held.append(replace(one, tensor=copy.copy_(one.flat()), offset=0))
             low += size
 

@@ -2,7 +2,7 @@
 
     Local    a directory or file that is mounted. Read by positions, straight into the memory that it is for. What is
              written is on disk when the call returns; names appear and change at once (rename).
-    Remote   an object, or what its name begins with. Read by ranges. An object is there whole or not at all, but there
+    Remote   an object, or what its name begins with. Read by ranges. An object is there full or not at all, but there
              are no directories to rename and no files to sync.
 
 Both have the same few operations. fsspec's own LocalFileSystem could stand in for the first, but it copies what it
@@ -84,7 +84,7 @@ class Place(Protocol):
         """All of a small file."""
 
     def put(self, data: bytes) -> None:
-        """Makes a small file, or replaces it: others see the one or the other, whole. Its directory is on disk then."""
+        """Makes a small file, or replaces it: others see the one or the other, full. Its directory is on disk then."""
 
     def open(self) -> Reader: ...
 

@@ -185,13 +185,13 @@ class Stored:
             raise NotPlain(f"{where} is no tensor or plain value, and was not read ({error}).") from None
 
     def _assembled(self, dtype: torch.dtype) -> Tensor:
-        whole = torch.empty(self.size, dtype=dtype)
+        full = torch.empty(self.size, dtype=dtype)
         for low, size, where in self._chunks:
             chunk = where.load()
             if not isinstance(chunk, Tensor) or chunk.dtype != dtype or chunk.shape != size:
                 raise ValueError(f"it has no {dtype} of size {size} where its metadata says so")
-            whole[tuple(slice(a, a + b) for a, b in zip(low, size, strict=True))] = chunk
-        return whole
+            full[tuple(slice(a, a + b) for a, b in zip(low, size, strict=True))] = chunk
+        return full
 
 
 def read_directory(path: Path) -> list[Stored]:
@@ -235,15 +235,15 @@ def _stored(key: str, path: Any, described: Any, slice_at: Callable[[tuple[int, 
     chunks = []
     for chunk in fields["chunks"]:
         told = _made(chunk, _OWN + "ChunkStorageMetadata").fields()
-        low, part = _sizes(told["offsets"]), _sizes(told["sizes"])
-        if not len(low) == len(part) == len(size) or any(a + b > c for a, b, c in zip(low, part, size, strict=True)):
+        low, shard = _sizes(told["offsets"]), _sizes(told["sizes"])
+        if not len(low) == len(shard) == len(size) or any(a + b > c for a, b, c in zip(low, shard, size, strict=True)):
             raise ValueError(f"a chunk of {key!r} that lies outside of it")
         where = slice_at(low)
-        if math.prod(part) * dtype.itemsize > where.length:
+        if math.prod(shard) * dtype.itemsize > where.length:
             raise ValueError(f"more of {key!r} than its file holds")
-        chunks.append((low, part, where))
+        chunks.append((low, shard, where))
     distinct = len({low for low, _, _ in chunks}) == len(chunks)
-    if not distinct or sum(math.prod(part) for _, part, _ in chunks) != math.prod(size):
+    if not distinct or sum(math.prod(shard) for _, shard, _ in chunks) != math.prod(size):
         raise ValueError(f"chunks that do not make up {key!r}")
     return Stored(path, dtype, size, chunks)
 

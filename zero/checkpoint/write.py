@@ -27,9 +27,9 @@ from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.files import FileProblem, checksum
 from zero.checkpoint.format import CheckpointError, Index
-from zero.checkpoint.parts import Held, Training, kind
 from zero.checkpoint.rank_files import rank_file, seal, write_rank_file
 from zero.checkpoint.save_plan import SavePlan, plan_save
+from zero.checkpoint.shards import Held, Training, kind
 from zero.checkpoint.staging import Staging
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
@@ -56,7 +56,7 @@ def save(
         zero.checkpoint.save("run", model, optimizer, extra={"step": 100})
 
     path: the run's directory, on a file system that all ranks see, or a URL of fsspec's ("s3://bucket/run"). Each save
-        makes a numbered checkpoint in it, and `run/latest` names the newest once it is whole and on disk; until then
+        makes a numbered checkpoint in it, and `run/latest` names the newest once it is complete and on disk; until then
         the one before is the latest.
     model, optimizer: at any stage, as they are trained; several optimizers as a list.
     extra: JSON values, tuples, small tensors and numpy arrays, such as a scheduler's or GradScaler's state_dict(),
@@ -112,7 +112,7 @@ class Saving:
 
     @property
     def path(self) -> Path | str:
-        """The checkpoint, for `load`; a URL where the run's was one. Raises RuntimeError before it is whole."""
+        """The checkpoint, for `load`; a URL where the run's was one. Raises RuntimeError before it is unsharded."""
         if self._failure is not None:
             raise RuntimeError(f"there is no checkpoint: {self._failure}")
         if self._final is None:
@@ -120,7 +120,7 @@ class Saving:
         return self._final.public
 
     def wait(self) -> None:
-        """Collective. Returns when the checkpoint is whole and on disk, and the latest.
+        """Collective. Returns when the checkpoint is unsharded and on disk, and the latest.
 
         Raises CheckpointError, on every rank, if it came to nothing.
         """
@@ -265,7 +265,7 @@ def _told(training: Training, run: Place | None, keep: int | None, wait: bool) -
     lines = [f"path {run}", f"keep {keep}, wait {wait}", f"stage {training.stage}"]
     lines += [f"optimizer {kind(one)}" for one in training.optimizers]
     if not training.problem:
-        lines += [f"{name}: {training.whole(name)}" for name in training.tensors]
+        lines += [f"{name}: {training.full_geometry(name)}" for name in training.tensors]
     return lines
 
 

@@ -1,12 +1,12 @@
 """What is computed from parameters at rest between forward and backward, such as a penalty that is added to the loss.
 
-At rest a parameter is this rank's part, and so is the gradient of what is computed from it: it is added to `param.grad`
-as it is, not averaged. Of a sum over elements the ranks' parts together get the gradient of the whole.
+At rest a parameter is this rank's shard, and so is the gradient of what is computed from it: it is added to
+`param.grad` as it is, not averaged. The shards of a sum over elements together get the gradient of the full parameter.
 
 The node by which autograd accumulates the gradient of a leaf keeps the shape that the leaf had when the node was made,
-and stays the leaf's while a graph holds it: after forward, that of the whole. torch lets go of it where data of another
-dtype is set. This is done when somebody asks the model for its parameters, so that what is computed from them has nodes
-of their own, and again before they are whole.
+and stays the leaf's while a graph holds it: after forward, that of the full one. torch lets go of it where data of
+another dtype is set. This is done when somebody asks the model for its parameters, so that what is computed from them
+has nodes of its own, and again before they are unsharded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from zero._torch import writes_into
 from zero.fsdp.unit import Unit
-from zero.oss.flat import FlatGroup, Residence
+from zero.oss.shard_group import GroupState, ShardGroup
 
 
 class RestingReads:
@@ -29,24 +29,24 @@ class RestingReads:
     def __init__(self) -> None:
         self._open: dict[Unit, list[Node]] = {}
         """The nodes of reads at rest, of units whose parameters have them now."""
-        self._of_whole: dict[Unit, list[Node]] = {}
+        self._of_full: dict[Unit, list[Node]] = {}
         """Those of reads in the forwards before, until backward has ended."""
         self._read_again: set[Unit] = set()
-        """Units of `_of_whole` that another forward has read since, by nodes that are not among those."""
+        """Units of `_of_full` that another forward has read since, by nodes that are not among those."""
         self._missed: set[Unit] = set()
         """Units whose parameters the backward that goes on passes by; of these those that it `_came` to."""
         self._came: set[Unit] = set()
 
     def begin(self, units: Iterable[Unit]) -> None:
-        """Parameters may be read as they are now. Those that stay whole are read by the nodes of the whole."""
+        """Parameters may be read as they are now. Those that stay unsharded are read by the nodes of the full ones."""
         for unit in units:
-            groups = [group for group in unit.groups if group.residence is Residence.PART and group.comm.world > 1]
+            groups = [group for group in unit.groups if group.state is GroupState.SHARDED and group.comm.world > 1]
             if groups and unit not in self._open:
                 self._know_nodes(unit)
                 self._open[unit] = [node for group in groups for node in _new_nodes(unit, group)]
 
     def end(self, unit: Unit) -> None:
-        """Before the unit is made whole. What was computed so far keeps its nodes."""
+        """Before the unit is made full. What was computed so far keeps its nodes."""
         if unit in self._missed:
             self._came.add(unit)
         if self._open.pop(unit, None) is not None:
@@ -56,7 +56,7 @@ class RestingReads:
 
     def _know_nodes(self, unit: Unit) -> None:
         """Those by which the last forward read, if a graph of it is still there."""
-        known = self._of_whole.setdefault(unit, [])
+        known = self._of_full.setdefault(unit, [])
         known += [_node(param) for group in unit.groups for param in _trained(group)]
         self._read_again.discard(unit)
 
@@ -65,8 +65,8 @@ class RestingReads:
         by name (`inputs`) after this: it passes all nodes by, as one that is asked for other gradients only."""
         for unit in [*self._read_again]:
             self._know_nodes(unit)
-        comes = any(writes_into(node) for nodes in self._of_whole.values() for node in nodes)
-        self._missed = set() if comes else {*self._of_whole}
+        comes = any(writes_into(node) for nodes in self._of_full.values() for node in nodes)
+        self._missed = set() if comes else {*self._of_full}
 
     def backward_ends(self) -> None:
         for unit in self._came:
@@ -74,13 +74,13 @@ class RestingReads:
         self.forget()
 
     def forget(self) -> None:
-        self._of_whole.clear()
+        self._of_full.clear()
         self._read_again.clear()
         self._missed.clear()
         self._came.clear()
 
 
-def _trained(group: FlatGroup) -> Iterator[nn.Parameter]:
+def _trained(group: ShardGroup) -> Iterator[nn.Parameter]:
     return (param for param in group.params if param.requires_grad)
 
 
@@ -88,7 +88,7 @@ def _node(param: nn.Parameter) -> Node:
     return get_gradient_edge(param).node
 
 
-def _new_nodes(unit: Unit, group: FlatGroup) -> Iterator[Node]:
+def _new_nodes(unit: Unit, group: ShardGroup) -> Iterator[Node]:
     """To be held until they are read."""
     _renew(group)
     for param, name in zip(group.params, group.names, strict=True):
@@ -103,9 +103,9 @@ def _before(unit: Unit, param: nn.Parameter, name: str, _: tuple[Tensor, ...]) -
     unit.take_resting(param, name)
 
 
-def _renew(group: FlatGroup) -> None:
+def _renew(group: ShardGroup) -> None:
     """Has parameters let go of their nodes."""
-    dtype = torch.float16 if group.part.dtype != torch.float16 else torch.float32
+    dtype = torch.float16 if group.shard.dtype != torch.float16 else torch.float32
     for param in _trained(group):
         data = param.data
         param.data = data.new_empty(0, dtype=dtype)

@@ -153,8 +153,8 @@ class Backward:
 
     def _finish(self) -> None:
         for unit in reversed(self._units):
-            if unit.state is TrainingState.IDLE and unit.calls and (unit.whole or unit.gathering):
-                self._enter(unit)  # whole since forward, or gathered ahead, but not reached: others may have
+            if unit.state is TrainingState.IDLE and unit.calls and (unit.unsharded or unit.gathering):
+                self._enter(unit)  # full since forward, or gathered ahead, but not reached: others may have
             if unit.state is TrainingState.BACKWARD:
                 self._complete(unit)
             elif unit.gradients.kept and self.reduces:

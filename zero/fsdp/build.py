@@ -16,18 +16,18 @@ from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
-from zero.oss.flat import FlatGroup
 from zero.oss.offload import CPUOffload, Disk, DiskOffload, Room
 from zero.oss.partition import Partition, lay_out
+from zero.oss.shard_group import ShardGroup
 
 
 @dataclass(frozen=True)
 class Options:
     """How units are laid out, kept and gathered.
 
-    stays: whether they stay whole from forward to backward.
+    stays: whether they stay unsharded from forward to backward.
     synced: whether all start from the first rank's values.
-    offload: where parts lie, if not beside what is computed with.
+    offload: where shards lie, if not beside what is computed with.
     """
 
     partition: Partition
@@ -46,13 +46,13 @@ class Options:
 
 
 class Builder:
-    """Makes units of one model one after another, so that never more than one is whole.
+    """Makes units of one model one after another, so that never more than one is unsharded.
 
-    Where this can fail, because modules are still to be initialised or parts may find no room, ranks compare after each
-    unit whether it did, and the values that parameters came with stay in memory until all units are there.
+    Where this can fail, because modules are still to be initialised or shards may find no room, ranks compare after
+    each unit whether it did, and the values that parameters came with stay in memory until all units are there.
 
     param_init_fn: gives values to modules that were built on the meta device.
-    `disk`: where parts lie, if in files.
+    `disk`: where shards lie, if in files.
     `cast_buffers`: those that were cast to another dtype; `hooks`: what was put on modules for mixed precision.
     """
 
@@ -77,7 +77,7 @@ class Builder:
     def build(self) -> list[Unit]:
         """Collective. The units, the root first.
 
-        Raises ValueError on every rank where modules could not be initialised or parts found no room on any; the model
+        Raises ValueError on every rank where modules could not be initialised or shards found no room on any; the model
         is what it was then.
         """
         with self._undo:
@@ -99,7 +99,7 @@ class Builder:
         had_values = [param for param in params if not param.is_meta]
         self._materialiser.materialise(params)
         if self._can_fail:
-            self._put_by(had_values)
+            self._set_aside(had_values)
         if self._options.synced:
             self._placement.broadcast(params)
         groups = self._lay_out(owned, title)
@@ -113,8 +113,8 @@ class Builder:
             replicas=self._placement.replicas,
         )
 
-    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str) -> list[FlatGroup]:
-        """In flat groups of their own parts, those apart that are computed with in another dtype."""
+    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str) -> list[ShardGroup]:
+        """In flat groups of their own shards, those apart that are computed with in another dtype."""
         return [
             group
             for dtype, named in self._options.precision.apart(self._choice.module, [*owned]).items()
@@ -124,9 +124,9 @@ class Builder:
                 self._placement.comm,
                 cut="whole" if self._options.partition == "whole" else "even",
                 loads=self._loads,
-                own_part=True,
+                own_shard=True,
                 compute_dtype=dtype,
-                part_in_whole=self._options.stays and self._options.precision.param_wire is None,
+                shard_in_full=self._options.stays and self._options.precision.param_wire is None,
                 home=self._room,
                 levels=self._placement.levels,
                 label=title,
@@ -151,7 +151,7 @@ class Builder:
             problem = self._room.problem(f"the shards of {title}", self._options.offload)
         self._placement.compare("the units of FSDP", [], problem)
 
-    def _put_by(self, params: Sequence[nn.Parameter]) -> None:
+    def _set_aside(self, params: Sequence[nn.Parameter]) -> None:
         """What these parameters are now; other ranks' values, if they are to come, go to other memory."""
         for param in params:
             self._undo.callback(_bind, param, param.data)

@@ -36,8 +36,8 @@ def compiled_modules(root: nn.Module) -> set[nn.Module]:
 
 def compiled_in_pieces(root: nn.Module) -> bool:
     """Whether torch.compile was called with modules inside the root."""
-    whole = {root, uncompiled(root)}
-    return any(is_compiled(module) for module in root.modules() if module not in whole)
+    full = {root, uncompiled(root)}
+    return any(is_compiled(module) for module in root.modules() if module not in full)
 
 
 def compiling_problem(root: nn.Module, units: Collection[nn.Module], freed: Iterable[torch.device]) -> str | None:

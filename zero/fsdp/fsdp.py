@@ -23,7 +23,7 @@ from zero.fsdp.in_backward import StepsInBackward
 from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.schedule import Schedule
-from zero.fsdp.sentry import NO_COPIES, Sentry
+from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
 from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.summon import Summons
 from zero.fsdp.torch_options import from_torch, refuse_number_of_ranks, refuse_unknown
@@ -46,7 +46,7 @@ _GIVEN = "the models given to FSDP"
 
 
 class FSDP(Weights):
-    """Fully sharded data parallelism: parameters, gradients and optimizer state in parts, one a rank (ZeRO stage 3;
+    """Fully sharded data parallelism: parameters, gradients and optimizer state in shards, one a rank (ZeRO stage 3;
     Rajbhandari et al., 2020, section 5.3).
 
         model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -54,7 +54,7 @@ class FSDP(Weights):
 
     The module is divided into units. A unit's parameters are gathered before its forward and its backward, and released
     after. Parameters stay the objects they were, under their names, so an optimizer may be built before or after; at
-    rest their data and gradient are this rank's part, with as many dimensions as the whole.
+    rest their data and gradient are this rank's shard, with as many dimensions as the full ones.
 
     module: stays usable as it is; its attributes can be read through this one. An FSDP inside it hands its module
         back into its place, and its units over to this one, with the options that they have.
@@ -73,22 +73,22 @@ class FSDP(Weights):
     optimizer_sharding: "all", with a hybrid strategy: what is stepped, its gradients and the optimizer's state are cut
         over all ranks of the job, parameters over those to shard within. Once a step, node shards are gathered across.
     reshard_after_forward: False is SHARD_GRAD_OP: parameters stay from forward to backward, which sends less.
-    mixed_precision: which dtypes are computed with and sent; parts keep the parameters' own. PyTorch's MixedPrecision
+    mixed_precision: which dtypes are computed with and sent; shards keep the parameters' own. PyTorch's MixedPrecision
         means here what it means there; one with keep_low_precision_grads is refused.
     prefetch: what is gathered ahead, and how many units are in flight at once; see Prefetch, MEMORY_FIRST, SPEED_FIRST.
         A BackwardPrefetch, zero's or PyTorch's, stands for a Prefetch with it.
-    offload: where parts lie at rest: CPUOffload, DiskOffload. PyTorch's CPUOffload() offloads nothing, and
+    offload: where shards lie at rest: CPUOffload, DiskOffload. PyTorch's CPUOffload() offloads nothing, and
         CPUOffload(offload_params=True) is zero's.
     param_init_fn: gives values to a module that was built on the meta device, instead of its `reset_parameters`. Units
-        get memory one at a time, values on rank 0 only, and are never whole anywhere else than there.
+        get memory one at a time, values on rank 0 only, and are never full anywhere else than there.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
     of_torch: options of PyTorch's FSDP1 that have another name here: backward_prefetch, cpu_offload, device_id,
         forward_prefetch, ignored_states, limit_all_gathers, use_orig_params. See zero.fsdp.torch_options.
 
     A penalty that is added to the loss, such as the sum of squares, is computed after forward from what `parameters()`
-    or `named_parameters()` of this gives then: it sees this rank's parts, and adds its gradient to theirs. It must be a
-    sum over elements: of norms and products of matrices a part would be another number than of the whole.
+    or `named_parameters()` of this gives then: it sees this rank's shards, and adds its gradient to theirs. It must be
+    a sum over elements: of norms and products of matrices a shard would be another number than of the full one.
 
     torch.compile may be called with units, with the module, or with this. Graphs break where units begin and end, so
     only units can be compiled with fullgraph=True. A module that is compiled as a whole runs its first forward in
@@ -98,7 +98,7 @@ class FSDP(Weights):
 
     Collective: the constructor, forward, backward, `state_dict`, `load_state_dict`, `summon_full_params`.
     Raises ValueError, on every rank, for what cannot be sharded or differs between ranks, and where modules cannot be
-    initialised or parts find no room: the model, its parameters and FSDPs inside it are as before then. RuntimeError,
+    initialised or shards find no room: the model, its parameters and FSDPs inside it are as before then. RuntimeError,
     on every rank, where ranks run different units.
     """
 
@@ -151,7 +151,7 @@ class FSDP(Weights):
         self._drive(options.prefetch, BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None)
         title = f"FSDP({type(module).__name__}, {strategy}, {len(self._units)} units)"
         left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
-        announce(title, self._comm, self.flat_groups, left_out, sharded="parameters and gradients")
+        announce(title, self._comm, self.shard_groups, left_out, sharded="parameters and gradients")
 
     def _problem(self, choice: Choice, inside: dict[str, FSDP], options: Options) -> str | None:
         """What keeps the module from being wrapped so, in words for the user; None if nothing."""
@@ -182,12 +182,12 @@ class FSDP(Weights):
     def _drive(self, prefetch: Prefetch, buffers: BufferSync | None) -> None:
         """From now on the units are gathered, released and reduced as the module runs."""
         self._summons = Summons(self._units, self._guard, self._placement, self._cast_buffers)
-        self._sentry = Sentry(self._units)
+        self._state_dict_guard = StateDictGuard(self._units)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
         prefetch = prefetch.where(overlaps=any(unit.overlaps for unit in self._units))
         self._backward = Backward(self._units, self._placement.all_groups(), prefetch, after=self._guard.after_backward)
         self._schedule = Schedule(self._units, self._placement.all_groups(), prefetch, self._backward)
-        gradients = Gradients([param for group in self.flat_groups for param in group.params])
+        gradients = Gradients([param for group in self.shard_groups for param in group.params])
         self._forward = Forward(self.module, self._units, self._schedule, self._backward, gradients, buffers)
 
     def _misfit(self, inside: dict[str, FSDP]) -> str | None:
@@ -214,12 +214,12 @@ class FSDP(Weights):
 
     def _dismiss(self) -> None:
         self._schedule.remove()
-        for one in (self._guard, self._summons, self._sentry):
+        for one in (self._guard, self._summons, self._state_dict_guard):
             one.dismiss()
 
     def unwrap(self) -> nn.Module:
         """Collective. The module, plain again, with full parameters and without gradients; see zero.unwrap."""
-        self._guard.refuse_strays()
+        self._guard.refuse_moved()
         give_back(self._units, self._cast_buffers, self._hooks)
         self._dismiss()
         refuse_steps(self._guard.optimizers)
@@ -238,7 +238,7 @@ class FSDP(Weights):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here keep whole gradients on every rank, to be added to by later ones; nothing is reduced.
+        """Backwards in here keep full gradients on every rank, to be added to by later ones; nothing is reduced.
 
         The first backward outside sends them along. Forward and backward both belong in here. `param.grad` shows this
         rank's own share meanwhile; clearing it clears what is kept.
@@ -259,16 +259,16 @@ class FSDP(Weights):
         """Collective. Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm.
 
         Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf. To be called instead
-        of torch.nn.utils.clip_grad_norm_, which sees this rank's parts only.
+        of torch.nn.utils.clip_grad_norm_, which sees this rank's shards only.
         """
         if self._backward.steps is not None:
             refuse("clipping by the norm of all gradients", "Step after backward, or clip values in hooks.")
         params = [param for unit in self._units for group in unit.groups for param in group.params]
-        parts = [param.grad for param in params if param.grad is not None]
+        shards = [param.grad for param in params if param.grad is not None]
         dtypes = {param.dtype for param in params}
-        total = norm.total_norm(parts, self._comm, float(norm_type), params[0].device, dtypes)
+        total = norm.total_norm(shards, self._comm, float(norm_type), params[0].device, dtypes)
         with self._guard.scaling_alike():
-            norm.clip(parts, total, float(max_norm))
+            norm.clip(shards, total, float(max_norm))
         return total
 
     def step_in_backward(self, optimizer: Optimizer) -> None:
@@ -294,13 +294,13 @@ class FSDP(Weights):
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of the largest unit's parameters: what is whole at a time."""
+        """Bytes of the largest unit's parameters: what is unsharded at a time."""
         return max(sum(group.full.nbytes for group in unit.groups) for unit in self._units)
 
     # ------------------------------------------------------------------------------------------ the module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; `parameters()` comes from here, too. At rest they are this rank's parts."""
+        """As of any module; `parameters()` comes from here, too. At rest they are this rank's shards."""
         self._schedule.expect_reads()
         yield from super().named_parameters(*args, **kwargs)
 
@@ -321,4 +321,4 @@ def _inside(module: nn.Module) -> dict[str, FSDP]:
 
 def _parameters_in(inside: dict[str, FSDP]) -> set[nn.Parameter]:
     """What is sharded already."""
-    return {param for one in inside.values() for group in one.flat_groups for param in group.params}
+    return {param for one in inside.values() for group in one.shard_groups for param in group.params}

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from zero._torch import state_dict_hooks_of, wraps_others
 from zero.comm import Comm
-from zero.fsdp import whole
+from zero.fsdp import full_params
 from zero.fsdp.precision import Uncast
-from zero.fsdp.sentry import Refusal
+from zero.fsdp.state_dict_guard import Refusal
 from zero.fsdp.strategy import Placement
 from zero.fsdp.summon import summons_of
 from zero.fsdp.unit import Unit
@@ -39,7 +39,7 @@ class Recipient:
             return {param: self.copy(param) for param in unit.params} if self.is_here(placement) else {}
         if self.to is not None and not self._here(placement):
             return {}
-        unit.reshard()  # what a forward without backward may have left whole
+        unit.reshard()  # what a forward without backward may have left unsharded
         found: dict[Tensor, Tensor] = {}
         for group in unit.groups:
             group.summon(to=None if self.to is None else self._owner(placement))
@@ -92,13 +92,13 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
         if problem is not None:
             raise ValueError(problem)
     for one, units in held:
-        one.refuse_strays()
+        one.refuse_moved()
         _refuse_what_is_elsewhere(units, wanted=wanted)
     found = _named(module) if held else None
     if found is None:
         if not held and not wanted:
             return {}
-        full = whole.state_dict(module, [unit for _, units in held for unit in units])
+        full = full_params.state_dict(module, [unit for _, units in held for unit in units])
         return recipient.moved(full) if wanted else {}
     copies: dict[Tensor, Tensor] = {}
     for one, units in held:
@@ -116,9 +116,9 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
 
 def _refuse_what_is_elsewhere(units: Sequence[Unit], *, wanted: bool) -> None:
     """Raises RuntimeError within forward and backward, and where only another rank has what was summoned."""
-    whole.refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
+    full_params.refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
     if wanted:
-        whole.refuse_elsewhere(units)
+        full_params.refuse_elsewhere(units)
 
 
 def _named(module: nn.Module) -> dict[str, Any] | None:

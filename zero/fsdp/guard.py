@@ -1,7 +1,7 @@
 """Notices optimizers that would step sharded parameters wrongly, whoever built them, and parameters that are no longer
 where they were put, or what they were.
 
-At stage 3 the optimizer is the user's own and knows nothing of parts. torch calls hooks before any optimizer's step;
+At stage 3 the optimizer is the user's own and knows nothing of shards. torch calls hooks before any optimizer's step;
 the one here looks whether the parameters of an FSDP are among those about to be stepped, and whether that is right.
 """
 
@@ -18,18 +18,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero.comm import Comm
-from zero.fsdp.optim_state import StateHooks, SteppingParts, refuse_other_parts
+from zero.fsdp.optim_state import StateHooks, SteppedShards, refuse_other_shards
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.stepping import Stepping
 from zero.fsdp.unit import TrainingState, Unit
 from zero.measure.kinds import Finding, Kind
 from zero.measure.numbers import differs
-from zero.measure.param_groups import PART
+from zero.measure.param_groups import SHARD_MARK
 from zero.oss.ddp import refuse_within_ddp
-from zero.oss.flat import FlatGroup
 from zero.oss.offload import Disk
 from zero.oss.partition import Partition, optimizer_problem
 from zero.oss.scaling import Scaling
+from zero.oss.shard_group import ShardGroup
 from zero.oss.slices import step_alone
 
 _guards: list[ReferenceType[Guard]] = []
@@ -40,15 +40,15 @@ _registered: list[Any] = []
 class Guard:
     """Checks every step of any optimizer that holds parameters of these units, as long as it lives.
 
-    The step raises RuntimeError for whole parameters, for gradients left by no_sync or scaled by each rank for itself,
-    for state of other shapes than the parts', for optimizers that couple parameters or need whole ones where they are
+    The step raises RuntimeError for full parameters, for gradients left by no_sync or scaled by each rank for itself,
+    for state of other shapes than the shards', for optimizers that couple parameters or need whole ones where they are
     cut, for numbers that an optimizer wrote into its groups and that differ between ranks, and where parameters were
     given other data, or the module others with gradients. It is collective, so that all ranks raise.
 
     module, ignored: what may hold parameters only that it holds now, but for those of the modules in it that are
         ignored.
     partition: as the user said it, whatever the optimizer.
-    disk: takes over steps on parts that lie in files.
+    disk: takes over steps on shards that lie in files.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Guard:
         self._scaling = Scaling(comm, "clip_grad_norm_(max_norm) of the FSDP model")
         self._disk = disk
         self._known_optimizers: WeakSet[Optimizer] = WeakSet()
-        self._places: dict[nn.Parameter, tuple[Unit, FlatGroup, int]] = {
+        self._places: dict[nn.Parameter, tuple[Unit, ShardGroup, int]] = {
             param: (unit, group, index)
             for unit in units
             for group in unit.groups
@@ -96,8 +96,8 @@ class Guard:
         return [*self._known_optimizers]
 
     def before_forward(self) -> None:
-        """To be called before the model's forward. Raises RuntimeError as `refuse_strays` does."""
-        self.refuse_strays()
+        """To be called before the model's forward. Raises RuntimeError as `refuse_moved` does."""
+        self.refuse_moved()
         self._overflow.before_forward()
 
     def after_backward(self) -> None:
@@ -111,19 +111,19 @@ class Guard:
         with self._scaling.alike():
             yield
 
-    def stray(self) -> str | None:
+    def moved_problem(self) -> str | None:
         """Why parameters at rest cannot be used, in words for the user; None if they can.
 
         Costs 0.1 ms for 258 parameters.
         """
-        return strayed([group for group in self._groups if not group.summoned])
+        return moved_problem([group for group in self._groups if not group.summoned])
 
-    def refuse_strays(self) -> None:
+    def refuse_moved(self) -> None:
         """To be called before a collective operation. Raises RuntimeError where parameters were given other data.
 
         Costs no communication where all is well. Ranks on which nothing is wrong raise it too, in their next operation.
         """
-        problem = self.stray()
+        problem = self.moved_problem()
         if problem is None:
             return
         try:
@@ -170,7 +170,7 @@ class Guard:
         if wrong is not None:
             raise RuntimeError(wrong)
         for group in optimizer.param_groups:
-            group.pop(PART, None)  # the mark of this rank's part, which load_state_dict() has left here
+            group.pop(SHARD_MARK, None)  # the mark of this rank's shard, which load_state_dict() has left here
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepping.after_step(optimizer)
@@ -199,30 +199,30 @@ class Guard:
             problem = optimizer_problem(name, finding, self._partition, of="FSDP")
             if problem is not None and finding.kind is not Kind.TENSORWISE:
                 return problem
-        whole = next((pair for pair in found.items() if pair[1].kind is Kind.TENSORWISE), None)
-        problem = self.stray() or self._newcomer() or self._loaded_from_another(optimizer)
+        full = next((pair for pair in found.items() if pair[1].kind is Kind.TENSORWISE), None)
+        problem = self.moved_problem() or self._newcomer() or self._loaded_from_another(optimizer)
         if problem is not None:
             return problem
         for unit in {self._places[param][0]: None for param in params}:
             if unit.state is TrainingState.IDLE and not unit.summoned:
-                unit.reshard()  # a forward without a backward, such as an evaluation, may have left it whole
+                unit.reshard()  # a forward without a backward, such as an evaluation, may have left it full
                 unit.settle()  # what an interrupted backward has gathered may still be read
             if unit.passed_by and all(param.grad is None for param in unit.params):
                 return (
                     f"{unit.title} has no gradients: the last backward was asked for some in particular (inputs=..., "
-                    "autograd.grad), and parameters that the model gave between forward and backward are parts, not "
+                    "autograd.grad), and parameters that the model gave between forward and backward are shards, not "
                     "what it computed with. Call backward() without inputs, and freeze by requires_grad_(False) what "
                     "is not to be trained; or list the parameters before the forward."
                 )
         for param in params:
-            problem = self._problem_of(optimizer, param, whole) if param.grad is not None else None
+            problem = self._problem_of(optimizer, param, full) if param.grad is not None else None
             if problem is not None:
                 return problem
         return None
 
     def _loaded_from_another(self, optimizer: Optimizer) -> str | None:
         try:
-            refuse_other_parts(SteppingParts(optimizer, self._groups, self._comm), optimizer.param_groups)
+            refuse_other_shards(SteppedShards(optimizer, self._groups, self._comm), optimizer.param_groups)
         except ValueError as error:
             return f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
         return None
@@ -239,14 +239,14 @@ class Guard:
                 )
         return None
 
-    def _problem_of(self, optimizer: Optimizer, param: nn.Parameter, whole: tuple[str, Finding] | None) -> str | None:
+    def _problem_of(self, optimizer: Optimizer, param: nn.Parameter, full: tuple[str, Finding] | None) -> str | None:
         """whole: the name of the optimizer that needs whole parameters, if one does, and why."""
         unit, group, index = self._places[param]
         name, kind = group.names[index], type(optimizer).__name__
         if group.summoned or unit.state is not TrainingState.IDLE:
             return (
-                f"{name!r} is whole, not this rank's part, while {kind}.step() is called: backward is not complete, or "
-                "this is inside summon_full_params(). Step after backward, outside it."
+                f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "
+                "complete, or this is inside summon_full_params(). Step after backward, outside it."
             )
         if unit.gradients.unreduced(param):
             return (
@@ -254,18 +254,18 @@ class Guard:
                 "backward before step() outside it."
             )
         cut = group.layout.numels[index] != param.numel() != 0
-        if cut and whole is not None:
+        if cut and full is not None:
             return (
-                f"{whole[0]} needs each parameter whole, but {name!r} is cut between ranks: "
-                f"{whole[1].reason}. Wrap the model with FSDP(partition='whole')."
+                f"{full[0]} needs each parameter whole, but {name!r} is cut between ranks: "
+                f"{full[1].reason}. Wrap the model with FSDP(partition='whole')."
             )
-        whole_shape = group.shapes.whole[index]
+        full_shape = group.shapes.full[index]
         for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == whole_shape != param.shape:
+            if isinstance(value, Tensor) and value.dim() and value.shape == full_shape != param.shape:
                 return (
-                    f"the state {key!r} of {name!r} has the shape of the whole parameter, {list(whole_shape)}, but "
-                    f"this rank steps a part of shape {list(param.shape)}. It was made before wrapping, or loaded "
-                    "whole: wrap before the first step, and load state of the same parts."
+                    f"the state {key!r} of {name!r} has the shape of the full parameter, {list(full_shape)}, but "
+                    f"this rank steps a shard of shape {list(param.shape)}. It was made before wrapping, or loaded "
+                    "full: wrap before the first step, and load state of the same shards."
                 )
         return None
 
@@ -275,7 +275,7 @@ def guarded() -> set[nn.Parameter]:
     return {param for guard in _alive() for param in guard.params}
 
 
-def strayed(groups: Iterable[FlatGroup]) -> str | None:
+def moved_problem(groups: Iterable[ShardGroup]) -> str | None:
     """What is wrong where parameters no longer lie where these groups put them, in words for the user."""
     for group in groups:
         name = group.reclaim()
@@ -316,7 +316,7 @@ def _refuse_within_ddp(module: nn.Module, left_out: Collection[str]) -> str | No
     for name, param in module.named_parameters() if sharded else ():
         if param in sharded and name not in left_out:
             return (
-                f"DistributedDataParallel was put around {name!r}, of which FSDP keeps another part on each rank. Use "
+                f"DistributedDataParallel was put around {name!r}, of which FSDP keeps another shard on each rank. Use "
                 "the model without DistributedDataParallel: FSDP averages gradients itself."
             )
     return None

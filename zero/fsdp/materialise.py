@@ -56,7 +56,7 @@ class Materialiser:
     def materialise_buffers(self) -> None:
         """Gives memory to all buffers that have none, and values to the modules that hold nothing else."""
         for module, name in [*self._waiting.items()]:
-            self._put_by(module)
+            self._set_aside(module)
             empty = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
             for key, buffer in empty.items():
                 buffers_of(module)[key] = torch.zeros_like(buffer, device=self._device)
@@ -84,7 +84,7 @@ class Materialiser:
                 "have values, which initialising the module would overwrite. Give the buffer its values first."
             )
 
-    def _put_by(self, module: nn.Module) -> None:
+    def _set_aside(self, module: nn.Module) -> None:
         """What the module holds itself and has values, for these to be put back: initialising it may change them."""
         self._undo.callback(buffers_of(module).update, dict(buffers_of(module)))
         if self._initialises:

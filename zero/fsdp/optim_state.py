@@ -1,6 +1,6 @@
-"""The state of an optimizer of the user's own that steps parts, as the functions of OSS see it.
+"""The state of an optimizer of the user's own that steps shards, as the functions of OSS see it.
 
-Its state_dict() is this rank's part. Hooks mark it as such, so that no other rank takes it for its own, and hand over
+Its state_dict() is this rank's shard. Hooks mark it as such, so that no other rank takes it for its own, and hand over
 the full state where that is what is asked for or given.
 """
 
@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 
 from zero._torch import takes_state_hooks
 from zero.comm import Comm
-from zero.measure.param_groups import PART
+from zero.measure.param_groups import SHARD_MARK
 from zero.oss import state
-from zero.oss.flat import FlatGroup
+from zero.oss.shard_group import ShardGroup
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 
 @dataclass
-class SteppingParts:
+class SteppedShards:
     """An optimizer whose parameters lie in the flat groups of an FSDP; see zero.oss.state.Sharded."""
 
     optim: Optimizer
-    flat_groups: list[FlatGroup]
+    shard_groups: list[ShardGroup]
     comm: Comm
     granularity: None = None
     keeps_masters: bool = False
@@ -38,7 +38,7 @@ class SteppingParts:
     def cuts_parameters(self) -> bool:
         return any(
             span.numel < group.layout.numels[span.index]
-            for group in self.flat_groups
+            for group in self.shard_groups
             for rank in range(group.layout.world)
             for span in group.layout.spans(rank)
         )
@@ -46,7 +46,7 @@ class SteppingParts:
     def part(self, param: nn.Parameter) -> nn.Parameter:
         return param
 
-    def master(self, flat: FlatGroup) -> Tensor | None:
+    def master(self, flat: ShardGroup) -> Tensor | None:
         return None
 
 
@@ -54,19 +54,19 @@ class StateHooks:
     """On the state_dict() and load_state_dict() of one optimizer, which holds parameters of these flat groups.
 
     state_dict() marks each group, and is the full state for torch's distributed checkpoint (collective). A full state
-    is cut as it is loaded; another rank's part is refused by ValueError.
+    is cut as it is loaded; another rank's shard is refused by ValueError.
 
     alone: whether the optimizer holds parameters of no other FSDP. With several the full state is not put together.
     """
 
-    def __init__(self, optimizer: Optimizer, flat_groups: list[FlatGroup], comm: Comm, *, alone: bool) -> None:
-        self._flat_groups, self._comm, self._alone = flat_groups, comm, alone
+    def __init__(self, optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm, *, alone: bool) -> None:
+        self._shard_groups, self._comm, self._alone = shard_groups, comm, alone
         if comm.world > 1 and takes_state_hooks(optimizer):
             optimizer.register_state_dict_post_hook(self._mark)
             optimizer.register_load_state_dict_pre_hook(self._cut)
 
     def _mark(self, optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any] | None:
-        stepping = SteppingParts(optimizer, self._flat_groups, self._comm)
+        stepping = SteppedShards(optimizer, self._shard_groups, self._comm)
         if asked_by_torch_checkpoint():
             if not self._alone:
                 raise RuntimeError(
@@ -75,22 +75,22 @@ class StateHooks:
                 )
             return state.consolidate(stepping, None)
         for group in found["param_groups"]:
-            group[PART] = [*group.get(PART, []), state.fingerprint(stepping)]
+            group[SHARD_MARK] = [*group.get(SHARD_MARK, []), state.fingerprint(stepping)]
         return None
 
     def _cut(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
-        if given.get(PART) == state.OWN:
+        if given.get(SHARD_MARK) == state.OWN:
             return None
-        stepping = SteppingParts(optimizer, self._flat_groups, self._comm)
-        if refuse_other_parts(stepping, given["param_groups"]):
+        stepping = SteppedShards(optimizer, self._shard_groups, self._comm)
+        if refuse_other_shards(stepping, given["param_groups"]):
             return None
-        return state.numbered(optimizer, *state.own_part(stepping, given))
+        return state.numbered(optimizer, *state.own_shard(stepping, given))
 
 
-def refuse_other_parts(stepping: SteppingParts, groups: list[dict[str, Any]]) -> bool:
-    """Whether groups are marked, as of this rank's part. Raises ValueError where the marks are of another part."""
-    marks = [mark for group in groups for mark in group.get(PART, [])]
+def refuse_other_shards(stepping: SteppedShards, groups: list[dict[str, Any]]) -> bool:
+    """Whether groups are marked, as of this rank's shard. Raises ValueError where the marks are of another shard."""
+    marks = [mark for group in groups for mark in group.get(SHARD_MARK, [])]
     if marks and state.fingerprint(stepping) not in marks:
         remedy = "Save what loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
-        state.refuse_other_part(stepping, marks[0], remedy)
+        state.refuse_other_shard(stepping, marks[0], remedy)
     return bool(marks)

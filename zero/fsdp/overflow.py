@@ -1,7 +1,7 @@
 """Gradients that overflowed in float16, made visible on every rank.
 
 Loss scaling skips a step whose gradients are not finite (P. Micikevicius et al., Mixed Precision Training, 2018,
-section 3.2). With DistributedDataParallel all ranks see the same gradients and skip the same steps. Of parts only the
+section 3.2). With DistributedDataParallel all ranks see the same gradients and skip the same steps. Of shards only the
 owner of what overflowed would see it, and torch.amp.GradScaler looks at one rank only.
 """
 

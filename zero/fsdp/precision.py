@@ -1,10 +1,10 @@
 """Which dtype is stored, computed with and sent.
 
-    part      what is stored and stepped: the parameter's own dtype, float32 as a rule
-    whole     what is gathered and computed with: param_dtype; travels as param_wire
+    shard      what is stored and stepped: the parameter's own dtype, float32 as a rule
+    full     what is gathered and computed with: param_dtype; travels as param_wire
     gradient  what autograd writes: param_dtype; travels as reduce_dtype; added up, stored and stepped as float32
 
-(P. Micikevicius et al., Mixed Precision Training, 2018, section 3.1: float32 masters; here the parts are the masters.)
+(P. Micikevicius et al., Mixed Precision Training, 2018, section 3.1: float32 masters; here the shards are the masters.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How far ahead units are gathered, and how many are in flight at once.
 
-Of a unit in flight a rank holds its whole parameters (B bytes), its whole gradients (B), or, while these are on their
-way, the gradients and what comes in (2 B): never more than 2 B. So besides what lies in parts a step takes 2 B times
+Of a unit in flight a rank holds its full parameters (B bytes), its full gradients (B), or, while these are on their
+way, the gradients and what comes in (2 B): never more than 2 B. So besides what lies in shards a step takes 2 B times
 the limit at most. Where transfers overlap computing, what comes in is B / W (B where 16 bits travel), and a step takes
 4 B + B / W at most: parameters and gradients of the unit that computes, the next one's parameters, and the last one's
 gradients, with what comes of them.

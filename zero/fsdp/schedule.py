@@ -23,7 +23,7 @@ from zero.fsdp.beside import Beside
 from zero.fsdp.casts import Casts
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
-from zero.fsdp.lookout import Lookout
+from zero.fsdp.foreign_reads import ForeignReads
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Call, TrainingState, Unit
 
@@ -32,7 +32,7 @@ class Schedule:
     """Drives the units of one model through forward and backward by hooks on their modules.
 
     A unit runs while its module does, or one of those inside it that hold its parameters: so other methods of the model
-    than forward find parameters whole too, as far as they call modules.
+    than forward find parameters unsharded, too, as far as they call modules.
 
     backward: of the same units.
     `uncompiled`: whether forward runs uncompiled now, whatever is compiled otherwise.
@@ -89,7 +89,7 @@ class Schedule:
             if unit.state is TrainingState.BACKWARD:
                 return None  # activation checkpointing computes the forward again, and backward has gathered the unit
             if unit.summoned:
-                _refuse_to_train_whole(unit)
+                _refuse_to_train_summoned(unit)
                 return None
             if module is not unit.module:
                 if unit.depth:
@@ -126,7 +126,7 @@ class Schedule:
         if self._backward.active:
             return
         if unit is self._root and unit.entrance is None:
-            self._look_out()
+            self._look_for_reads()
         if unit is not self._root and unit is not self._last:
             self._last.after, unit.before = unit, self._last
         self._last = unit
@@ -195,7 +195,7 @@ class Schedule:
         if not self._running:
             self._beside.settle()  # the user may write into shards from here on
 
-    def _look_out(self) -> None:
+    def _look_for_reads(self) -> None:
         """In the first forward in training and the first in evaluation: finds what modules read of other units, and
         whether they write into parameters.
 
@@ -212,7 +212,7 @@ class Schedule:
         if compiled:
             self.enter_by_units(compiled)
         else:
-            self._looking.enter_context(Lookout(self._units, self._found))
+            self._looking.enter_context(ForeignReads(self._units, self._found))
 
     @property
     def looks_next(self) -> bool:
@@ -254,7 +254,7 @@ class Schedule:
             if unit.state is TrainingState.BACKWARD and unit.expects(call):
                 return
             if inside and unit.running:
-                return  # its forward takes a gradient, as of an energy for forces: all that it needs is whole
+                return  # its forward takes a gradient, as of an energy for forces: all that it needs is unsharded
             self._backward.comes_to(unit, call)
 
         return pre_backward
@@ -284,7 +284,7 @@ def _holders(unit: Unit) -> Iterator[nn.Module]:
             yield module
 
 
-def _refuse_to_train_whole(unit: Unit) -> None:
+def _refuse_to_train_summoned(unit: Unit) -> None:
     if torch.is_grad_enabled() and any(param.requires_grad for group in unit.groups for param in group.params):
         raise RuntimeError(
             f"{unit.title} ran forward inside summon_full_params() with gradients, which nobody would average. Train "

@@ -19,9 +19,9 @@ from zero.oss.two_levels import Levels
 class ShardingStrategy(enum.Enum):
     """PyTorch's names; its own enum and plain strings are understood too."""
 
-    FULL_SHARD = "parameters, gradients and optimizer state in parts; parameters released after forward"
-    SHARD_GRAD_OP = "the same, but parameters stay whole from forward to backward"
-    NO_SHARD = "everything whole on every rank, as with DistributedDataParallel"
+    FULL_SHARD = "parameters, gradients and optimizer state in shards; parameters released after forward"
+    SHARD_GRAD_OP = "the same, but parameters stay unsharded from forward to backward"
+    NO_SHARD = "everything full on every rank, as with DistributedDataParallel"
     HYBRID_SHARD = "FULL_SHARD within a group, replicated across groups"
     HYBRID_SHARD_ZERO2 = "SHARD_GRAD_OP within a group, replicated across groups"
 

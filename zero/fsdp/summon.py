@@ -1,4 +1,4 @@
-"""Whole parameters of any module at the user's wish: of an FSDP, of what contains some, of what lies inside one."""
+"""Full parameters of any module at the user's wish: of an FSDP, of what contains some, of what lies inside one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from weakref import ReferenceType, ref
 
 from torch import nn
 
-from zero.fsdp import whole
-from zero.fsdp.guard import Guard, strayed
+from zero.fsdp import full_params
+from zero.fsdp.guard import Guard, moved_problem
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
@@ -19,7 +19,7 @@ _alive: list[ReferenceType[Summons]] = []
 
 
 class Summons:
-    """Makes units of one FSDP whole, as long as it lives or until it is dismissed."""
+    """Unshards units of one FSDP, as long as it lives or until it is dismissed."""
 
     def __init__(
         self, units: Sequence[Unit], guard: Guard, placement: Placement, cast_buffers: Sequence[CastBuffer]
@@ -28,9 +28,9 @@ class Summons:
         _alive[:] = [known for known in _alive if known() is not None]
         _alive.append(ref(self))
 
-    def refuse_strays(self) -> None:
-        """As Guard.refuse_strays."""
-        self._guard.refuse_strays()
+    def refuse_moved(self) -> None:
+        """As Guard.refuse_moved."""
+        self._guard.refuse_moved()
 
     def dismiss(self) -> None:
         """Another FSDP has the units."""
@@ -44,18 +44,18 @@ class Summons:
         return [unit for unit in self._units if not params.isdisjoint(unit.params)]
 
     @contextmanager
-    def made_whole(
+    def summoned(
         self, units: Sequence[Unit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
     ) -> Iterator[None]:
         """Collective. See FSDP.summon_full_params."""
-        self._guard.refuse_strays()
-        with whole.summoned(
+        self._guard.refuse_moved()
+        with full_params.summoned(
             units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
         ):
             yield
             if writeback:
                 groups = [group for unit in units for group in unit.groups]
-                self.placement.compare("the whole parameters of FSDP", [], strayed(groups))
+                self.placement.compare("the full parameters of FSDP", [], moved_problem(groups))
 
 
 def units_of(module: nn.Module) -> list[Unit]:
@@ -79,7 +79,7 @@ def summon(module: nn.Module, *, wrapped: nn.Module, recurse: bool, **options: b
         for one in _living():
             units = one.units_of(wrapped, recurse=recurse)
             if units:
-                stack.enter_context(one.made_whole(units, **options))
+                stack.enter_context(one.summoned(units, **options))
         yield
 
 

@@ -1,7 +1,7 @@
-"""Gradients of parts, out of sight while torch.compile traces what computes with whole parameters.
+"""Gradients of shards, out of sight while torch.compile traces what computes with full parameters.
 
 torch.compile looks at the gradient of every parameter that it meets, and refuses one of another shape, dtype or device
-than the parameter's. At rest a gradient is its part's; the parameter may be whole when it is traced.
+than the parameter's. At rest a gradient is its shard's; the parameter may be unsharded when it is traced.
 """
 
 from __future__ import annotations

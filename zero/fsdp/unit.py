@@ -1,4 +1,4 @@
-"""One wrapped module's parameters, and when they are whole: while the module computes. At rest they are parts.
+"""One wrapped module's parameters, and when they are unsharded: while the module computes. At rest they are shards.
 
 Its gradients are told of in unit_gradients.py.
 """
@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit_gradients import UnitGradients
-from zero.oss.flat import FlatGroup, Residence
+from zero.oss.shard_group import GroupState, ShardGroup
 
 
 class TrainingState(enum.Enum):
@@ -44,7 +44,7 @@ class Call:
 class Unit:
     """The parameters that are gathered together for one module.
 
-    stays: whether they stay whole from forward to backward.
+    stays: whether they stay unsharded from forward to backward.
     `params`: all that are in the groups.
     """
 
@@ -52,7 +52,7 @@ class Unit:
         self,
         name: str,
         module: nn.Module,
-        groups: list[FlatGroup],
+        groups: list[ShardGroup],
         *,
         precision: MixedPrecision,
         stays: bool,
@@ -148,12 +148,12 @@ class Unit:
     # ------------------------------------------------------------------------------------------ parameters
 
     @property
-    def whole(self) -> bool:
-        return all(group.residence is Residence.WHOLE for group in self.groups)
+    def unsharded(self) -> bool:
+        return all(group.state is GroupState.UNSHARDED for group in self.groups)
 
     @property
     def summoned(self) -> bool:
-        """Whether the parameters are whole because the user asked for it."""
+        """Whether the parameters are unsharded because the user asked for it."""
         return any(group.summoned for group in self.groups)
 
     @property
@@ -166,7 +166,7 @@ class Unit:
         return any(group.comm.runs_beside(group.full) for group in self.groups)
 
     def unshard(self) -> None:
-        """Collective. Makes the parameters whole. Raises RuntimeError where they have not arrived, because an earlier
+        """Collective. Unshards the parameters. Raises RuntimeError where they have not arrived, because an earlier
         gather failed."""
         self.launch_unshard()
         self.finish_unshard()
@@ -178,52 +178,52 @@ class Unit:
                 )
 
     def launch_unshard(self, *, ahead: bool = False) -> None:
-        """Collective. Starts to make the parameters whole, where they are not. ahead: they are needed later."""
+        """Collective. Starts to unshard the parameters, where they are not. ahead: they are needed later."""
         for group in self.groups:
-            if group.residence is Residence.PART:
+            if group.state is GroupState.SHARDED:
                 group.launch_gather(sent_as=self.precision.param_wire, ahead=ahead)
 
     def finish_unshard(self) -> None:
-        """Waits until the parameters are whole."""
+        """Waits until the parameters are unsharded."""
         for group in self.groups:
             if group.gathering:
                 group.finish_gather()
 
     def reshard(self) -> None:
-        """Leaves of the parameters this rank's part."""
+        """Leaves of the parameters this rank's shard."""
         self.finish_unshard()
         for group in self.groups:
-            if group.residence is Residence.WHOLE and not group.summoned:
+            if group.state is GroupState.UNSHARDED and not group.summoned:
                 group.release()
 
     def look_for_writes(self) -> None:
-        """Has the next `reshard` look whether the module wrote into its parameters, if it was whole till then."""
+        """Has the next `reshard` look whether the module wrote into its parameters, if it was unsharded till then."""
         for group in self.groups:
             group.look_for_writes()
 
     def settle(self) -> None:
-        """Waits until the parts and their gradients are the host's to read and write."""
+        """Waits until the shards and their gradients are the host's to read and write."""
         for group in self.groups:
             group.settle()
 
     # -------------------------------------------------------------------------------------------- backward
 
     def enter_backward(self) -> None:
-        """From here on autograd may write whole gradients; the parameters are whole."""
+        """From here on autograd may write full gradients; the parameters are unsharded."""
         self.state = TrainingState.BACKWARD
         self.passed_by = False
         self.gradients.enter_backward()
 
     def end_backward(self) -> None:
-        """Hands the gradients over, to be sent, and leaves of the parameters the parts."""
+        """Hands the gradients over, to be sent, and leaves of the parameters the shards."""
         self.gradients.hand_over()
         self._leave_backward()
 
     def keep_gradients(self) -> None:
         """Ends a backward under no_sync."""
-        whole = self.gradients.take_whole()
+        full = self.gradients.take_full()
         self._leave_backward()
-        self.gradients.keep(whole)
+        self.gradients.keep(full)
 
     def _leave_backward(self) -> None:
         self.state = TrainingState.IDLE
@@ -232,17 +232,17 @@ class Unit:
 
     @property
     def at_rest(self) -> bool:
-        """Whether `param.grad` is the part's, with nothing on its way to it."""
-        return self.state is TrainingState.IDLE and not (self.gradients.sends or self.whole or self.gathering)
+        """Whether `param.grad` is the shard's, with nothing on its way to it."""
+        return self.state is TrainingState.IDLE and not (self.gradients.sends or self.unsharded or self.gathering)
 
     def take_resting(self, param: nn.Parameter, name: str) -> None:
-        """Autograd is about to add a gradient of the part to `param.grad`.
+        """Autograd is about to add a gradient of the shard to `param.grad`.
 
-        Raises RuntimeError within the backward of the unit, where that is the whole's.
+        Raises RuntimeError within the backward of the unit, where that is the full's.
         """
         if not self.at_rest:
             raise RuntimeError(
-                f"{name} got a gradient of this rank's part within the backward of {self.title} of FSDP: something, "
+                f"{name} got a gradient of this rank's shard within the backward of {self.title} of FSDP: something, "
                 "such as a penalty, was computed from it before the forward of the model. Compute it after: "
                 "loss = criterion(model(inputs), targets) + penalty."
             )
@@ -254,7 +254,7 @@ class Unit:
         Where that backward has not come they are there.
         """
         if self.state is TrainingState.BACKWARD:
-            self.gradients.clear_whole()
+            self.gradients.clear_full()
             self._leave_backward()
         if self.gradients.waits and not self.gathering:
             self.reshard()

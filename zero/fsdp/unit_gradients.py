@@ -1,10 +1,10 @@
-"""The gradients of one unit: this rank's parts of them at rest, and the whole ones that autograd writes in backward.
+"""The gradients of one unit: this rank's shards of them at rest, and the full ones that autograd writes in backward.
 
-    at rest       `param.grad` is this rank's part of the averaged gradient, in the part's shape, for any optimizer
-    in backward   `param.grad` is autograd's own whole gradient; what was in it before waits in `_resting`
-    no_sync       whole gradients wait in `_unreduced`; `param.grad` is this rank's share of them, or what rests
+    at rest       `param.grad` is this rank's shard of the averaged gradient, in the shard's shape, for any optimizer
+    in backward   `param.grad` is autograd's own full gradient; what was in it before waits in `_resting`
+    no_sync       full gradients wait in `_unreduced`; `param.grad` is this rank's share of them, or what rests
 
-What is computed from parameters at rest has gradients of parts, which autograd adds to what is in `param.grad` then.
+What is computed from parameters at rest has gradients of shards, which autograd adds to what is in `param.grad` then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.comm import Comm, Int8
-from zero.oss.flat import FlatGroup
+from zero.oss.shard_group import ShardGroup
 from zero.sdp.bucket import Deliver, GradBucket, Phase
 
 
@@ -28,7 +28,7 @@ class UnitGradients:
     """
 
     def __init__(
-        self, groups: Sequence[FlatGroup], *, sent_as: torch.dtype | Int8 | None = None, replicas: Comm | None = None
+        self, groups: Sequence[ShardGroup], *, sent_as: torch.dtype | Int8 | None = None, replicas: Comm | None = None
     ) -> None:
         self._buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
         self.kept = self.sends = False
@@ -50,7 +50,7 @@ class UnitGradients:
     # ------------------------------------------------------------------------------------------- a backward
 
     def enter_backward(self) -> None:
-        """From here on autograd may write whole gradients; nothing is on its way."""
+        """From here on autograd may write full gradients; nothing is on its way."""
         for bucket in self._buckets:
             assert bucket.phase is Phase.FILLING
             bucket.notice_trained()
@@ -58,7 +58,7 @@ class UnitGradients:
             param.grad = self._set_aside(param)
 
     def _set_aside(self, param: nn.Parameter) -> Tensor | None:
-        """Sets the gradient of the part aside until this backward's joins it; returns the whole one that no_sync kept.
+        """Sets the gradient of the shard aside until this backward's joins it; returns the full one that no_sync kept.
 
         What zero_grad has cleared since is cleared here too.
         """
@@ -92,9 +92,9 @@ class UnitGradients:
                 bucket.launch()
 
     def finish(self, title: str) -> None:
-        """Waits for this rank's part of the gradients, and adds it to what was there before. title: of the unit."""
+        """Waits for this rank's shard of the gradients, and adds it to what was there before. title: of the unit."""
         for bucket, index, param in self._trained():
-            if param.grad is not None:  # which autograd lets pass where a part has the shape of the whole
+            if param.grad is not None:  # which autograd lets pass where a shard has the shape of the full parameter
                 raise RuntimeError(
                     f"{bucket.flat.names[index]} got a gradient after {title} of FSDP had sent its gradients, in one "
                     "backward, and not through what the unit's forward returned. Compute with parameters inside of "
@@ -105,7 +105,7 @@ class UnitGradients:
                 bucket.finish(deliver)
         self.sends = False
 
-    def _deliver(self, flat: FlatGroup, index: int, gradient: Tensor | None) -> None:
+    def _deliver(self, flat: ShardGroup, index: int, gradient: Tensor | None) -> None:
         param = flat.params[index]
         before = self._resting.pop(param, param.grad)
         if gradient is not None:
@@ -117,23 +117,23 @@ class UnitGradients:
 
     # ----------------------------------------------------------------------------------------- under no_sync
 
-    def take_whole(self) -> dict[nn.Parameter, tuple[FlatGroup, int, Tensor]]:
-        """Ends a backward under no_sync: its whole gradients, for `keep` when the parameters are parts again."""
+    def take_full(self) -> dict[nn.Parameter, tuple[ShardGroup, int, Tensor]]:
+        """Ends a backward under no_sync: its full gradients, for `keep` when the parameters are shards again."""
         found = {param: (bucket.flat, i, param.grad) for bucket, i, param in self._trained() if param.grad is not None}
         for param in found:
             param.grad = None
         return found
 
-    def keep(self, whole: dict[nn.Parameter, tuple[FlatGroup, int, Tensor]]) -> None:
-        """Whole gradients stay here; `param.grad` shows this rank's share of them."""
+    def keep(self, full: dict[nn.Parameter, tuple[ShardGroup, int, Tensor]]) -> None:
+        """Full gradients stay here; `param.grad` shows this rank's share of them."""
         self.kept = True
-        for param in self._resting.keys() - whole.keys():  # to which this backward did not come
+        for param in self._resting.keys() - full.keys():  # to which this backward did not come
             param.grad = self._resting.pop(param)
-        for param, (flat, index, gradient) in whole.items():
+        for param, (flat, index, gradient) in full.items():
             ordered = flat.shapes.in_memory_order(index, gradient)
             span = flat.spans.get(index)
-            share = (ordered[span.start : span.stop] if span else ordered[:0]).to(flat.part)
-            param.grad = flat.shapes.shaped(index, share, span) if span else share.view(flat.part_views[index].shape)
+            share = (ordered[span.start : span.stop] if span else ordered[:0]).to(flat.shard)
+            param.grad = flat.shapes.shaped(index, share, span) if span else share.view(flat.shard_views[index].shape)
             self._unreduced[param] = gradient
 
     def unreduced(self, param: nn.Parameter) -> bool:
@@ -143,7 +143,7 @@ class UnitGradients:
     # ---------------------------------------------------------------------------------------------- at rest
 
     def take_resting(self, param: nn.Parameter) -> None:
-        """Autograd is about to add a gradient of the part to `param.grad`.
+        """Autograd is about to add a gradient of the shard to `param.grad`.
 
         Where that shows a share of what no_sync kept, it gets what rests instead.
         """
@@ -156,7 +156,7 @@ class UnitGradients:
 
     # -------------------------------------------------------------------------------------------- exceptions
 
-    def clear_whole(self) -> None:
+    def clear_full(self) -> None:
         """Drops what a backward has written that an exception ended."""
         for _, _, param in self._trained():
             param.grad = None

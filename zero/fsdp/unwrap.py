@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import buffers_of
+from zero.fsdp.full_params import refuse_busy
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import Unit
-from zero.fsdp.whole import refuse_busy
 from zero.sdp.unwrapped import UNWRAPPED
 
 
 def give_back(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
-    """Collective. Leaves the units' parameters full on every rank, without gradients, and the buffers uncast.
+    """Collective. Leaves the units' parameters unsharded on every rank, without gradients, and the buffers uncast.
 
     hooks: what mixed precision has put on modules. Raises RuntimeError within forward and backward, and inside of
     summon_full_params().

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-PART = "zero_part"
+SHARD_MARK = "zero_shard"
 """Key of the mark of one rank's part, in a state_dict or its groups."""
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names", PART)}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", SHARD_MARK)}
 
 
 def told_options(given: dict[str, Any]) -> str:

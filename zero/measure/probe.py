@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.measure.numbers import Numbers, numbers
-from zero.measure.shapes import part_shape
+from zero.measure.shapes import shard_shape
 from zero.measure.undisturbed import seed, undisturbed
 
 Build = Callable[[list[dict[str, Any]]], Optimizer]
@@ -292,7 +292,7 @@ def _piece(given: tuple[Tensor, Tensor], start: int | None, stop: int | None) ->
     value, gradient = (tensor.flatten()[start:stop] for tensor in given)
     if start == 0 and stop is None:
         return given
-    shape = part_shape(given[0].shape, len(value))
+    shape = shard_shape(given[0].shape, len(value))
     return value.view(shape), gradient.view(shape)
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 from zero.comm import Comm
-from zero.oss.flat import FlatGroup
+from zero.oss.shard_group import ShardGroup
 
 logger = logging.getLogger("zero")
 
@@ -24,7 +24,7 @@ def show_as_asked() -> None:
         logger.setLevel(level)
 
 
-def announce(what: str, comm: Comm, groups: Sequence[FlatGroup], left_out: str = "", *, sharded: str) -> None:
+def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str = "", *, sharded: str) -> None:
     """Says what was sharded. For constructors, once their ranks have operated together.
 
     what: such as "OSS(Adam)". sharded: what of the groups' parameters, such as "optimizer state". left_out: with why.
@@ -32,10 +32,10 @@ def announce(what: str, comm: Comm, groups: Sequence[FlatGroup], left_out: str =
     if comm.rank or not logger.isEnabledFor(logging.INFO) or not groups:
         return  # the transport was chosen when ranks compared what they were given
     params = sum(len(group.params) for group in groups)
-    whole = sum(group.layout.numel * group.part.element_size() for group in groups)
-    mine = sum(group.part.nbytes for group in groups)
+    full = sum(group.layout.numel * group.shard.element_size() for group in groups)
+    mine = sum(group.shard.nbytes for group in groups)
     logger.info(
         "%s: %s of %d parameters over %d ranks, %s of %s of their bytes on rank %d, sent by %s; left out: %s",
-        *(what, sharded, params, comm.world, f"{mine:,}", f"{whole:,}", comm.rank),
+        *(what, sharded, params, comm.world, f"{mine:,}", f"{full:,}", comm.rank),
         *(comm.transport_name(groups[0].full.device), left_out or "nothing"),
     )

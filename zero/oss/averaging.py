@@ -1,6 +1,6 @@
 """DistributedDataParallel's averaging of gradients, where ranks of one host can read one another's memory.
 
-Each rank adds up a part of the gradients, read from the others, and they read the average from it: for the processor
+Each rank adds up a shard of the gradients, read from the others, and they read the average from it: for the processor
 that is a fraction of what Gloo's all-reduce costs, which sends both ways through the system.
 """
 

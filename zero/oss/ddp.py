@@ -70,7 +70,7 @@ def ddp_within(module: nn.Module, without: Iterable[nn.Parameter] = ()) -> str |
         if isinstance(one, DistributedDataParallel) and any(param not in left_out for param in _averaged(one)):
             which = f"{name!r} is" if name else "the module is"
             return (
-                f"{which} a DistributedDataParallel, which averages gradients of whole parameters by itself. Wrap "
+                f"{which} a DistributedDataParallel, which averages gradients of full parameters by itself. Wrap "
                 "its .module instead."
             )
     return None

@@ -60,7 +60,7 @@ def from_optimizer(
 def _unfit(optimizer: object) -> str | None:
     if not isinstance(optimizer, Optimizer):
         return f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
-    if hasattr(optimizer, "flat_groups"):
+    if hasattr(optimizer, "shard_groups"):
         return "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
     return None
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero.measure.kinds import ELEMENTWISE
-from zero.oss.flat import FlatGroup
+from zero.oss.shard_group import ShardGroup
 from zero.oss.stepping import Stepping
 
 _REFUSED = (
@@ -82,12 +82,12 @@ class SteppingInBackward(Stepping):
     _in_backward: InBackward | None = None
 
     def step_in_backward(self) -> None:
-        """From now on this rank's parts are stepped in backward, and `step` brings everyone's to every rank.
+        """From now on this rank's shards are stepped in backward, and `step` brings everyone's to every rank.
 
         Raises ValueError for optimizers that may need all gradients, below stage 2, and where it was called before.
         """
         problem = problem_of(self.optim)
-        if not self.gradients_arrive_in_parts:
+        if not self.gradients_arrive_sharded:
             problem = "zero.step_in_backward needs ShardedDDP or FSDP: at stage 1 gradients are averaged by others."
         elif self._in_backward is not None:
             problem = "zero.step_in_backward was called before for this optimizer."
@@ -101,23 +101,23 @@ class SteppingInBackward(Stepping):
             self._in_backward.begin()
             with torch.no_grad():
                 self._refuse_changes()
-                self._parts.masters.refresh()
+                self._shards.masters.refresh()
                 self._hand_options()
 
-    def gradients_arrived(self, flat: FlatGroup) -> None:
+    def gradients_arrived(self, flat: ShardGroup) -> None:
         """Those of the flat group are with their owners, but for those that ranks have not all used."""
         if self._in_backward is not None:
             self._in_backward.step_begins()
             with torch.no_grad():
-                self._parts.step_group(self.optim, flat)
-            self._parts.drop_gradients([flat])
+                self._shards.step_group(self.optim, flat)
+            self._shards.drop_gradients([flat])
             increment_version([*flat.params])  # autograd refuses to compute with what it saved of them
 
     def backward_ends(self) -> None:
         """All gradients are with their owners."""
         self.arrive()
         if self._in_backward is not None:
-            for flat in self.flat_groups:
+            for flat in self.shard_groups:
                 if any(self.part(param).grad is not None for param in flat.params):
                     self.gradients_arrived(flat)
             self._in_backward.end()

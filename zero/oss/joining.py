@@ -1,6 +1,6 @@
 """Training where data ends earlier on some ranks than on others (torch.distributed.algorithms.join).
 
-Inside Join([ddp, optimizer]) a rank that has run out of data goes on stepping its parts as long as another has data.
+Inside Join([ddp, optimizer]) a rank that has run out of data goes on stepping its shards as long as another has data.
 DistributedDataParallel does not tell it the averaged gradients, so in each step inside of it
 
     every rank tells    that it has joined; or its options, which schedulers may have changed, and what has gradients
@@ -23,8 +23,8 @@ from zero._torch import join_mark, living_joins_of
 from zero.comm import Comm
 from zero.measure.param_groups import options
 from zero.oss.ddp import joining
-from zero.oss.flat import FlatGroup
-from zero.oss.parts import Parts
+from zero.oss.owned_shards import OwnedShards
+from zero.oss.shard_group import ShardGroup
 
 NO_JOIN = (
     "{} cannot be used with torch's Join, by which ranks whose data has ended wait for the others. Write "
@@ -93,9 +93,9 @@ class Joining:
 
     # --------------------------------------------------------------------------------------- gradients
 
-    def share_gradients(self, parts: Parts, param_groups: Sequence[dict[str, Any]], *, joined: bool) -> None:
-        """Collective. Gives the parts of ranks that have joined their gradients, and their groups the options."""
-        told = self._comm.all_gather_text("" if joined else _as_text(parts, param_groups))
+    def share_gradients(self, shards: OwnedShards, param_groups: Sequence[dict[str, Any]], *, joined: bool) -> None:
+        """Collective. Gives the shards of ranks that have joined their gradients, and their groups the options."""
+        told = self._comm.all_gather_text("" if joined else _as_text(shards, param_groups))
         source = next(rank for rank, text in enumerate(told) if text)
         options_there, used = json.loads(told[source])
         if joined:
@@ -103,18 +103,18 @@ class Joining:
                 take_options(group, options_of_group)
         for rank, text in enumerate(told):
             if not text:
-                self._send_share(parts, source, rank, used)
+                self._send_share(shards, source, rank, used)
 
-    def _send_share(self, parts: Parts, source: int, to: int, used: Sequence[bool]) -> None:
+    def _send_share(self, shards: OwnedShards, source: int, to: int, used: Sequence[bool]) -> None:
         if self._comm.rank == source:
-            shares = [_share(flat, to) for flat in parts.flat_groups]
+            shares = [_share(flat, to) for flat in shards.shard_groups]
             self._comm.collect([(source, share) for share in shares], to)
         elif self._comm.rank == to:
-            shares = [torch.empty_like(flat.full[flat.layout.segment(to)]) for flat in parts.flat_groups]
+            shares = [torch.empty_like(flat.full[flat.layout.segment(to)]) for flat in shards.shard_groups]
             self._comm.collect([(source, share) for share in shares], to)
-            _give(parts, shares, {param for param, has in zip(parts, used, strict=True) if has})
+            _give(shards, shares, {param for param, has in zip(shards, used, strict=True) if has})
         else:
-            self._comm.collect([(source, None) for _ in parts.flat_groups], to)
+            self._comm.collect([(source, None) for _ in shards.shard_groups], to)
 
 
 class _Shadow(JoinHook):
@@ -132,8 +132,8 @@ class _Shadow(JoinHook):
         self._leave()
 
 
-def _as_text(parts: Parts, param_groups: Sequence[dict[str, Any]]) -> str:
-    return json.dumps([plain_options(param_groups), [param.grad is not None for param in parts]])
+def _as_text(shards: OwnedShards, param_groups: Sequence[dict[str, Any]]) -> str:
+    return json.dumps([plain_options(param_groups), [param.grad is not None for param in shards]])
 
 
 def plain_options(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,7 +163,7 @@ def _is_plain(value: object) -> bool:
     return several or value is None or isinstance(value, (bool, int, float, str))
 
 
-def _share(flat: FlatGroup, rank: int) -> Tensor:
+def _share(flat: ShardGroup, rank: int) -> Tensor:
     """What a rank owns of the gradients here, flat; zeros where there are none."""
     share = torch.zeros_like(flat.full[flat.layout.segment(rank)])
     for span in flat.layout.spans(rank):
@@ -174,9 +174,9 @@ def _share(flat: FlatGroup, rank: int) -> Tensor:
     return share
 
 
-def _give(parts: Parts, shares: Sequence[Tensor], used: Collection[nn.Parameter]) -> None:
-    for flat, share in zip(parts.flat_groups, shares, strict=True):
+def _give(shards: OwnedShards, shares: Sequence[Tensor], used: Collection[nn.Parameter]) -> None:
+    for flat, share in zip(shards.shard_groups, shares, strict=True):
         for index, span in flat.spans.items():
             param = flat.params[index]
             own = flat.shapes.shaped(index, share[span.offset : span.offset + span.numel], span)
-            parts[param].grad = parts.masters.bring(flat, own) if param in used else None
+            shards[param].grad = shards.masters.bring(flat, own) if param in used else None

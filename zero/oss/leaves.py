@@ -60,7 +60,7 @@ def entry_of(key: str) -> str:
 
 
 def wraps(leaf: Any) -> bool:
-    """Whether it is a tensor made of others (quantised, DTensor): only its class knows how parts make a whole."""
+    """Whether it is a tensor made of others (quantised, DTensor): only its class knows how to join shards."""
     return isinstance(leaf, Tensor) and wraps_others(leaf)
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zero.comm.streams import apart, streams_of
-from zero.oss.flat import FlatGroup
 from zero.oss.offload import Home
+from zero.oss.shard_group import ShardGroup
 
 _CHUNK = 2**22
 """Elements that are compared, or rounded, at a time."""
@@ -29,13 +29,13 @@ class Masters:
 
     def __init__(self, dtype: torch.dtype | None, home: Home | None = None) -> None:
         self._dtype, self.home = dtype, home
-        self._stepped: dict[FlatGroup, Tensor] = {}
-        self._on_their_way: dict[FlatGroup, Any] = {}
+        self._stepped: dict[ShardGroup, Tensor] = {}
+        self._on_their_way: dict[ShardGroup, Any] = {}
         """Events after the gradients that are being brought."""
 
-    def add(self, flat: FlatGroup) -> Tensor:
+    def add(self, flat: ShardGroup) -> Tensor:
         """What is stepped of a flat group: its shard itself where nothing else is to be."""
-        shard = flat.part
+        shard = flat.shard
         if self._is_wider(flat):
             shard = shard.to(self._dtype)
         elif self.home is None or self.home.has(shard):
@@ -43,7 +43,7 @@ class Masters:
         self._stepped[flat] = shard if self.home is None else self.home.place(shard)
         return self._stepped[flat]
 
-    def _is_wider(self, flat: FlatGroup) -> bool:
+    def _is_wider(self, flat: ShardGroup) -> bool:
         return (
             self._dtype is not None
             and flat.full.is_floating_point()
@@ -57,45 +57,45 @@ class Masters:
 
     def differ(self) -> bool:
         """Whether any has bits of its own: is another than the parameters in its dtype."""
-        chunks = (pair for flat, stepped in self._stepped.items() for pair in _chunks(stepped, flat.part))
+        chunks = (pair for flat, stepped in self._stepped.items() for pair in _chunks(stepped, flat.shard))
         return any(bool((own != shard.to(own)).any()) for own, shard in chunks)
 
-    def of(self, flat: FlatGroup) -> Tensor | None:
+    def of(self, flat: ShardGroup) -> Tensor | None:
         """The master; None of what has as many bits as the parameters."""
         return self._stepped.get(flat) if self._is_wider(flat) else None
 
-    def settled(self, flat: FlatGroup) -> Tensor | None:
+    def settled(self, flat: ShardGroup) -> Tensor | None:
         """A master as the next step takes it; see `settled`."""
         master = self.of(flat)
-        return None if master is None else settled(master, flat.part)
+        return None if master is None else settled(master, flat.shard)
 
     def refresh(self) -> None:
         """Takes over what was written into the parameters since the last `write`."""
         for flat, stepped in self._stepped.items():
-            for own, shard in _chunks(stepped, flat.part):
+            for own, shard in _chunks(stepped, flat.shard):
                 now = shard.to(own.device)
                 torch.where(_written(now, own), now.to(own.dtype), own, out=own)
             self._used(stepped)
 
-    def write(self, flats: Iterable[FlatGroup]) -> None:
+    def write(self, flats: Iterable[ShardGroup]) -> None:
         """Writes them into this rank's shards of the parameters, rounded."""
         for flat in flats:
             if flat in self._stepped:
-                for own, shard in _chunks(self._stepped[flat], flat.part):
+                for own, shard in _chunks(self._stepped[flat], flat.shard):
                     shard.copy_(own)  # the host may write into masters from here on
                 self._used(self._stepped[flat])
 
     # ----------------------------------------------------------------------------------------------- elsewhere
 
-    def bring(self, flat: FlatGroup, gradient: Tensor) -> Tensor:
+    def bring(self, flat: ShardGroup, gradient: Tensor) -> Tensor:
         """A gradient of the shard, in the dtype of what is stepped, where that lies; on its way until `arrive`."""
-        stepped, streams = self._stepped.get(flat, flat.part), streams_of(gradient)
+        stepped, streams = self._stepped.get(flat, flat.shard), streams_of(gradient)
         brought = streams.bring(gradient, stepped)
         if apart(gradient, stepped) and (departure := streams.departure()) is not None:
             self._on_their_way[flat] = departure
         return brought
 
-    def arrive(self, flat: FlatGroup) -> None:
+    def arrive(self, flat: ShardGroup) -> None:
         """The host waits for the gradients that were brought."""
         if flat in self._on_their_way:
             self._on_their_way.pop(flat).synchronize()
@@ -105,18 +105,18 @@ class Masters:
             self.home.used(stepped)
 
 
-def settled(master: Tensor, part: Tensor) -> Tensor:
+def settled(master: Tensor, shard: Tensor) -> Tensor:
     """A master as the next step takes it: where something else was written into the parameters, that.
 
     Where nothing was, the master itself. It is not written to: the weights that belong to it may be loaded after it.
     """
-    part = part.to(master.device)
-    written = _written(part, master)
-    return torch.where(written, part.to(master.dtype), master) if written.any() else master
+    shard = shard.to(master.device)
+    written = _written(shard, master)
+    return torch.where(written, shard.to(master.dtype), master) if written.any() else master
 
 
-def _written(part: Tensor, master: Tensor) -> Tensor:
-    return part != master.to(part.dtype)
+def _written(shard: Tensor, master: Tensor) -> Tensor:
+    return shard != master.to(shard.dtype)
 
 
 def _chunks(stepped: Tensor, shard: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

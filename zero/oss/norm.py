@@ -1,4 +1,4 @@
-"""Norms over gradients that lie in parts, one a rank."""
+"""Norms over gradients that lie in shards, one a rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from zero.comm import Comm
 
 
 def total_norm(
-    parts: Sequence[Tensor], comm: Comm, norm_type: float, device: torch.device, dtypes: Iterable[torch.dtype]
+    shards: Sequence[Tensor], comm: Comm, norm_type: float, device: torch.device, dtypes: Iterable[torch.dtype]
 ) -> Tensor:
-    """Collective. The norm of all ranks' parts together, as if they were one vector; 0-dim.
+    """Collective. The norm of all ranks' shards together, as if they were one vector; 0-dim.
 
-    parts: this rank's; no element may be with two ranks.
-    dtypes: of all ranks' parts. The result is of float64 if one of them is, otherwise of float32.
+    shards: this rank's; no element may be with two ranks.
+    dtypes: of all ranks' shards. The result is of float64 if one of them is, otherwise of float32.
     """
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     infinite = math.isinf(norm_type)
-    norms = [torch.linalg.vector_norm(part, norm_type, dtype=_wide(part)) for part in parts if part.numel()]
+    norms = [torch.linalg.vector_norm(shard, norm_type, dtype=_wide(shard)) for shard in shards if shard.numel()]
     if not norms:
         local = torch.zeros((), device=device)
     else:
@@ -39,5 +39,5 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
         gradient.mul_(scale.to(gradient.device, gradient.dtype))
 
 
-def _wide(part: Tensor) -> torch.dtype | None:
-    return torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
+def _wide(shard: Tensor) -> torch.dtype | None:
+    return torch.float32 if shard.dtype in (torch.float16, torch.bfloat16) else None

@@ -161,7 +161,7 @@ class Disk:
         self._mapped: dict[int, mmap.mmap] = {}
         """By the address that they are mapped to, so that views of a tensor are known too."""
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
-        self._put_by: dict[nn.Parameter, Tensor] = {}
+        self._set_aside: dict[nn.Parameter, Tensor] = {}
 
     def place(self, shard: Tensor) -> Tensor:
         """A copy in a file. Raises OSError where there is no room."""
@@ -215,15 +215,15 @@ class Disk:
         stepped = set(params)
         for param, gradient in gradients.items():
             if param in stepped:
-                self._put_by[param] = gradient
+                self._set_aside[param] = gradient
             else:
                 param.grad = gradient
 
     def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Gives gradients back, and puts into files what state a step has made in memory."""
         for param in params:
-            if param in self._put_by:
-                param.grad = self._put_by.pop(param)
+            if param in self._set_aside:
+                param.grad = self._set_aside.pop(param)
             self._rest(optimizer, param)
 
     def _rest(self, optimizer: Optimizer, param: nn.Parameter) -> None:

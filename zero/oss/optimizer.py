@@ -1,6 +1,6 @@
-"""Stage 1: every rank keeps and steps a part of the optimizer's state.
+"""Stage 1: every rank keeps and steps a shard of the optimizer's state.
 
-A part is a view of the parameter's own memory. With a master dtype it lies in a tensor of that dtype beside it, one a
+A shard is a view of the parameter's own memory. With a master dtype it lies in a tensor of that dtype beside it, one a
 flat group and of the length of this rank's segment, and the parameter is the rounded master. What a step does is told
 in stepping.py.
 """
@@ -27,8 +27,8 @@ from zero.oss.groups import as_groups, describe, devices_of, master_problem, qua
 from zero.oss.in_backward import SteppingInBackward
 from zero.oss.masters import Masters
 from zero.oss.offload import CPUOffload, DiskOffload, Room, offload_of
+from zero.oss.owned_shards import OwnedShards
 from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
-from zero.oss.parts import Parts
 
 
 class OSS(SteppingInBackward):
@@ -58,7 +58,7 @@ class OSS(SteppingInBackward):
         elements in blocks, such as those that keep their state in 8 bits. With it "auto" is "even".
     broadcast_fp16: after a step send parameters as float16 (True) or as the dtype given, torch.bfloat16 or zero.Int8().
         The owner's own copy keeps its precision.
-    master_dtype: torch.float32 keeps a master of this dtype of each part with its owner, for parameters of a lesser
+    master_dtype: torch.float32 keeps a master of this dtype of each shard with its owner, for parameters of a lesser
         one, which are the rounded master (the 2Ψ + 2Ψ + 12Ψ/W bytes of the paper's section 3.1 under Adam).
     offload: zero.CPUOffload() or zero.DiskOffload(path): what the optimizer steps, its gradients and its state lie in
         the memory of the CPU, or in files, and are stepped there (J. Ren et al., "ZeRO-Offload", 2021, section 4). What
@@ -110,12 +110,12 @@ class OSS(SteppingInBackward):
         agreed = Agreed(self._comm, expected=found.writes_numbers) if found and known(optim) is None else None
         self._master_dtype = torch.float32 if self._offload is not None and master_dtype is None else master_dtype
         super().__init__(groups, agreed, writes_frozen=writes_frozen)
-        self._parts = self._laid_out()
+        self._shards = self._laid_out()
         self.optim = self._build_inner(optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self._share_options(self.optim.param_groups, self.param_groups)
         self._built = True
-        announce(f"OSS({called(optim)})", self._comm, self.flat_groups, sharded="optimizer state")
+        announce(f"OSS({called(optim)})", self._comm, self.shard_groups, sharded="optimizer state")
 
     # -------------------------------------------------------------------------------------- construction
 
@@ -132,14 +132,14 @@ class OSS(SteppingInBackward):
         if not self._built:
             super().add_param_group(param_group)
             return
-        groups, problem = as_groups([param_group], seen=set(self._parts))
+        groups, problem = as_groups([param_group], seen=set(self._shards))
         problem = problem or quantised_problem(groups, self._sent_as, "broadcast_fp16") or self._look_at(groups)[1]
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
         super().add_param_group(groups[0])
         added = self.param_groups[-1]
-        self._parts.add([added])
+        self._shards.add([added])
         self._refuse_full()
-        given = self._parts.group(added)
+        given = self._shards.group(added)
         if "param_names" not in self.optim.param_groups[0]:
             given.pop("param_names", None)  # torch refuses groups of which only some have names
         self.optim.add_param_group(given)
@@ -162,7 +162,10 @@ class OSS(SteppingInBackward):
 
     def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         inner, by_name, problem = None, False, None
-        groups, named = [self._parts.group(group) for group in self.param_groups], self._parts.named(self.param_groups)
+        groups, named = (
+            [self._shards.group(group) for group in self.param_groups],
+            self._shards.named(self.param_groups),
+        )
         try:
             inner, by_name = build(optim, groups, named, defaults)
         except Exception as error:  # whatever it is, every rank must hear of it before it waits for this one
@@ -171,22 +174,22 @@ class OSS(SteppingInBackward):
         self._comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
         assert inner is not None
         if by_name:
-            self._parts.regroup(inner, self.param_groups)
+            self._shards.regroup(inner, self.param_groups)
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(inner, name, None)):
                 vars(inner)[name] = self._followed_by_gather(getattr(inner, name))
         return inner
 
     def _followed_by_gather(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the inner optimizer that writes into parts; collective from here on."""
+        """A method of the inner optimizer that writes into shards; collective from here on."""
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._refuse_changes()
-            self._parts.masters.refresh()
+            self._shards.masters.refresh()
             result = method(*args, **kwargs)
             self._share_options(self.optim.param_groups, self.param_groups)
-            self._gather(self.flat_groups)
+            self._gather(self.shard_groups)
             self.finish_gathers()
             return result
 
@@ -199,17 +202,17 @@ class OSS(SteppingInBackward):
         if value is None or (callable(value) and name not in ("train", "eval")):
             told = f"'{type(self).__name__}' object has no attribute '{name}'"
             if value is not None:
-                told += f". {type(inner).__name__}'s sees this rank's parts alone: call it on `.optim` if that will do"
+                told += f". {type(inner).__name__}'s sees this rank's shards alone: call it on `.optim` if that will do"
             raise AttributeError(told, name=name, obj=self)
         return value
 
-    def _laid_out(self, numel: int | None = None) -> Parts:
+    def _laid_out(self, numel: int | None = None) -> OwnedShards:
         self._room = None if self._offload is None else Room(self._offload.home())
         masters = Masters(self._master_dtype, self._room)
-        parts = Parts(self._comm, cut=self._cut, granularity=self._granularity, masters=masters)
-        parts.add(self.param_groups, numel)
+        shards = OwnedShards(self._comm, cut=self._cut, granularity=self._granularity, masters=masters)
+        shards.add(self.param_groups, numel)
         self._refuse_full()
-        return parts
+        return shards
 
     def _refuse_full(self) -> None:
         """Collective with offload. Raises ValueError on every rank where shards found no room on any."""
@@ -224,22 +227,22 @@ class OSS(SteppingInBackward):
         self.finish_gathers()
         self._refuse_edits()
         # Some ranks may own nothing that has state, and before the first step nobody does.
-        some_state = self.optim.state or (self.keeps_masters and self._parts.masters.differ())
+        some_state = self.optim.state or (self.keeps_masters and self._shards.masters.differ())
         somewhere = any(self._comm.all_gather_text("some" if some_state else ""))
-        whole = state.consolidate(self, None, settle=False) if somewhere else None
-        self._parts = self._laid_out(numel)
+        full = state.consolidate(self, None, settle=False) if somewhere else None
+        self._shards = self._laid_out(numel)
         self.optim.state.clear()
         for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
-            inner["params"] = self._parts.group(outer)["params"]
-        if whole is not None:
-            state.load(self, whole)
+            inner["params"] = self._shards.group(outer)["params"]
+        if full is not None:
+            state.load(self, full)
 
     # ------------------------------------------------------------------------------------ what others need
 
     @property
     def bucket_bytes(self) -> int:
         """Bytes of the largest flat group: what a transfer takes at a time."""
-        return max(flat.full.nbytes for flat in self.flat_groups)
+        return max(flat.full.nbytes for flat in self.shard_groups)
 
     def rename(self, given: dict[nn.Parameter, str]) -> None:
         """Collective. Gives the parameters the names that errors call them by.
@@ -247,7 +250,7 @@ class OSS(SteppingInBackward):
         Raises ValueError, on every rank, where they come in another order on another rank: without names those of one
         shape look the same.
         """
-        for flat in self.flat_groups:
+        for flat in self.shard_groups:
             flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
         in_order = [given.get(param, "") for group in self.param_groups for param in group["params"]]
         self._comm.compare("the parameters given to OSS", in_order)

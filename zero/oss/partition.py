@@ -12,10 +12,10 @@ from torch import nn
 from zero.comm import Comm
 from zero.measure.kinds import Finding, Kind
 from zero.oss import layout
-from zero.oss.flat import FlatGroup
 from zero.oss.layout import Layout, Loads
 from zero.oss.offload import Home
 from zero.oss.shapes import alignment, alike
+from zero.oss.shard_group import ShardGroup
 from zero.oss.two_levels import Levels
 
 Partition = Literal["auto", "even", "whole"]
@@ -146,22 +146,22 @@ def lay_out(
     granularity: int | None = None,
     limit: int | None = None,
     limit_numel: int | None = None,
-    own_part: bool = False,
+    own_shard: bool = False,
     compute_dtype: torch.dtype | None = None,
-    part_in_whole: bool = False,
+    shard_in_full: bool = False,
     home: Home | None = None,
     levels: Levels | None = None,
     label: str | None = None,
-) -> list[FlatGroup]:
-    """The parameters, bound into flat groups; see `arrange` for which, and FlatGroup for the other options."""
+) -> list[ShardGroup]:
+    """The parameters, bound into flat groups; see `arrange` for which, and ShardGroup for the other options."""
     return [
-        FlatGroup(
+        ShardGroup(
             [params[i] for i in arranged.members],
             [names[i] for i in arranged.members],
             arranged.layout,
             comm,
-            own_part=own_part,
-            part_in_whole=part_in_whole,
+            own_shard=own_shard,
+            shard_in_full=shard_in_full,
             home=home,
             levels=levels,
             label=label,

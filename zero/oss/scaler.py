@@ -1,4 +1,4 @@
-"""Loss scaling where gradients lie in parts."""
+"""Loss scaling where gradients lie in shards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from zero.oss.optimizer import OSS
 
 
 class GradScaler(TorchGradScaler):
-    """torch.amp.GradScaler for every stage: an inf or NaN in any rank's part skips the step on all ranks.
+    """torch.amp.GradScaler for every stage: an inf or NaN in any rank's shard skips the step on all ranks.
 
-    torch's own looks for `param.grad`, which stage 2 has none of, and at stage 3 sees only this rank's part. At stage
-    1, where DistributedDataParallel averages gradients whole, torch's own does as well as this one.
+    torch's own looks for `param.grad`, which stage 2 has none of, and at stage 3 sees only this rank's shard. At stage
+    1, where DistributedDataParallel averages gradients full, torch's own does as well as this one.
 
     device: as of torch.amp.GradScaler, "cuda" or "cpu".
     process_group: of the optimizers at stage 3; an OSS knows its own. By default all ranks.
@@ -36,8 +36,8 @@ class GradScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         if steps_in_backward(optimizer):
             refuse("a GradScaler", "Compute in bfloat16, which needs no scale.")
-        in_parts = isinstance(optimizer, OSS) and optimizer.gradients_arrive_in_parts
-        stepped = optimizer.optim if isinstance(optimizer, OSS) and in_parts else optimizer
+        sharded = isinstance(optimizer, OSS) and optimizer.gradients_arrive_sharded
+        stepped = optimizer.optim if isinstance(optimizer, OSS) and sharded else optimizer
         # With masters float16 gradients are widened before they are stepped with.
         allow_fp16 = allow_fp16 or (isinstance(optimizer, OSS) and optimizer.keeps_masters)
         found = super().unscale_gradients(stepped, inv_scale, found_inf, allow_fp16)

@@ -1,6 +1,6 @@
 """Notices gradients that each rank scaled by a number of its own, between backward and step.
 
-torch.nn.utils.clip_grad_norm_ does this to parts: it knows the norm of this rank's alone. A few elements of the
+torch.nn.utils.clip_grad_norm_ does this to shards: it knows the norm of this rank's alone. A few elements of the
 gradients are remembered after backward; where all of them were multiplied by one number since, that number must be the
 same on every rank. Whether anything was written into a gradient since, torch counts itself: only then are elements
 looked at, which on a GPU have to be waited for. (It does not count what is written into `gradient.data`.)
@@ -60,7 +60,7 @@ class Scaling:
         self._samples: list[_Sample] = []
 
     def remember(self, params: Iterable[nn.Parameter]) -> None:
-        """Looks at the gradients of parameters, or of parts of parameters, as they are now."""
+        """Looks at the gradients of parameters, or of shards of parameters, as they are now."""
         have = [(param, param.grad) for param in params if param.grad is not None and param.numel()]
         self._samples = [
             _Sample(param, gradient.data_ptr(), writes_so_far([gradient]), _first(gradient).clone())
@@ -101,7 +101,7 @@ class Scaling:
         if math.isfinite(most) and most - least > 1e-4 * max(abs(most), abs(least)):
             raise RuntimeError(
                 f"gradients were scaled differently on different ranks since backward, by {least:.6g} to {most:.6g}. "
-                "torch.nn.utils.clip_grad_norm_ does so, because it sees only this rank's part of the gradients. Call "
+                "torch.nn.utils.clip_grad_norm_ does so, because it sees only this rank's shard of the gradients. Call "
                 f"{self._remedy} instead."
             )
         return None if more is None else told[3:]

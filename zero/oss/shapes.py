@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import has_values, wraps_others
-from zero.measure.shapes import part_shape
+from zero.measure.shapes import shard_shape
 from zero.oss.layout import ALIGNMENT, Layout, Span
 
 
@@ -20,7 +20,7 @@ class Shapes:
     """Of parameters in the order of the layout. `whole`: their shapes; `strides`: theirs where they are dense."""
 
     def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
-        self.whole = [param.shape for param in params]
+        self.full = [param.shape for param in params]
         self.strides = [dense_stride(param) for param in params]
         self._layout = layout
 
@@ -34,30 +34,30 @@ class Shapes:
         return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
     def shaped(self, index: int, flat: Tensor, span: Span) -> Tensor:
-        """The other way round for a flat tensor of `span`'s elements: in the shape that this rank's part has."""
+        """The other way round for a flat tensor of `span`'s elements: in the shape that this rank's shard has."""
         if self.strides[index] == (1,):
             return flat
         if span.numel == self._layout.numels[index]:
-            return flat.as_strided(self.whole[index], self.strides[index], flat.storage_offset())
-        return flat.view(part_shape(self.whole[index], span.numel))
+            return flat.as_strided(self.full[index], self.strides[index], flat.storage_offset())
+        return flat.view(shard_shape(self.full[index], span.numel))
 
-    def views_of_whole(self, full: Tensor) -> list[Tensor]:
+    def views_of_full(self, full: Tensor) -> list[Tensor]:
         """Each parameter's place in a flat tensor of the length of the layout, in the parameter's shape."""
-        geometry = zip(self.whole, self.strides, self._layout.offsets, strict=True)
+        geometry = zip(self.full, self.strides, self._layout.offsets, strict=True)
         return [full.as_strided(shape, stride, offset) for shape, stride, offset in geometry]
 
-    def views_of_part(self, part: Tensor, spans: Mapping[int, Span]) -> list[Tensor]:
-        """What each parameter has of a tensor of the length of a segment, in the shape of its part.
+    def views_of_shard(self, shard: Tensor, spans: Mapping[int, Span]) -> list[Tensor]:
+        """What each parameter has of a tensor of the length of a segment, in the shape of its shard.
 
         spans: what the segment holds, by index.
         """
         views = []
-        for index, shape in enumerate(self.whole):
+        for index, shape in enumerate(self.full):
             span = spans.get(index)
             if span is None:
-                views.append(part[:0].view(part_shape(shape, 0)))
+                views.append(shard[:0].view(shard_shape(shape, 0)))
             else:
-                views.append(self.shaped(index, part[span.offset : span.offset + span.numel], span))
+                views.append(self.shaped(index, shard[span.offset : span.offset + span.numel], span))
         return views
 
 

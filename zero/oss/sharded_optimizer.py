@@ -9,17 +9,17 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.oss import state
-from zero.oss.flat import FlatGroup
-from zero.oss.parts import Parts
+from zero.oss.owned_shards import OwnedShards
+from zero.oss.shard_group import ShardGroup
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 
 class ShardedOptimizer(Optimizer):
-    """Of an optimizer that steps this rank's parts by `optim`. The full state is put together on request only."""
+    """Of an optimizer that steps this rank's shards by `optim`. The full state is put together on request only."""
 
     optim: Optimizer
     _comm: Comm
-    _parts: Parts
+    _shards: OwnedShards
     _cut: Literal["even", "whole"]
     _granularity: int | None
 
@@ -34,26 +34,26 @@ class ShardedOptimizer(Optimizer):
         return self._comm
 
     @property
-    def flat_groups(self) -> list[FlatGroup]:
+    def shard_groups(self) -> list[ShardGroup]:
         """The flat groups that the parameters lie in, in the order in which backward is expected to reach them."""
-        return self._parts.flat_groups
+        return self._shards.shard_groups
 
     def part(self, param: nn.Parameter) -> nn.Parameter:
-        """This rank's part of a parameter, as the inner optimizer steps it.
+        """This rank's shard of a parameter, as the inner optimizer steps it.
 
         A view into the parameter's own memory, or into the master. Empty where this rank owns nothing of it. Its
-        `.grad` is the part's gradient: from backward on with ShardedDDP, otherwise only within the step.
+        `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step.
         """
-        return self._parts[param]
+        return self._shards[param]
 
     @property
     def keeps_masters(self) -> bool:
-        return self._parts.masters.of_more_bits
+        return self._shards.masters.of_more_bits
 
     @property
     def offloads(self) -> bool:
         """Whether what is stepped lies elsewhere than the parameters: in the memory of the CPU, or in files."""
-        return self._parts.masters.home is not None
+        return self._shards.masters.home is not None
 
     @property
     def cuts_parameters(self) -> bool:
@@ -69,7 +69,7 @@ class ShardedOptimizer(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """By parameter: what the inner optimizer keeps of this rank's part; without those that it keeps nothing of.
+        """By parameter: what the inner optimizer keeps of this rank's shard; without those that it keeps nothing of.
 
         What is in it is the inner optimizer's own; the dictionary around it is made anew each time. Collective where
         torch.distributed.checkpoint asks, which is given the full state.
@@ -80,7 +80,7 @@ class ShardedOptimizer(Optimizer):
             params = [param for group in self.param_groups for param in group["params"]]
             return {params[number]: kept for number, kept in self._for_torch()["state"].items()}
         kept = self.optim.state
-        return {param: kept[part] for param, part in self._parts.items() if part in kept}
+        return {param: kept[shard] for param, shard in self._shards.items() if shard in kept}
 
     @state.setter
     def state(self, empty: object) -> None:
@@ -95,7 +95,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The full state in the plain optimizer's format, where `consolidate_state_dict` brought it here since the
-        last step (or where there is one rank only); otherwise this rank's part. Options are those of now. Never
+        last step (or where there is one rank only); otherwise this rank's shard. Options are those of now. Never
         communicates, never raises, but for torch.distributed.checkpoint: it is given the full state on every rank,
         which is collective."""
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -111,7 +111,7 @@ class ShardedOptimizer(Optimizer):
             return state.consolidate(self, None) or {}
         full = self._for_torch() if asked_by_torch_checkpoint() else self._full_state
         if full is None:
-            return state.part_of(self)
+            return state.shard_of(self)
         return {**full, "param_groups": state.numbered_groups(self)}
 
     def _for_torch(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class ShardedOptimizer(Optimizer):
         self._full_state = self._full_state_for_torch = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a full state (of OSS at any world size, or of the plain optimizer) or this rank's own part.
+        """Takes a full state (of OSS at any world size, or of the plain optimizer) or this rank's own shard.
 
         The dictionary stays as it is. Raises ValueError where it does not fit.
         """
@@ -139,33 +139,33 @@ class ShardedOptimizer(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def bring(self, flat: FlatGroup, gradient: Tensor) -> Tensor:
+    def bring(self, flat: ShardGroup, gradient: Tensor) -> Tensor:
         """A gradient of this rank's shard, as the inner optimizer takes it: in the dtype and on the device of `part`.
 
         Where shards are offloaded from a GPU it is on its way until `arrive`.
         """
-        return self._parts.masters.bring(flat, gradient)
+        return self._shards.masters.bring(flat, gradient)
 
     def arrive(self) -> None:
         """Waits for all gradients that were brought."""
-        for flat in self.flat_groups:
-            self._parts.masters.arrive(flat)
+        for flat in self.shard_groups:
+            self._shards.masters.arrive(flat)
 
-    def take_parts(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Takes this rank's parts of a state, by `part(param)`, and the options of the groups.
+    def take_shards(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Takes this rank's shards of a state, by `part(param)`, and the options of the groups.
 
         The tensors are kept, not copied. Masters are not among them: fill `master` instead.
         """
         state.hand_over(self, taken, groups)
         self.forget_full_state()
 
-    def master(self, flat: FlatGroup) -> Tensor | None:
+    def master(self, flat: ShardGroup) -> Tensor | None:
         """This rank's master of a flat group, flat, of the length of its segment; None without one."""
-        return self._parts.masters.of(flat)
+        return self._shards.masters.of(flat)
 
-    def settled_master(self, flat: FlatGroup) -> Tensor | None:
+    def settled_master(self, flat: ShardGroup) -> Tensor | None:
         """The same as the next step takes it, to be read: what was written into the parameters since the last wins."""
-        return self._parts.masters.settled(flat)
+        return self._shards.masters.settled(flat)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -1,6 +1,6 @@
-"""Long parts are stepped slice by slice, so that what an optimizer works with stays in the processor's cache.
+"""Long shards are stepped slice by slice, so that what an optimizer works with stays in the processor's cache.
 
-On the CPU torch's optimizers take one operation after another over a whole parameter, and hold results of its size in
+On the CPU torch's optimizers take one operation after another over a full parameter, and hold results of its size in
 between. Those that treat each element by itself compute the same of slices: Adam in three quarters of the CPU time (13M
 elements in 33 ms instead of 43), and what it holds in between is of a slice.
 """
@@ -78,7 +78,7 @@ def step_in_slices(optimizer: Optimizer, step: Callable[..., Any] | None = None,
 def _slices(param: nn.Parameter, state: dict[str, Any] | None) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Slices of a parameter and its gradient, and the state of each; none of a parameter that is stepped as it is.
 
-    State that is not there yet the optimizer has to make, for the whole parameter. A single value, such as Adam's
+    State that is not there yet the optimizer has to make, for the full parameter. A single value, such as Adam's
     count of steps, is the first slice's; the others have copies.
     """
     gradient = param.grad
@@ -88,12 +88,12 @@ def _slices(param: nn.Parameter, state: dict[str, Any] | None) -> Iterator[tuple
         return
     single = {key: value for key, value in state.items() if value.dim() == 0}
     long = {key: value for key, value in state.items() if value.dim()}
-    whole = [param.detach(), gradient, *long.values()]
-    if not all(tensor.is_contiguous() for tensor in whole):
+    full = [param.detach(), gradient, *long.values()]
+    if not all(tensor.is_contiguous() for tensor in full):
         return
     if not has_values(param):  # a rehearsal's (zero.plan): any slice takes as much memory as the others
-        whole = [tensor.view(-1)[:SLICE] for tensor in whole]
-    for own, own_gradient, *own_state in zip(*(tensor.view(-1).split(SLICE) for tensor in whole), strict=True):
+        full = [tensor.view(-1)[:SLICE] for tensor in full]
+    for own, own_gradient, *own_state in zip(*(tensor.view(-1).split(SLICE) for tensor in full), strict=True):
         one = nn.Parameter(own)
         one.grad = own_gradient
         yield one, single | dict(zip(long, own_state, strict=True))

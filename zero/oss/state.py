@@ -1,13 +1,13 @@
-"""Optimizer state: this rank's parts, and the whole in the plain optimizer's format.
+"""Optimizer state: this rank's shards, and the full state in the plain optimizer's format.
 
-Of a parameter that is cut, tensors in the state are cut with it; how, says `Piece`. Of a parameter that lies whole with
-one rank, every entry is taken as it is. Lists and tuples in the state are taken item by item (`leaves`).
+Of a parameter that is cut, tensors in the state are cut with it; `ParamShard` says how. Of a parameter that lies whole
+with one rank, every entry is taken as it is. Lists and tuples in the state are taken item by item (`leaves`).
 
-A master of a part is an entry like the others, called "master", as the next step takes it (`settled`); plain optimizers
-carry it along.
+A master of a shard is an entry like the others, called "master", as the next step takes it (`settled`); plain
+optimizers carry it along.
 
-    whole   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
-    part    the same with this rank's parts for tensors; "zero_part" says of which layout, so that it is not mistaken
+    full   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
+    shard  the same with this rank's shards for tensors; "zero_shard" says of which layout, so that it is not mistaken
 
 An optimizer of the user's own (stage 3) writes its state_dict() itself. There each group has the mark, which so comes
 along into whatever optimizer loads it.
@@ -29,17 +29,17 @@ from torch.optim import Optimizer
 from zero.comm import Comm
 from zero.measure import param_groups
 from zero.oss import leaves
-from zero.oss.flat import FlatGroup
 from zero.oss.masters import settled
-from zero.oss.piece import Piece
+from zero.oss.param_shard import ParamShard
+from zero.oss.shard_group import ShardGroup
 
 
 class Sharded(Protocol):
-    """An optimizer of parameters that lie in parts, such as OSS.
+    """An optimizer of parameters that lie in shards, such as OSS.
 
-    optim: the one that steps the parts of this rank.
-    param_groups: the whole parameters, by group.
-    flat_groups: where they lie. What lies in none is whole, and the same, on every rank.
+    optim: the one that steps the shards of this rank.
+    param_groups: the full parameters, by group.
+    shard_groups: where they lie. What lies in none is unsharded, and the same, on every rank.
     granularity: elements of which cuts inside parameters are multiples, if the user said so.
     """
 
@@ -50,7 +50,7 @@ class Sharded(Protocol):
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
     @property
-    def flat_groups(self) -> list[FlatGroup]: ...
+    def shard_groups(self) -> list[ShardGroup]: ...
     @property
     def granularity(self) -> int | None: ...
     @property
@@ -60,16 +60,16 @@ class Sharded(Protocol):
     def part(self, param: nn.Parameter) -> nn.Parameter:
         """What of the parameter `optim` steps."""
 
-    def master(self, flat: FlatGroup) -> Tensor | None:
-        """This rank's part of the group in another dtype, if parts are stepped so."""
+    def master(self, flat: ShardGroup) -> Tensor | None:
+        """This rank's shard of the group in another dtype, if shards are stepped so."""
 
 
 def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
-    """Collective. The whole state on rank `to` of the group (None: on every rank), None elsewhere.
+    """Collective. The full state on rank `to` of the group (None: on every rank), None elsewhere.
 
     settle: masters are told as the next step takes them; otherwise as they are, whatever the parameters hold by now.
 
-    Parts travel straight into their place in the whole tensors; a rank that only sends needs no memory for it.
+    OwnedShards travel straight into their place in the full tensors; a rank that only sends needs no memory for it.
     Raises ValueError, on every rank, where `to` is no rank of the group, or where state cannot be put together.
     """
     comm = optimizer.comm
@@ -78,20 +78,20 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
             f"to={to} is no rank of the group of {comm.world}: choose 0 to {comm.world - 1}, or None for all."
         )
     if comm.world == 1:
-        return part_of(optimizer, as_whole=True, settle=settle)
+        return shard_of(optimizer, as_full=True, settle=settle)
     described = [json.loads(text) for text in comm.all_gather_text(_told(optimizer, settle))]  # by rank
     recipient = to is None or to == comm.rank
-    whole: dict[int, dict[str, Any]] = {}
+    full: dict[int, dict[str, Any]] = {}
     transfers: list[tuple[int, Tensor | None]] = []
     pieces = [(piece, described[piece.owner].get(str(piece.number), {})) for piece in _pieces(optimizer)]
     rows = _count_rows(pieces)
     for piece, entries in pieces:
-        state = whole.setdefault(piece.number, {})
+        state = full.setdefault(piece.number, {})
         own = leaves.opened(_state_of(optimizer, piece, settle)) if piece.owner == comm.rank else {}
         for key, entry in entries.items():
-            shape = _whole_shape(piece, key, entry, rows)
+            shape = _full_shape(piece, key, entry, rows)
             if key in state and shape is None:
-                continue  # the same for all parts of this parameter, and taken from the first
+                continue  # the same for all shards of this parameter, and taken from the first
             if key not in state:
                 state[key] = _room(entry, piece, shape, optimizer.part(piece.param).device) if recipient else None
             if "shape" not in entry:
@@ -104,7 +104,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     comm.collect(transfers, to)
     if not recipient:
         return None
-    states = {number: leaves.closed(found) for number, found in whole.items()}
+    states = {number: leaves.closed(found) for number, found in full.items()}
     states |= {number: deepcopy(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     return {
         "state": {number: state for number, state in sorted(states.items()) if state},
@@ -112,7 +112,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     }
 
 
-def _count_rows(pieces: list[tuple[Piece, dict[str, Any]]]) -> Counter[tuple[int, str]]:
+def _count_rows(pieces: list[tuple[ParamShard, dict[str, Any]]]) -> Counter[tuple[int, str]]:
     """How long the tensors of all pieces of a parameter are together."""
     rows: Counter[tuple[int, str]] = Counter()
     for piece, entries in pieces:
@@ -121,44 +121,44 @@ def _count_rows(pieces: list[tuple[Piece, dict[str, Any]]]) -> Counter[tuple[int
     return rows
 
 
-def _whole_shape(
-    piece: Piece, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
+def _full_shape(
+    piece: ParamShard, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
 ) -> tuple[int, ...] | None:
-    """The shape of the tensor that a piece's is a part of; None if it is no part, but all there is."""
+    """The shape of the tensor that a piece's is a shard of; None if it is no shard, but all there is."""
     if not piece.cut or "shape" not in entry:
         return None
     length, *rest = entry["shape"]
     if piece.shape == (length, *rest):
-        return piece.whole_shape
+        return piece.full_shape
     own = piece.rows(rows[piece.number, key])
     if own is not None and own.stop - own.start == length:
         return (rows[piece.number, key], *rest)
     raise ValueError(
         f"the state {leaves.entry_of(key)!r} of {piece.name} has the shape {entry['shape']}, "
-        "not the part's, a single value's, or a row for each block of a divisor of the granularity "
-        f"({piece.granularity}): how parts of it make up a whole, the optimizer alone knows. Save each rank's own "
+        "not the shard's, a single value's, or a row for each block of a divisor of the granularity "
+        f"({piece.granularity}): only the optimizer knows how shards of it make up a full tensor. Save each rank's own "
         "state_dict(), or build OSS with partition='whole'."
     )
 
 
-def part_of(optimizer: Sharded, *, as_whole: bool = False, settle: bool = True) -> dict[str, Any]:
-    """This rank's part, without communication. as_whole: it is all there is, and needs no mark of a part."""
+def shard_of(optimizer: Sharded, *, as_full: bool = False, settle: bool = True) -> dict[str, Any]:
+    """This rank's shard, without communication. as_full: it is all there is, and needs no mark of a shard."""
     pieces = {piece.number: _state_of(optimizer, piece, settle) for piece in _pieces(optimizer, optimizer.comm.rank)}
     pieces |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     state = {number: state for number, state in sorted(pieces.items()) if state}
-    mark = {} if as_whole else {param_groups.PART: fingerprint(optimizer)}
+    mark = {} if as_full else {param_groups.SHARD_MARK: fingerprint(optimizer)}
     return {"state": state, "param_groups": numbered_groups(optimizer), **mark}
 
 
 def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
-    """Takes a whole state or this rank's own part. Raises ValueError, and changes nothing, where it does not fit."""
-    hand_over(optimizer, *own_part(optimizer, state_dict))
+    """Takes a full state or this rank's own shard. Raises ValueError, and changes nothing, where it does not fit."""
+    hand_over(optimizer, *own_shard(optimizer, state_dict))
 
 
-def own_part(
+def own_shard(
     optimizer: Sharded, state_dict: dict[str, Any]
 ) -> tuple[dict[nn.Parameter, dict[str, Any]], list[dict[str, Any]]]:
-    """What this rank takes of a whole state or of its own part: copies by `part(param)`, and the groups' options.
+    """What this rank takes of a full state or of its own shard: copies by `part(param)`, and the groups' options.
 
     Raises ValueError where the state does not fit.
     """
@@ -170,17 +170,17 @@ def own_part(
             f"the state has parameter groups of {found} parameters, the optimizer has {expected}. "
             "Build OSS from the same parameters, in the same groups, as the optimizer that was saved."
         )
-    is_part = param_groups.PART in state_dict
-    refuse_other_part(optimizer, state_dict.get(param_groups.PART))
+    is_shard = param_groups.SHARD_MARK in state_dict
+    refuse_other_shard(optimizer, state_dict.get(param_groups.SHARD_MARK))
     numbers = [number for group in groups for number in group["params"]]
-    if not is_part:
+    if not is_shard:
         _refuse_other_shapes(optimizer, state_dict["state"], numbers)
     taken: dict[nn.Parameter, dict[str, Any]] = {}
     for piece in _pieces(optimizer, optimizer.comm.rank):
         state = state_dict["state"].get(numbers[piece.number])
         if state is not None:
             taken[optimizer.part(piece.param)] = {
-                key: piece.taken_from(value, is_part=is_part) for key, value in state.items()
+                key: piece.taken_from(value, is_shard=is_shard) for key, value in state.items()
             }
     for number, param in _unsharded(optimizer):
         if numbers[number] in state_dict["state"]:
@@ -188,14 +188,14 @@ def own_part(
     return taken, groups
 
 
-def refuse_other_part(
+def refuse_other_shard(
     optimizer: Sharded,
     mark: str | None,
     remedy: str = "Call consolidate_state_dict() before state_dict() to save what loads anywhere.",
 ) -> None:
-    """mark: of the part of a rank, None of a whole state. Raises ValueError where that is another part."""
+    """mark: of the shard of a rank, None of a full state. Raises ValueError where that is another shard."""
     if mark is not None and mark != fingerprint(optimizer):
-        raise ValueError(f"the state is one rank's part ({mark}), but this is {fingerprint(optimizer)}. {remedy}")
+        raise ValueError(f"the state is one rank's shard ({mark}), but this is {fingerprint(optimizer)}. {remedy}")
 
 
 def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
@@ -207,26 +207,26 @@ def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], 
             for leaf in leaves.opened({key: value}).values():
                 if not isinstance(leaf, Tensor) or not leaf.dim():
                     continue
-                if leaf.shape != piece.whole_shape and piece.rows(len(leaf)) is None:
+                if leaf.shape != piece.full_shape and piece.rows(len(leaf)) is None:
                     raise ValueError(
                         f"the state of {piece.name} has {key!r} of shape {list(leaf.shape)}, but the parameter has "
-                        f"{list(piece.whole_shape)}, and is cut between ranks. Load it into the same model, or build "
+                        f"{list(piece.full_shape)}, and is cut between ranks. Load it into the same model, or build "
                         "OSS with partition='whole'."
                     )
 
 
 def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Takes this rank's parts of a state, by `part(param)`, and the options of the groups."""
+    """Takes this rank's shards of a state, by `part(param)`, and the options of the groups."""
     masters = {
-        part: state.pop("master") for part, state in taken.items() if optimizer.keeps_masters and "master" in state
+        shard: state.pop("master") for shard, state in taken.items() if optimizer.keeps_masters and "master" in state
     }
     options = [deepcopy(param_groups.options(group)) for group in groups]
     restore(optimizer.optim, taken, options)
     for option, group in zip(options, optimizer.param_groups, strict=True):
         group.update(option)
     with torch.no_grad():
-        for part, master in masters.items():
-            part.copy_(master)
+        for shard, master in masters.items():
+            shard.copy_(master)
 
 
 def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
@@ -234,11 +234,11 @@ def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: 
 
     Through its own `load_state_dict`, which knows what dtype and device each entry needs.
     """
-    optimizer.load_state_dict({**numbered(optimizer, taken, options), param_groups.PART: OWN})
+    optimizer.load_state_dict({**numbered(optimizer, taken, options), param_groups.SHARD_MARK: OWN})
 
 
 OWN = "own"
-"""The mark of what an optimizer is given for its own part, which needs no comparing."""
+"""The mark of what an optimizer is given for its own shard, which needs no comparing."""
 
 
 def numbered(
@@ -256,21 +256,21 @@ def numbered(
     }
 
 
-def _pieces(optimizer: Sharded, rank: int | None = None) -> Iterator[Piece]:
+def _pieces(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamShard]:
     """What each rank owns (or `rank` alone), in an order that is the same on all ranks."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     numbers = {param: number for number, param in enumerate(params)}
-    for flat in optimizer.flat_groups:
+    for flat in optimizer.shard_groups:
         for owner in range(flat.layout.world) if rank is None else [rank]:
             for span in flat.layout.spans(owner):
                 number = numbers.get(flat.params[span.index])
                 if number is not None:  # else another optimizer's
-                    yield Piece(number, flat, span.index, owner, span, optimizer.granularity)
+                    yield ParamShard(number, flat, span.index, owner, span, optimizer.granularity)
 
 
 def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
     """The parameters that lie in no flat group, and their numbers."""
-    sharded = {param for flat in optimizer.flat_groups for param in flat.params}
+    sharded = {param for flat in optimizer.shard_groups for param in flat.params}
     params = (param for group in optimizer.param_groups for param in group["params"])
     yield from ((number, param) for number, param in enumerate(params) if param not in sharded)
 
@@ -313,21 +313,21 @@ def _describe(optimizer: Sharded, settle: bool) -> dict[int, dict[str, Any]]:
     return told
 
 
-def _state_of(optimizer: Sharded, piece: Piece, settle: bool) -> dict[str, Any]:
-    part = optimizer.part(piece.param)
-    state = dict(optimizer.optim.state.get(part, {}))
+def _state_of(optimizer: Sharded, piece: ParamShard, settle: bool) -> dict[str, Any]:
+    shard = optimizer.part(piece.param)
+    state = dict(optimizer.optim.state.get(shard, {}))
     if optimizer.master(piece.flat) is not None:
-        held = piece.flat.part_views[piece.index]
-        state["master"] = settled(part.detach(), held) if settle else part.detach()
+        held = piece.flat.shard_views[piece.index]
+        state["master"] = settled(shard.detach(), held) if settle else shard.detach()
     return state
 
 
-def _room(entry: dict[str, Any], piece: Piece, shape: tuple[int, ...] | None, device: torch.device) -> Any:
-    """The leaf itself if it is small, or the tensor of that shape that its parts are to be received in."""
+def _room(entry: dict[str, Any], piece: ParamShard, shape: tuple[int, ...] | None, device: torch.device) -> Any:
+    """The leaf itself if it is small, or the tensor of that shape that its shards are to be received in."""
     if "shape" not in entry:
         return leaves.value_of(entry)
     dtype = leaves.dtype_of(entry)
-    if shape == piece.whole_shape:
+    if shape == piece.full_shape:
         return torch.empty_strided(shape, piece.flat.shapes.strides[piece.index], dtype=dtype, device=device)
     return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)
 
@@ -337,14 +337,14 @@ def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
     first, told = 0, []
     for group in optimizer.param_groups:
         numbers = list(range(first, first + len(group["params"])))
-        options = {key: value for key, value in group.items() if key not in ("params", param_groups.PART)}
+        options = {key: value for key, value in group.items() if key not in ("params", param_groups.SHARD_MARK)}
         told.append({**deepcopy(options), "params": numbers})
         first += len(numbers)
     return told
 
 
 def fingerprint(optimizer: Sharded) -> str:
-    """The mark of this rank's part: the same for the same layout only."""
-    bounds = [list(flat.layout.bounds) for flat in optimizer.flat_groups]
+    """The mark of this rank's shard: the same for the same layout only."""
+    bounds = [list(flat.layout.bounds) for flat in optimizer.shard_groups]
     layout = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()[:12]
     return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}"

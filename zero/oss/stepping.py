@@ -1,7 +1,7 @@
 """A step of OSS, on every rank:
 
-take gradients      the part's share of each param.grad, as views (or what ShardedDDP has put there)
-step                the user's optimizer, over this rank's parts only
+take gradients      the shard's share of each param.grad, as views (or what ShardedDDP has put there)
+step                the user's optimizer, over this rank's shards only
 gather              every rank's segment reaches every rank, in the flat buffers that the parameters lie in;
                     waited for in the step, or where the next forward needs them (ShardedDDP)
 """
@@ -27,10 +27,10 @@ from zero.measure.param_groups import options
 from zero.oss import norm
 from zero.oss.agreed import Agreed
 from zero.oss.ddp import evaluated, replaced
-from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_unreduced, shares, take_gradients
 from zero.oss.joining import NO_JOIN, Joining
 from zero.oss.scaling import Scaling
+from zero.oss.shard_group import ShardGroup
 from zero.oss.sharded_optimizer import ShardedOptimizer
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
@@ -46,7 +46,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
     def __init__(self, groups: list[dict[str, Any]], agreed: Agreed | None, *, writes_frozen: bool) -> None:
         self._agreed, self._writes_frozen = agreed, writes_frozen
-        self.gradients_arrive_in_parts = False
+        self.gradients_arrive_sharded = False
         self._leaves_gathers = False
         self._steps_without_gradients = 0
         self._looked_around = False
@@ -58,9 +58,9 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         Joinable.__init__(self)
         super().__init__(groups)
 
-    def expect_gradients_in_parts(self) -> None:
-        """From now on gradients are put into the parts (by ShardedDDP), not taken from `param.grad`."""
-        self.gradients_arrive_in_parts = True
+    def expect_sharded_gradients(self) -> None:
+        """From now on gradients are put into the shards (by ShardedDDP), not taken from `param.grad`."""
+        self.gradients_arrive_sharded = True
 
     def leave_gathers(self) -> None:
         """From now on `step` leaves its gathers in flight, where transfers run beside the computing (so not over Gloo).
@@ -69,13 +69,13 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         """
         self._leaves_gathers = True
 
-    def finish_gathers(self, flats: Sequence[FlatGroup] | None = None) -> None:
+    def finish_gathers(self, flats: Sequence[ShardGroup] | None = None) -> None:
         """Waits for what a step left in flight, of these flat groups or of all; does nothing where nothing is.
 
         Raises RuntimeError where parameters were moved or replaced since the step.
         """
-        gathering = [flat for flat in self.flat_groups if flat.gathering and (flats is None or flat in flats)]
-        self._refuse_strays(gathering)
+        gathering = [flat for flat in self.shard_groups if flat.gathering and (flats is None or flat in flats)]
+        self._refuse_moved(gathering)
         for flat in gathering:
             flat.finish_gather()
 
@@ -87,7 +87,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
-        """Collective. Steps this rank's parts and gathers everyone's. Returns the closure's loss.
+        """Collective. Steps this rank's shards and gathers everyone's. Returns the closure's loss.
 
         options: further arguments, for the inner optimizer's step. That of torch's own optimizers is given no closure:
         it is called before. Others are given it, and each time they call it parameters are gathered before.
@@ -102,7 +102,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
                 f"{type(self.optim).__name__} may call its closure several times in a step, which ranks that have no "
                 "data left in this Join cannot follow. Call step() without a closure, after backward."
             )
-        self._joining.before_step(self, self._parts)
+        self._joining.before_step(self, self._shards)
         loss: Any = None
         if closure is not None and by_inner:
             self._refuse_changes()
@@ -110,9 +110,9 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
             loss = self.optim.step(closure=self._for_inner(closure), **options)
         else:
             if closure is not None:
-                loss = evaluated(closure, self._parts, self._comm)
+                loss = evaluated(closure, self._shards, self._comm)
             self._begin_step()
-            self._step_parts(**options)
+            self._step_shards(**options)
         self._end_step()
         return cast("float | None", loss)
 
@@ -126,13 +126,13 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         if not joined:
             self._refuse_replaced(self._take_gradients())
         if self._joining.within(self):
-            self._joining.share_gradients(self._parts, self.param_groups, joined=joined)
-        self._parts.masters.refresh()
+            self._joining.share_gradients(self._shards, self.param_groups, joined=joined)
+        self._shards.masters.refresh()
         self._hand_options()
 
     def _refuse_wrapped(self) -> None:
         """Looks once, in the first step with ShardedDDP, which leaves no gradients in `param.grad` for others."""
-        if not self.gradients_arrive_in_parts or self._looked_around:
+        if not self.gradients_arrive_sharded or self._looked_around:
             return
         self._looked_around = True
         for one in working_by(self):
@@ -149,9 +149,9 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         if self._agreed is not None:
             self._agreed.before_step(self.optim)
 
-    def _step_parts(self, **options: Any) -> None:
+    def _step_shards(self, **options: Any) -> None:
         try:
-            self._parts.step(self.optim, **options)
+            self._shards.step(self.optim, **options)
         except Exception:
             with suppress(RuntimeError):
                 self._comm.agree(self._failed_channel)  # the others would wait for this rank
@@ -166,13 +166,13 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         self.forget_full_state()
         self._gather(self._stepped_groups())
 
-    def _stepped_groups(self) -> list[FlatGroup]:
+    def _stepped_groups(self) -> list[ShardGroup]:
         """The flat groups that a step may have changed, in the order in which forward needs them."""
-        return self.flat_groups[::-1] if self._writes_frozen else self._parts.trained_groups()
+        return self.shard_groups[::-1] if self._writes_frozen else self._shards.trained_groups()
 
     def _refuse_changes(self) -> None:
         self.finish_gathers()
-        self._refuse_strays(self.flat_groups)
+        self._refuse_moved(self.shard_groups)
         self._refuse_edits()
 
     def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
@@ -181,55 +181,55 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
         def evaluate() -> float:
             nonlocal called
-            if called:  # the optimizer may have changed its parts since
+            if called:  # the optimizer may have changed its shards since
                 self._gather(self._stepped_groups())
                 self.finish_gathers()
             called = True
-            loss: float = evaluated(closure, self._parts, self._comm)
+            loss: float = evaluated(closure, self._shards, self._comm)
             self._refuse_changes()
             self._refuse_replaced(self._take_gradients())
             self.arrive()
-            self._parts.masters.refresh()
+            self._shards.masters.refresh()
             return loss
 
         return evaluate
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """As of any optimizer. With ShardedDDP, which leaves no gradients in `param.grad`, the hook is called with the
-        inner optimizer, whose `param_groups` hold this rank's parts with their gradients.
+        inner optimizer, whose `param_groups` hold this rank's shards with their gradients.
 
         Raises RuntimeError on every rank, at the step, where a hook scaled gradients differently on different ranks.
         """
 
         def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
-            if not self.gradients_arrive_in_parts:
+            if not self.gradients_arrive_sharded:
                 return hook(self, args, kwargs)
-            self._scaling.remember(self._parts.values())
+            self._scaling.remember(self._shards.values())
             result = hook(self.optim, args, kwargs)
             self._scaling.compare(None)
             return result
 
         return super().register_step_pre_hook(with_gradients)
 
-    def _gather(self, flats: Sequence[FlatGroup]) -> None:
-        """Collective. Brings every rank's parts, as they are now, to every rank."""
+    def _gather(self, flats: Sequence[ShardGroup]) -> None:
+        """Collective. Brings every rank's shards, as they are now, to every rank."""
         self._comm.agree(self._step_channel)
-        in_flight: list[FlatGroup] = []
+        in_flight: list[ShardGroup] = []
         for flat in flats:
             if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_gather()
-            self._parts.masters.write([flat])
+            self._shards.masters.write([flat])
             flat.launch_gather(sent_as=self._sent_as, conceal=self._is_left(flat))
             in_flight.append(flat)
         for flat in in_flight:
             if not self._is_left(flat):
                 flat.finish_gather()
 
-    def _is_left(self, flat: FlatGroup) -> bool:
+    def _is_left(self, flat: ShardGroup) -> bool:
         return self._leaves_gathers and self._comm.runs_beside(flat.full)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the parameters and of this rank's parts."""
+        """Clears the gradients of the parameters and of this rank's shards."""
         super().zero_grad(set_to_none)
         self.optim.zero_grad(set_to_none)
 
@@ -238,19 +238,19 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
         Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
         """
-        if self.gradients_arrive_in_parts:
-            refuse_unreduced(self.flat_groups)
-            owned = self._parts.gradients()
+        if self.gradients_arrive_sharded:
+            refuse_unreduced(self.shard_groups)
+            owned = self._shards.gradients()
         else:
-            owned = shares(self.flat_groups)
-        device = self.flat_groups[0].full.device
-        dtypes = {part.dtype for part in self._parts.values()}
-        whole = [param.grad for param in self._parts if param.grad is not None]
+            owned = shares(self.shard_groups)
+        device = self.shard_groups[0].full.device
+        dtypes = {shard.dtype for shard in self._shards.values()}
+        full = [param.grad for param in self._shards if param.grad is not None]
         if self._joining.within(self):  # ranks that have joined are not here
-            total = norm.total_norm(whole, Comm.alone(), float(norm_type), device, dtypes)
+            total = norm.total_norm(full, Comm.alone(), float(norm_type), device, dtypes)
         else:
             total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
-        norm.clip(owned if self.gradients_arrive_in_parts else whole, total, float(max_norm))
+        norm.clip(owned if self.gradients_arrive_sharded else full, total, float(max_norm))
         return total
 
     def scaler_steps(self) -> None:
@@ -259,30 +259,30 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's Join, which calls it on every rank. Raises RuntimeError at stage 2."""
-        if self.gradients_arrive_in_parts:
+        if self.gradients_arrive_sharded:
             raise RuntimeError(NO_JOIN.format("an OSS of ShardedDDP"))
-        return self._joining.enter(self._step_joined, self._parts)
+        return self._joining.enter(self._step_joined, self._shards)
 
     @torch.no_grad()
     def _step_joined(self) -> None:
         self._begin_step(joined=True)
-        self._step_parts()
+        self._step_shards()
         self._end_step()
 
     @property
     def join_device(self) -> torch.device:
-        return self.flat_groups[0].full.device
+        return self.shard_groups[0].full.device
 
     @property
     def join_process_group(self) -> torch.distributed.ProcessGroup | None:
         return self._comm.group
 
     def _take_gradients(self) -> bool:
-        """Returns whether any parameter has a gradient; of gradients that arrive in parts, True."""
-        if self.gradients_arrive_in_parts and not asked_by_torch_checkpoint():  # which steps with zeros of its own
-            refuse_unreduced(self.flat_groups)
+        """Returns whether any parameter has a gradient; of gradients that arrive in shards, True."""
+        if self.gradients_arrive_sharded and not asked_by_torch_checkpoint():  # which steps with zeros of its own
+            refuse_unreduced(self.shard_groups)
             return True
-        return take_gradients(self.flat_groups, self._parts, self.bring)
+        return take_gradients(self.shard_groups, self._shards, self.bring)
 
     def _refuse_replaced(self, found_gradients: bool) -> None:
         """That there are none may be as it should be: a first step for a scheduler, a skipped batch."""
@@ -293,29 +293,29 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
             "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
             "assign=False, and build OSS after replacing any."
         )
-        if replaced(self._parts):
+        if replaced(self._shards):
             raise RuntimeError(told)
         if self._steps_without_gradients == 2:
             warnings.warn(f"In two steps one after another {told}", stacklevel=5)
 
     def _leave_gradients(self) -> None:
-        """What was taken is taken anew each time. Views would keep whole gradients alive past model.zero_grad()."""
-        if not self.gradients_arrive_in_parts:
-            self._parts.drop_gradients()
+        """What was taken is taken anew each time. Views would keep full gradients alive past model.zero_grad()."""
+        if not self.gradients_arrive_sharded:
+            self._shards.drop_gradients()
 
     def _refuse_edits(self) -> None:
-        problem = self._parts.edited(self.param_groups)
+        problem = self._shards.edited(self.param_groups)
         if problem is not None:
             with suppress(RuntimeError):
                 self._comm.agree(self._edited_channel)  # so that ranks with nothing to refuse hear of it
             raise RuntimeError(problem)
 
-    def _refuse_strays(self, flats: Sequence[FlatGroup]) -> None:
+    def _refuse_moved(self, flats: Sequence[ShardGroup]) -> None:
         for flat in flats:
-            stray = flat.reclaim()
-            if stray is not None:
+            moved = flat.reclaim()
+            if moved is not None:
                 raise RuntimeError(
-                    f"{stray} was moved, cast or given other data after OSS was built, and would no longer be trained. "
+                    f"{moved} was moved, cast or given other data after OSS was built, and would no longer be trained. "
                     "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
                 )
 

@@ -144,8 +144,8 @@ def _found(text: str) -> Callable[[], Any]:
         raise ValueError(f"{text!r} is not of the form package.module:factory.")
     try:
         found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        for shard in name.split("."):
+            found = getattr(found, shard)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{text!r} was not found: {error}.") from error
     if not callable(found):

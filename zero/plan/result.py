@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def transient(self) -> int:
-        """What the peak adds: units and buckets that are whole or on their way, copies, and activations if measured."""
+        """What the peak adds: units that are unsharded, buckets on their way, copies, and activations if measured."""
         return self.peak - self.resident
 
 

@@ -20,7 +20,7 @@ from zero.comm.packing import batches
 from zero.comm.traffic import traffic
 from zero.fsdp import FSDP, Prefetch
 from zero.oss import OSS
-from zero.oss.flat import FlatGroup
+from zero.oss.shard_group import ShardGroup
 from zero.plan.averaging import Averaged
 from zero.plan.hardware import Group
 from zero.plan.meter import nbytes
@@ -95,7 +95,7 @@ class Built:
     model: nn.Module
     optimizer: Optimizer
     stepped: Optimizer
-    groups: list[FlatGroup]
+    groups: list[ShardGroup]
 
 
 def _data_parallel(job: Job, rank: int) -> Built:
@@ -137,11 +137,11 @@ def _with_oss(job: Job, model: nn.Module, comm: Any) -> Built:
     )
     if options.bucket_bytes is not None:
         optimizer.set_bucket_size(options.bucket_bytes // max(param.itemsize for param in model.parameters()))
-    return Built(model, optimizer, optimizer.optim, optimizer.flat_groups)
+    return Built(model, optimizer, optimizer.optim, optimizer.shard_groups)
 
 
 def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
-    """Stage 3: FSDP. kept: parameters stay whole from forward to backward (SHARD_GRAD_OP)."""
+    """Stage 3: FSDP. kept: parameters stay unsharded from forward to backward (SHARD_GRAD_OP)."""
     shards = job.world // job.options.replicas
     units = {*job.sizes.unit_modules.values()}
     model = FSDP(
@@ -155,7 +155,7 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
         prefetch=job.prefetch,
     )
     optimizer = job.optimizer()(model.parameters())
-    return Built(model, optimizer, optimizer, model.flat_groups)
+    return Built(model, optimizer, optimizer, model.shard_groups)
 
 
 _BUILD: dict[str, Callable[[Job, int], Built]] = {
@@ -181,7 +181,7 @@ def cost_of(job: Job, stage: str) -> Cost:
     return replace(max(costs.values(), key=lambda cost: cost.peak), sent=sent)
 
 
-def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[FlatGroup]]:
+def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]:
     module = job.sizes.module
     owned = job.sizes.owned()
     with rehearsing(module, job.device, job.trace) as rehearsal:
@@ -270,9 +270,9 @@ def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
     return (job.world - 1) * buffers + 2 * (job.world - 1) * gradients // job.world
 
 
-def _fullest(job: Job, groups: Sequence[FlatGroup]) -> Iterable[int]:
+def _fullest(job: Job, groups: Sequence[ShardGroup]) -> Iterable[int]:
     """The ranks among which the one is that needs most, but for the first."""
-    owned = [np.diff(group.layout.bounds) * group.part.itemsize for group in groups]
+    owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
     sent = [job.options.reduce_dtype, job.sizes.precision.reduce_dtype, *(group.full.dtype for group in groups)]
     widened = any(dtype is not None and dtype.itemsize < torch.float32.itemsize for dtype in sent)
     if not widened and not any(np.ptp(of_each) for of_each in owned):

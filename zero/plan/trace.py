@@ -250,7 +250,7 @@ def _kind(func: Any) -> _Kind | None:
             None
             if free
             else _Kind(
-                name, flops, name.endswith(_OVERWRITING), name in _PICKING, any(part in name for part in _INTENSIVE)
+                name, flops, name.endswith(_OVERWRITING), name in _PICKING, any(shard in name for shard in _INTENSIVE)
             )
         )
     return _kinds[func]

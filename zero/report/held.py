@@ -108,7 +108,7 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
 
 def _resident(inner: nn.Module, optimizers: Sequence[Optimizer], sharding: Sequence[OSS]) -> dict[str, int]:
     """Storages count once, however many tensors view them."""
-    buffers = [flat.full for one in sharding for flat in one.flat_groups]
+    buffers = [flat.full for one in sharding for flat in one.shard_groups]
     parameters = [*inner.parameters(), *buffers, *inner.buffers()]
     stepping = [one.optim if isinstance(one, OSS) else one for one in optimizers]
     stepped = [param for one in stepping for group in one.param_groups for param in group["params"]]
@@ -131,7 +131,7 @@ def _resident(inner: nn.Module, optimizers: Sequence[Optimizer], sharding: Seque
 def _stage(units: Sequence[Unit], sharding: Sequence[OSS]) -> str:
     if units:
         return "3 kept" if units[0].stays else "3"
-    if any(one.gradients_arrive_in_parts for one in sharding):
+    if any(one.gradients_arrive_sharded for one in sharding):
         return "2"
     return "1" if sharding else "0"
 

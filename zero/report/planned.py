@@ -74,7 +74,7 @@ def _without_values(units: Sequence[Unit], inner: nn.Module) -> Sizes:
     alone. What is kept in float32 by its module's class is planned as the rest."""
     params = [(param.shape, param) for param in inner.parameters()]
     of_units = [
-        [pair for flat in unit.groups for pair in zip(flat.shapes.whole, flat.params, strict=True)] for unit in units
+        [pair for flat in unit.groups for pair in zip(flat.shapes.full, flat.params, strict=True)] for unit in units
     ]
     root = nn.Module()
     modules = {"": root}

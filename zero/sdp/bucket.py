@@ -26,9 +26,9 @@ from zero.comm import Comm, Handle, Int8
 from zero.comm.packing import joined
 from zero.comm.streams import streams_of
 from zero.comm.transport import Message
-from zero.oss.flat import FlatGroup
 from zero.oss.gradients import refuse_sparse
 from zero.oss.layout import Span
+from zero.oss.shard_group import ShardGroup
 from zero.oss.shown import shown
 from zero.sdp.routes import Routes
 
@@ -56,7 +56,7 @@ class GradBucket:
     """
 
     def __init__(
-        self, flat: FlatGroup, *, sent_as: torch.dtype | Int8 | None = None, replicas: Comm | None = None
+        self, flat: ShardGroup, *, sent_as: torch.dtype | Int8 | None = None, replicas: Comm | None = None
     ) -> None:
         self.flat = flat
         self._replicas = replicas

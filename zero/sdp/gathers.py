@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import is_compiled
-from zero.oss.flat import FlatGroup
 from zero.oss.optimizer import OSS
+from zero.oss.shard_group import ShardGroup
 
 
 class PendingGathers:
@@ -83,7 +83,7 @@ class _Guard:
         finish_all(self._optimizers)
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
-        if any(flat.gathering for optimizer in self._optimizers for flat in optimizer.flat_groups):
+        if any(flat.gathering for optimizer in self._optimizers for flat in optimizer.shard_groups):
             raise RuntimeError(
                 "the module was copied or pickled while its parameters were on their way (overlap_param_gather=True), "
                 "and past ShardedDDP. Copy or pickle the wrapper's .module, which waits for them."
@@ -101,10 +101,10 @@ class _FinishAsRead(TorchFunctionMode):
 
     def __init__(self, optimizers: Sequence[OSS]) -> None:
         super().__init__()
-        self._missing: dict[Tensor, tuple[OSS, FlatGroup]] = {
+        self._missing: dict[Tensor, tuple[OSS, ShardGroup]] = {
             param: (optimizer, flat)
             for optimizer in optimizers
-            for flat in optimizer.flat_groups
+            for flat in optimizer.shard_groups
             if flat.gathering
             for param in flat.params
         }

@@ -61,7 +61,7 @@ class Reducer:
 
     def _notice_groups(self) -> None:
         """Makes a bucket of each flat group that the optimizers have now (add_param_group, set_bucket_size)."""
-        groups = {flat: optimizer for optimizer in self._optimizers for flat in optimizer.flat_groups}
+        groups = {flat: optimizer for optimizer in self._optimizers for flat in optimizer.shard_groups}
         if [bucket.flat for bucket in self._buckets] == list(groups):
             return
         self._buckets = [GradBucket(flat, sent_as=self._sent_as) for flat in groups]
@@ -250,16 +250,16 @@ def _without_keeping(reducer: Reducer) -> Callable[[Tensor], None]:
 
 
 def _delivery(bucket: GradBucket, optimizer: OSS) -> Deliver:
-    """Puts a part's gradient where the optimizer takes it, or adds it to what is there."""
+    """Puts a shard's gradient where the optimizer takes it, or adds it to what is there."""
 
     def deliver(index: int, gradient: Tensor | None) -> None:
-        part = optimizer.part(bucket.flat.params[index])
+        shard = optimizer.part(bucket.flat.params[index])
         if gradient is not None:
             gradient = optimizer.bring(bucket.flat, gradient)
-        if part.grad is None:
-            part.grad = gradient
+        if shard.grad is None:
+            shard.grad = gradient
         elif gradient is not None:
             optimizer.arrive()
-            part.grad += gradient
+            shard.grad += gradient
 
     return deliver

@@ -3,7 +3,7 @@
 A backward, on every rank:
     a gradient is ready    its bucket takes it over; `param.grad` is None again
     a bucket is complete   it is sent to the owners while backward goes on; the bucket before it is waited for
-    backward ends          what is incomplete is sent with zeros, everything is waited for, parts are with their owners
+    backward ends          what is incomplete is sent with zeros, everything is waited for, shards are with their owners
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ShardedDDP(Wrapper):
         self.broadcast_buffers = broadcast_buffers
         self._buffers_in_step = BufferSync(module, [self._comm]) if broadcast_buffers else None
         for optimizer in self._optimizers:
-            optimizer.expect_gradients_in_parts()
+            optimizer.expect_sharded_gradients()
             if reduce_buffer_size is not None:
                 optimizer.set_bucket_size(reduce_buffer_size)
             optimizer.rename(names)
@@ -113,11 +113,11 @@ class ShardedDDP(Wrapper):
                 )
             if optimizer.comm.group is not self._comm.group:
                 return "ShardedDDP and its optimizers were given different process groups. Pass the same one to both."
-            if optimizer.gradients_arrive_in_parts:
+            if optimizer.gradients_arrive_sharded:
                 return "this OSS already belongs to another ShardedDDP. Build one OSS for each."
             strangers = [
                 name
-                for flat in optimizer.flat_groups
+                for flat in optimizer.shard_groups
                 for name, param in zip(flat.names, flat.params, strict=True)
                 if param not in names
             ]
@@ -129,7 +129,7 @@ class ShardedDDP(Wrapper):
         wrapped = ddp_within(self._inner)
         if wrapped is not None:
             return wrapped
-        held = {param for optimizer in self._optimizers for flat in optimizer.flat_groups for param in flat.params}
+        held = {param for optimizer in self._optimizers for flat in optimizer.shard_groups for param in flat.params}
         missing = [name for param, name in names.items() if param.requires_grad and param not in held]
         if missing:
             return (
@@ -139,7 +139,7 @@ class ShardedDDP(Wrapper):
         return None
 
     def _announce(self, names: dict[nn.Parameter, str]) -> None:
-        flats = [flat for optimizer in self._optimizers for flat in optimizer.flat_groups]
+        flats = [flat for optimizer in self._optimizers for flat in optimizer.shard_groups]
         held = {param for flat in flats for param in flat.params}
         others = len(names.keys() - held)
         left_out = f"{others} parameters that are frozen and in no optimizer" if others else ""
@@ -172,7 +172,7 @@ class ShardedDDP(Wrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here leave whole gradients in `param.grad` on every rank, to be added to by later ones.
+        """Backwards in here leave full gradients in `param.grad` on every rank, to be added to by later ones.
 
         The first backward outside sends them along. Forward and backward both belong in here.
         """
@@ -207,7 +207,7 @@ class ShardedDDP(Wrapper):
         return module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients everywhere: the parameters' and the optimizers' parts."""
+        """Clears gradients everywhere: the parameters' and the optimizers' shards."""
         self._inner.zero_grad(set_to_none)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)

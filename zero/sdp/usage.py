@@ -11,7 +11,7 @@ from zero.sdp.bucket import Deliver, GradBucket
 
 
 class End:
-    """Of the backwards of one model. comms: the groups of ranks that have parts in it, one after another."""
+    """Of the backwards of one model. comms: the groups of ranks that have shards in it, one after another."""
 
     def __init__(self, comms: Sequence[Comm], name: str) -> None:
         self._groups = [(comm, comm.channel(name)) for comm in comms]

@@ -270,7 +270,7 @@ def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _changed_problem(model: nn.Module) -> str | None:
-    """Where gradients were changed by hand. Below stage 2 all have them whole: ranks without data are sent them."""
+    """Where gradients were changed by hand. Below stage 2 all have full ones: ranks without data are sent them."""
     if isinstance(model, DistributedDataParallel):
         return None
     how = "model.clip_grad_norm_" if isinstance(model, FSDP) else "optimizer.clip_grad_norm"

@@ -1,4 +1,4 @@
-"""Modules inside an FSDP do not give this rank's parts away as if they were whole."""
+"""Modules inside an FSDP do not give this rank's shards away as if they were unsharded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVEN: dict[str, tuple[Callable[[Any], object], list[str]]] = {
 
 def given_away(rank: int, world: int, what: str) -> None:
     model = zero.FSDP(Stack())
-    model(batch(rank, 0)).sum()  # the root is whole now, but not for long
+    model(batch(rank, 0)).sum()  # the root is unsharded now, but not for long
     GIVEN[what][0](model)
 
 
@@ -62,7 +62,7 @@ def of_a_block(rank: int, world: int) -> None:
         found = zero.full_state_dict(inner)
         assert list(found) == list(expected.state_dict())
         assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.flat_groups)
+    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
 
 
 def test_full_weights_of_a_module_inside_are_gathered():

@@ -1,4 +1,4 @@
-"""Whole parameters and gradients outside of forward and backward: summon_full_params, apply, state_dict."""
+"""Full parameters and gradients outside of forward and backward: summon_full_params, apply, state_dict."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def test_without_writeback_changes_are_lost():
 def on_rank_0(rank: int, world: int) -> None:
     both = side_by_side(rank, world)
     inner, plain = both.each()
-    parts = [param.detach().clone() for param in inner.parameters()]
+    shards = [param.detach().clone() for param in inner.parameters()]
     with both.model.summon_full_params(writeback=False, rank0_only=True, with_grads=True):
-        for param, part, expected in zip(inner.parameters(), parts, plain.parameters(), strict=True):
-            assert torch.equal(param, part) if rank else close(param, expected, both.tolerance)
+        for param, shard, expected in zip(inner.parameters(), shards, plain.parameters(), strict=True):
+            assert torch.equal(param, shard) if rank else close(param, expected, both.tolerance)
             if not rank and both.averages.get(expected) is not None:
                 assert close(param.grad, both.averages[expected], both.tolerance)
     both.update()
@@ -106,7 +106,7 @@ def shapes(module: nn.Module) -> list[tuple[int, ...]]:
 
 def called_on_the_class(rank: int, world: int) -> None:
     plain, model = Root(), Root().wrapped()
-    parts = shapes(model)
+    shards = shapes(model)
     given = {"recurse": True, "writeback": True, "rank0_only": False, "offload_to_cpu": True, "with_grads": False}
     with zero.FSDP.summon_full_params(module=model, **given):
         assert shapes(model) == shapes(plain)
@@ -115,15 +115,15 @@ def called_on_the_class(rank: int, world: int) -> None:
             assert torch.equal(model.last(torch.ones(2, 8)), plain.last(torch.ones(2, 8)))
             for param in (*model.parameters(), *plain.parameters()):
                 param.add_(1)
-    assert shapes(model) == parts
+    assert shapes(model) == shards
     for module, alike in ((model.first, plain.first), (model.last[2], plain.last[2])):  # an FSDP, a unit inside of one
         with zero.FSDP.summon_full_params(module, writeback=False):
             assert shapes(module) == shapes(alike)
             assert all(map(torch.equal, module.parameters(), alike.parameters()))
     with zero.FSDP.summon_full_params(model, recurse=False):  # which is no FSDP itself
-        assert shapes(model) == parts
+        assert shapes(model) == shards
     with model.last.summon_full_params(recurse=False, writeback=False), torch.no_grad():
-        assert shapes(model.last[0]) == shapes(plain.last[0]) and shapes(model.last[2]) == parts[-2:]
+        assert shapes(model.last[0]) == shapes(plain.last[0]) and shapes(model.last[2]) == shards[-2:]
         assert torch.equal(model.last(torch.ones(2, 8)), plain.last(torch.ones(2, 8)))
     with zero.FSDP.summon_full_params(nn.Linear(2, 2)):
         pass
@@ -197,7 +197,7 @@ def apply(rank: int, world: int) -> None:
     plain.apply(initialise)
     found = zero.full_state_dict(model)
     assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.flat_groups)
+    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
 
 
 def test_apply_sees_whole_parameters_and_leaves_what_it_did_on_rank_0():
@@ -255,7 +255,7 @@ def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain():
     ranks.run(in_a_plain_module)
 
 
-# --------------------------------------------------------------------------------------------------------------- parts
+# --------------------------------------------------------------------------------------------------------------- shards
 
 
 def by_part(rank: int, world: int, path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Whole parameters and gradients at the user's wish, outside of forward and backward; weights whole and in parts.
+"""Full parameters and gradients at the user's wish, outside of forward and backward; weights full and in shards.
 
-whole    {name: tensor}: the module's own state_dict()
-part     {"zero_part": of which layout, name: this rank's part, or a buffer}; the layout in words, as bytes in UTF-8
+full    {name: tensor}: the module's own state_dict()
+shard     {"zero_shard": of which layout, name: this rank's shard, or a buffer}; the layout in words, as bytes in UTF-8
 
 Buffers that are computed with in another dtype are in their own in both.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero._torch import wraps_others
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import TrainingState, Unit
-from zero.oss.flat import FlatGroup
+from zero.oss.shard_group import ShardGroup
 
 
 @contextmanager
@@ -33,8 +33,8 @@ def summoned(
         )
     if rank0_only and writeback:
         raise ValueError(
-            "rank0_only=True with writeback=True: what rank 0 writes would not reach the owners of the parts. Pass "
-            "writeback=False, or make the parameters whole on all ranks."
+            "rank0_only=True with writeback=True: what rank 0 writes would not reach the owners of the shards. Pass "
+            "writeback=False, or unshard the parameters on all ranks."
         )
     refuse_busy(units, "summon_full_params()")
     groups = [group for unit in units for group in unit.groups]
@@ -42,7 +42,7 @@ def summoned(
     keep = False
     try:
         for unit in units:
-            unit.reshard()  # what a forward without backward may have left whole
+            unit.reshard()  # what a forward without backward may have left unsharded
         if with_grads:
             gradients = [_Gradients(group, to=0 if rank0_only else None) for group in groups]
         for group in groups:
@@ -64,42 +64,44 @@ def refuse_busy(units: Sequence[Unit], call: str) -> None:
     busy = [unit.title for unit in units if unit.state is not TrainingState.IDLE or unit.depth or unit.summoned]
     if busy:
         raise RuntimeError(
-            f"{call} was called while {busy[0]} is whole already: within forward, backward or another "
+            f"{call} was called while {busy[0]} is unsharded already: within forward, backward or another "
             "summon_full_params(). Call it between steps, and once."
         )
 
 
 class _Gradients:
-    """A group's gradients, whole for a while. Collective."""
+    """A group's gradients, full for a while. Collective."""
 
-    def __init__(self, group: FlatGroup, to: int | None) -> None:
+    def __init__(self, group: ShardGroup, to: int | None) -> None:
         self._group = group
-        self._parts = [param.grad for param in group.params]
-        dtypes = {grad.dtype for grad in self._parts if grad is not None}
-        part = torch.zeros_like(group.part, dtype=dtypes.pop() if dtypes else None)
-        for view, grad in zip(group.views_of_part(part), self._parts, strict=True):
+        self._shards = [param.grad for param in group.params]
+        dtypes = {grad.dtype for grad in self._shards if grad is not None}
+        shard = torch.zeros_like(group.shard, dtype=dtypes.pop() if dtypes else None)
+        for view, grad in zip(group.views_of_shard(shard), self._shards, strict=True):
             if grad is not None:
                 view.copy_(grad)
-        exist = torch.tensor([float(grad is not None) for grad in self._parts], device=part.device)
+        exist = torch.tensor([float(grad is not None) for grad in self._shards], device=shard.device)
         group.comm.all_reduce(exist, maximum=True)
         self._exist = exist.tolist()
-        self._whole = group.whole_of(part, to)
+        self._whole = group.gather_of(shard, to)
 
     def show(self) -> None:
         if self._whole is not None:
-            views = self._group.shapes.views_of_whole(self._whole)
+            views = self._group.shapes.views_of_full(self._whole)
             for param, view, exists in zip(self._group.params, views, self._exist, strict=True):
                 param.grad = view if exists else None
 
     def end(self, *, keep: bool) -> None:
-        parts: list[Tensor | None] = list(self._parts)
+        shards: list[Tensor | None] = list(self._shards)
         if keep and self._whole is not None:
             own = self._whole[self._group.layout.segment(self._group.comm.rank)]
-            own = own.to(self._group.part.device, copy=True)
+            own = own.to(self._group.shard.device, copy=True)
             stay = [p.grad is not None and i in self._group.spans for i, p in enumerate(self._group.params)]
-            parts = [view if stays else None for view, stays in zip(self._group.views_of_part(own), stay, strict=True)]
-        for param, part in zip(self._group.params, parts, strict=True):
-            param.grad = part
+            shards = [
+                view if stays else None for view, stays in zip(self._group.views_of_shard(own), stay, strict=True)
+            ]
+        for param, shard in zip(self._group.params, shards, strict=True):
+            param.grad = shard
 
 
 def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +131,7 @@ def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: A
 
 def refuse_elsewhere(units: Sequence[Unit]) -> None:
     """Raises RuntimeError where only another rank has full parameters."""
-    if any(unit.summoned and not unit.whole for unit in units):
+    if any(unit.summoned and not unit.unsharded for unit in units):
         raise RuntimeError(
             "state_dict() on a rank that has only shards: inside summon_full_params(rank0_only=True) only rank 0 of "
             "the group has full parameters. Call it there on rank 0 alone, or outside on every rank."
@@ -141,7 +143,7 @@ def _uncast(cast_buffers: Sequence[CastBuffer]) -> dict[Tensor, Tensor]:
     return {one.tensor: one.tensor.detach().to(one.dtype, copy=True) for one in cast_buffers}
 
 
-_PART = "zero_part"
+_SHARD = "zero_shard"
 
 
 def local_state_dict(module: nn.Module, units: Sequence[Unit], cast_buffers: Sequence[CastBuffer]) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def local_state_dict(module: nn.Module, units: Sequence[Unit], cast_buffers: Seq
     for unit in units:
         unit.reshard()
     own = _uncast(cast_buffers)
-    found: dict[str, Any] = {_PART: torch.tensor([*_layout(units).encode()], dtype=torch.uint8)}
+    found: dict[str, Any] = {_SHARD: torch.tensor([*_layout(units).encode()], dtype=torch.uint8)}
     for name, value in module.state_dict(keep_vars=True).items():
         found[name] = own.get(value, value.detach().clone()) if isinstance(value, Tensor) else value
     return found
@@ -157,14 +159,14 @@ def local_state_dict(module: nn.Module, units: Sequence[Unit], cast_buffers: Seq
 
 def local_problem(module: nn.Module, units: Sequence[Unit], state_dict: dict[str, Any]) -> str | None:
     """Why `state_dict` is not what `local_state_dict` would give here, in words for the user; None if it is."""
-    given, expected = state_dict.get(_PART), _layout(units)
+    given, expected = state_dict.get(_SHARD), _layout(units)
     told = bytes(given.tolist()).decode() if isinstance(given, Tensor) else "no part of one"
     if told != expected:
         return (
-            f"the state is {told!r}, but this is {expected!r}. Load whole weights by load_state_dict(), or use "
+            f"the state is {told!r}, but this is {expected!r}. Load full weights by load_state_dict(), or use "
             "zero.checkpoint, which loads at any number of ranks."
         )
-    different = (state_dict.keys() - {_PART}) ^ module.state_dict(keep_vars=True).keys()
+    different = (state_dict.keys() - {_SHARD}) ^ module.state_dict(keep_vars=True).keys()
     if different:
         return f"the state is of another model: only one of the two has {', '.join(sorted(different)[:5])}."
     return None

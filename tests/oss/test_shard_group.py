@@ -6,10 +6,10 @@ from torch import nn
 
 import ranks
 from zero.comm import Comm, traffic
-from zero.measure.shapes import part_shape
+from zero.measure.shapes import shard_shape
 from zero.oss import layout
-from zero.oss.flat import FlatGroup, Residence
 from zero.oss.shapes import alignment, alike, dense_stride, unusable
+from zero.oss.shard_group import GroupState, ShardGroup
 from zero.plan.meter import Meter
 
 
@@ -40,7 +40,7 @@ def group_of(params, world=None, cut="even", **options):
     geometry = (
         layout.even(sizes, world, align=align) if cut == "even" else layout.whole(sizes, owners, world, align=align)
     )
-    return FlatGroup([*params.values()], [*params], geometry, comm, **options)
+    return ShardGroup([*params.values()], [*params], geometry, comm, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_binding_keeps_values_shapes_objects_and_what_dense_parameters_have_of_s
     params["vector"].requires_grad_(False)
     before = {name: (param, param.detach().clone(), param.stride()) for name, param in params.items()}
     group = group_of(params)
-    assert group.residence is Residence.WHOLE
+    assert group.state is GroupState.UNSHARDED
     for index, (name, (param, values, stride)) in enumerate(before.items()):
         assert group.params[index] is param
         assert torch.equal(param, values), name
@@ -115,13 +115,13 @@ def test_parts_of_a_tensor_are_its_elements_as_the_parameter_has_them_in_memory(
         for rank in range(world):
             for span in group.layout.spans(rank):
                 if span.index == index:
-                    part = group.shapes.shaped(index, flat[span.start : span.stop].clone(), span)
-                    assert part.dim() == param.dim()
+                    shard = group.shapes.shaped(index, flat[span.start : span.stop].clone(), span)
+                    assert shard.dim() == param.dim()
                     whole = span.numel == param.numel()
                     assert (
-                        torch.equal(part, tensor)
+                        torch.equal(shard, tensor)
                         if whole
-                        else torch.equal(part.flatten(), flat[span.start : span.stop])
+                        else torch.equal(shard.flatten(), flat[span.start : span.stop])
                     )
         with torch.no_grad():
             offset = group.layout.offsets[index]
@@ -130,8 +130,8 @@ def test_parts_of_a_tensor_are_its_elements_as_the_parameter_has_them_in_memory(
 
 
 def test_a_part_has_as_many_dimensions_as_the_parameter():
-    assert part_shape(torch.Size([4, 3, 5]), 7) == (7, 1, 1)
-    assert part_shape(torch.Size([4]), 0) == (0,)
+    assert shard_shape(torch.Size([4, 3, 5]), 7) == (7, 1, 1)
+    assert shard_shape(torch.Size([4]), 0) == (0,)
     assert dense_stride(torch.zeros(4, 3).t()) == (1, 3)
     assert dense_stride(torch.zeros(6, 1).expand(6, 4)) == (4, 1)
 
@@ -154,10 +154,10 @@ def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_
 
 def gathered(group, **options):
     group.launch_gather(**options)
-    assert group.residence is Residence.GATHERING
+    assert group.state is GroupState.GATHERING
     assert group.gathering
     group.finish_gather()
-    assert group.residence is Residence.WHOLE
+    assert group.state is GroupState.UNSHARDED
     assert not group.gathering
 
 
@@ -171,68 +171,68 @@ def assert_is_part(group, values):
             assert torch.equal(param.detach().flatten(), flat[span.start : span.stop] if span else flat[:0])
 
 
-def _cycle(rank, world, cut, dtype, part_in_whole):
+def _cycle(rank, world, cut, dtype, shard_in_full):
     params = odd_parameters(dtype)
     values = [param.detach().clone() for param in params.values()]
     strides = [dense_stride(param) for param in params.values()]
-    group = group_of(params, cut=cut, own_part=True, part_in_whole=part_in_whole)
-    assert group.residence is Residence.PART
-    storage, part = group.full.untyped_storage(), group.part.untyped_storage()
-    of_part = part.nbytes()
-    assert of_part == group.part.nbytes
+    group = group_of(params, cut=cut, own_shard=True, shard_in_full=shard_in_full)
+    assert group.state is GroupState.SHARDED
+    storage, shard = group.full.untyped_storage(), group.shard.untyped_storage()
+    of_part = shard.nbytes()
+    assert of_part == group.shard.nbytes
     views = None
     for _ in range(3):
         assert storage.nbytes() == 0
-        assert part.nbytes() == of_part
+        assert shard.nbytes() == of_part
         assert_is_part(group, values)
         assert group.reclaim() is None
         gathered(group)
         assert group.full.untyped_storage().data_ptr() == storage.data_ptr()
         assert storage.nbytes() == group.full.nbytes
-        assert part.nbytes() == (0 if part_in_whole else of_part)
+        assert shard.nbytes() == (0 if shard_in_full else of_part)
         for param, value, stride in zip(group.params, values, strides, strict=True):
             assert torch.equal(param, value)
             assert param.stride() == stride
         assert group.reclaim() is None
         views = views or [param.detach().unsqueeze(0) for param in group.params]  # as autograd saves them
         for view, param, value in zip(views, group.params, values, strict=True):
-            assert torch.equal(view, value.unsqueeze(0)), "a view that was made when it was whole before"
+            assert torch.equal(view, value.unsqueeze(0)), "a view that was made when it was unsharded before"
             assert not param.numel() or view.data_ptr() == param.data_ptr()
         group.release()
-        assert group.residence is Residence.PART
+        assert group.state is GroupState.SHARDED
     return of_part, group.full.nbytes
 
 
-@pytest.mark.parametrize("part_in_whole", [False, True])
+@pytest.mark.parametrize("shard_in_full", [False, True])
 @pytest.mark.parametrize("cut", ["even", "whole"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_is_freed_comes_back_bit_for_bit_in_the_same_storage(world, cut, part_in_whole):
+def test_what_is_freed_comes_back_bit_for_bit_in_the_same_storage(world, cut, shard_in_full):
     for dtype in [torch.float32, torch.bfloat16]:
-        told = ranks.run(_cycle, world, args=(cut, dtype, part_in_whole))
-        assert sum(part for part, _ in told) == told[0][1]
+        told = ranks.run(_cycle, world, args=(cut, dtype, shard_in_full))
+        assert sum(shard for shard, _ in told) == told[0][1]
         if cut == "even":
-            assert len({part for part, _ in told}) == 1
+            assert len({shard for shard, _ in told}) == 1
 
 
 def test_a_rank_alone_frees_nothing_and_copies_nothing():
     params = odd_parameters()
     values = [param.detach().clone() for param in params.values()]
-    group = group_of(params, own_part=True, part_in_whole=True)
+    group = group_of(params, own_shard=True, shard_in_full=True)
     at = group.full.data_ptr()
     for _ in range(2):
         assert_is_part(group, values)
-        assert group.part.data_ptr() == group.full.data_ptr() == at
+        assert group.shard.data_ptr() == group.full.data_ptr() == at
         with Meter() as meter:
             gathered(group)
             group.release()
         assert meter.peak() <= group.full.nbytes
-        assert group.residence is Residence.PART
+        assert group.state is GroupState.SHARDED
 
 
 def _computed_in_half(rank, world):
     params = odd_parameters()
     values = [param.detach().clone() for param in params.values()]
-    group = group_of(params, own_part=True, compute_dtype=torch.bfloat16, part_in_whole=True)
+    group = group_of(params, own_shard=True, compute_dtype=torch.bfloat16, shard_in_full=True)
     for _ in range(2):
         assert_is_part(group, values)
         gathered(group)
@@ -261,17 +261,17 @@ def _compressed(rank, world):
             span = group.spans[index]
             expected[span.start : span.stop] = group.shapes.in_memory_order(index, value)[span.start : span.stop]
         assert torch.equal(group.shapes.in_memory_order(index, param.detach()), expected)
-    return sent, group.part.nbytes
+    return sent, group.shard.nbytes
 
 
 def test_sent_in_fewer_bytes_the_owners_own_keeps_its_precision():
-    for sent, part in ranks.run(_compressed, 3):
-        assert sent == 2 * part // 2
+    for sent, shard in ranks.run(_compressed, 3):
+        assert sent == 2 * shard // 2
 
 
 def _more_ranks_than_parameters(rank, world):
     params = {"one": nn.Parameter(torch.arange(3.0)), "two": nn.Parameter(torch.tensor(7.0))}
-    group = group_of(params, cut="whole", own_part=True)
+    group = group_of(params, cut="whole", own_shard=True)
     held = {name: param.tolist() for name, param in params.items()}
     gathered(group)
     assert params["one"].tolist() == [0, 1, 2]
@@ -286,12 +286,12 @@ def test_a_rank_that_owns_nothing_holds_nothing_and_gathers_all():
     )
 
 
-def _steps(rank, world, own_part):
-    """What an owner writes into its part reaches all; what is written into others' parts does not."""
+def _steps(rank, world, own_shard):
+    """What an owner writes into its shard reaches all; what is written into others' shards does not."""
     params = odd_parameters()
-    group = group_of(params, own_part=own_part)
+    group = group_of(params, own_shard=own_shard)
     with torch.no_grad():
-        for view in group.part_views:
+        for view in group.shard_views:
             view.fill_(rank + 1)
     group.launch_gather()
     group.finish_gather()
@@ -301,15 +301,15 @@ def _steps(rank, world, own_part):
             assert flat[span.start : span.stop].tolist() == [peer + 1] * span.numel
 
 
-@pytest.mark.parametrize("own_part", [False, True])
-def test_what_owners_write_into_their_parts_reaches_every_rank(own_part):
-    ranks.run(_steps, 3, args=(own_part,))
+@pytest.mark.parametrize("own_shard", [False, True])
+def test_what_owners_write_into_their_parts_reaches_every_rank(own_shard):
+    ranks.run(_steps, 3, args=(own_shard,))
 
 
 def _written_while_whole(rank, world):
     params = odd_parameters()
     values = [param.detach().clone() for param in params.values()]
-    group = group_of(params, own_part=True)
+    group = group_of(params, own_shard=True)
 
     def write(value):
         with torch.no_grad():
@@ -324,7 +324,7 @@ def _written_while_whole(rank, world):
 
     for keep, value in ((False, 6), (True, 7)):
         group.summon()
-        assert group.residence is Residence.WHOLE
+        assert group.state is GroupState.UNSHARDED
         assert group.summoned
         for param, expected in zip(group.params, values, strict=True):
             assert torch.equal(param, expected)
@@ -345,7 +345,7 @@ def test_what_is_written_into_whole_parameters_lasts_but_where_a_summons_ends_wi
 def _summoned_from_half(rank, world):
     params = odd_parameters()
     values = [param.detach().clone() for param in params.values()]
-    group = group_of(params, own_part=True, compute_dtype=torch.bfloat16)
+    group = group_of(params, own_shard=True, compute_dtype=torch.bfloat16)
     group.summon()
     for param, value in zip(group.params, values, strict=True):
         assert torch.equal(param, value)
@@ -359,7 +359,7 @@ def test_summoned_parameters_have_their_own_precision():
 
 
 def test_misuse_is_noticed():
-    group = group_of(odd_parameters(), own_part=True)
+    group = group_of(odd_parameters(), own_shard=True)
     with pytest.raises(AssertionError, match="no gather is in flight"):
         group.finish_gather()
     with pytest.raises(AssertionError):
@@ -371,11 +371,11 @@ def test_misuse_is_noticed():
         group.release()
     group.finish_gather()
     with pytest.raises(AssertionError):
-        group.launch_gather()  # it is whole
+        group.launch_gather()  # it is unsharded
     with pytest.raises(AssertionError):
         group.summon()
     with pytest.raises(AssertionError):
-        group_of(odd_parameters()).release()  # its part lies in what would be freed
+        group_of(odd_parameters()).release()  # its shard lies in what would be freed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -395,12 +395,12 @@ def _replace(model):
     ],
     ids=["half", "channels_last", "data ="],
 )
-@pytest.mark.parametrize("own_part", [False, True])
-def test_a_parameter_whose_data_went_elsewhere_is_named(change, own_part):
+@pytest.mark.parametrize("own_shard", [False, True])
+def test_a_parameter_whose_data_went_elsewhere_is_named(change, own_shard):
     model = nn.Conv2d(3, 4, 5)
     params = dict(model.named_parameters())
-    group = group_of(params, own_part=own_part)
-    if own_part:
+    group = group_of(params, own_shard=own_shard)
+    if own_shard:
         gathered(group)
     assert group.reclaim() is None
     change(model)
@@ -420,24 +420,24 @@ def test_a_parameter_whose_data_went_elsewhere_is_named(change, own_part):
         lambda model: model.double().float(),
     ],
 )
-@pytest.mark.parametrize("own_part", [False, True])
-def test_parameters_stay_in_the_flat_buffer(harmless, own_part):
+@pytest.mark.parametrize("own_shard", [False, True])
+def test_parameters_stay_in_the_flat_buffer(harmless, own_shard):
     """Also where torch copies them although nothing changes: they are bound to the buffer again."""
     model = nn.Conv2d(3, 4, 5)
     model.bias.data[0] = torch.nan
-    group = group_of(dict(model.named_parameters()), own_part=own_part)
-    if own_part:
+    group = group_of(dict(model.named_parameters()), own_shard=own_shard)
+    if own_shard:
         gathered(group)
     harmless(model)
     assert group.reclaim() is None
     with torch.no_grad():
         model.weight.fill_(3.0)
-    assert (group.shapes.views_of_whole(group.full)[0] == 3.0).all()
+    assert (group.shapes.views_of_full(group.full)[0] == 3.0).all()
 
 
 def test_strays_are_noticed_while_in_part_too():
     params = odd_parameters()
-    group = group_of(params, own_part=True)
+    group = group_of(params, own_shard=True)
     assert group.reclaim() is None
     params["matrix"].data = torch.zeros(17, 5)
     assert group.reclaim() == "matrix"

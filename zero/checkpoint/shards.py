@@ -1,12 +1,12 @@
 """What one rank has of a model and its optimizers, at every stage.
 
     stage               parameters                     optimizer state      written by
-    0  plain, DDP       whole, the same on all ranks   whole, the same      each rank an equal share
-    1  OSS              whole, the same                this rank's parts    the owner of each part
-    2  OSS, ShardedDDP  whole, the same                this rank's parts    the owner of each part
-    3  FSDP             this rank's parts              this rank's parts    the owner of each part
+    0  plain, DDP       full, the same on all ranks   full, the same      each rank an equal share
+    1  OSS              full, the same                this rank's shards    the owner of each shard
+    2  OSS, ShardedDDP  full, the same                this rank's shards    the owner of each shard
+    3  FSDP             this rank's shards              this rank's shards    the owner of each shard
 
-Buffers, and parameters that no flat group holds, are whole on every rank; of buffers those of rank 0 count, as in
+Buffers, and parameters that no flat group holds, are unsharded on every rank; of buffers those of rank 0 count, as in
 training. Parameters that no wrapper keeps the same on all ranks (a plain module's, those that FSDP ignores) are
 `unsynchronised`, and compared before they are written.
 """
@@ -28,7 +28,7 @@ from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_p
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.oss import OSS
-from zero.oss.flat import FlatGroup
+from zero.oss.shard_group import ShardGroup
 from zero.sdp import ShardedDDP
 
 
@@ -36,12 +36,12 @@ from zero.sdp import ShardedDDP
 class Held:
     """Elements [start, stop) of a stored tensor, as this rank has them: in `tensor`, from `offset` on.
 
-    tensor: of the whole's shape and in any order in memory; or of another, such as a part's, with its elements in the
-        order in which the whole counts them.
+    tensor: of the full's shape and in any order in memory; or of another, such as a shard's, with its elements in the
+        order in which the full tensor counts them.
     """
 
     path: str
-    whole: Geometry
+    full: Geometry
     start: int
     stop: int
     tensor: Tensor
@@ -53,14 +53,14 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.whole.dtype.itemsize
+        return self.numel * self.full.dtype.itemsize
 
     @property
-    def is_whole(self) -> bool:
-        return self.numel == self.whole.numel
+    def is_full(self) -> bool:
+        return self.numel == self.full.numel
 
     def flat(self) -> Tensor:
-        """The elements, flat, in the order in which the whole counts them: a view where they lie so, else a copy."""
+        """The elements, flat, in the order in which the full tensor counts them: a view where they lie so."""
         return self._ordered()[self.offset : self.offset + self.numel]
 
     def memory(self) -> Tensor | None:
@@ -72,18 +72,18 @@ class Held:
 
     def _ordered(self) -> Tensor:
         tensor = self.tensor.detach()
-        return self.whole.flat(tensor) if tuple(tensor.shape) == self.whole.shape else tensor.reshape(-1)
+        return self.full.flat(tensor) if tuple(tensor.shape) == self.full.shape else tensor.reshape(-1)
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """Elements [start, stop) of a parameter, which this rank's optimizer steps as `tensor`: itself or a part of it.
+    """Elements [start, stop) of a parameter, which this rank's optimizer steps as `tensor`: itself or a shard of it.
 
     shared: all ranks step the same.
     """
 
     name: str
-    whole: Geometry
+    full: Geometry
     start: int
     stop: int
     tensor: Tensor
@@ -91,7 +91,7 @@ class Stepped:
 
     @property
     def cut(self) -> bool:
-        return self.stop - self.start < self.whole.numel
+        return self.stop - self.start < self.full.numel
 
 
 class Training:
@@ -123,14 +123,14 @@ class Training:
         self._name_tensors()
         self._own_dtypes: dict[Tensor, torch.dtype] = {}
         self._names = {tensor: name for name, tensor in self.tensors.items()}
-        groups = [group for one in sharding for group in one.flat_groups]
+        groups = [group for one in sharding for group in one.shard_groups]
         for one in wrappers:
             if isinstance(one, FSDP):
                 one.reshard()
-                groups += one.flat_groups
+                groups += one.shard_groups
                 self._own_dtypes |= one.buffer_dtypes
         self._groups = groups
-        self._homes: dict[Tensor, tuple[FlatGroup, int]] = {}
+        self._homes: dict[Tensor, tuple[ShardGroup, int]] = {}
         for group in groups:
             self._homes.update({param: (group, index) for index, param in enumerate(group.params)})
         self.problem = self.problem or self._misfit(wrappers)
@@ -189,25 +189,25 @@ class Training:
                         )
         for flat in self._groups:
             if flat.gathering or flat.summoned:
-                return f"{flat.names[0]} is being gathered, or summoned whole. Save and load between steps."
-            stray = flat.reclaim()
-            if stray is not None:
-                return f"{stray} was moved, cast or given other data after it was sharded. Do that before wrapping."
+                return f"{flat.names[0]} is being gathered, or summoned full. Save and load between steps."
+            moved = flat.reclaim()
+            if moved is not None:
+                return f"{moved} was moved, cast or given other data after it was sharded. Do that before wrapping."
         return None
 
     # ------------------------------------------------------------------------------------------- parameters
 
-    def whole(self, name: str) -> Geometry:
-        """A parameter or buffer when whole, its dimensions in the order in which its elements are counted."""
+    def full_geometry(self, name: str) -> Geometry:
+        """A parameter or buffer when full, its dimensions in the order in which its elements are counted."""
         tensor = self.tensors[name]
         if tensor not in self._homes:
             return geometry_of(tensor)
         flat, index = self._homes[tensor]
-        shape, stride = flat.shapes.whole[index], flat.shapes.strides[index]
-        return Geometry(tuple(shape), flat.part.dtype, memory_order(shape, stride))
+        shape, stride = flat.shapes.full[index], flat.shapes.strides[index]
+        return Geometry(tuple(shape), flat.shard.dtype, memory_order(shape, stride))
 
     def lies_flat(self, name: str) -> bool:
-        """Whether it is a parameter in a flat group, of which each rank owns a part (stages 1 to 3)."""
+        """Whether it is a parameter in a flat group, of which each rank owns a shard (stages 1 to 3)."""
         return self.tensors[name] in self._homes
 
     @property
@@ -216,8 +216,8 @@ class Training:
         loose = any(isinstance(one, nn.Parameter) and one not in self._homes for one in self.tensors.values())
         return loose and not self._synchronised and self.ranks.all > 1
 
-    def in_parts(self, name: str) -> bool:
-        """Whether ranks keep only their parts of it (stage 3)."""
+    def sharded(self, name: str) -> bool:
+        """Whether ranks keep only their shards of it (stage 3)."""
         return self.stage == 3 and self.lies_flat(name)
 
     def owned(self, name: str) -> Held | None:
@@ -226,34 +226,34 @@ class Training:
         span = flat.spans.get(index)
         if span is None:
             return None
-        part = flat.part[span.offset : span.offset + span.numel]
-        return Held(f"model/{name}", self.whole(name), span.start, span.stop, part)
+        shard = flat.shard[span.offset : span.offset + span.numel]
+        return Held(f"model/{name}", self.full_geometry(name), span.start, span.stop, shard)
 
     def resident(self, name: str) -> Held | None:
-        """All that this rank keeps of a parameter or buffer: the whole, or at stage 3 its part (None without one)."""
-        if self.in_parts(name):
+        """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one)."""
+        if self.sharded(name):
             return self.owned(name)
-        whole = self.whole(name)
-        return Held(f"model/{name}", whole, 0, whole.numel, self.tensors[name])
+        full = self.full_geometry(name)
+        return Held(f"model/{name}", full, 0, full.numel, self.tensors[name])
 
     def buffer(self, name: str) -> Held:
         """A buffer to be read: in its own dtype, where it is computed with in another."""
         tensor = self.tensors[name]
         own = tensor.to(self._own_dtypes.get(tensor, tensor.dtype))
-        whole = geometry_of(own)
-        return Held(f"model/{name}", whole, 0, whole.numel, own)
+        full = geometry_of(own)
+        return Held(f"model/{name}", full, 0, full.numel, own)
 
     def masters(self, *, settled: bool) -> Iterator[Held]:
-        """This rank's parts of masters. settled: as the next step takes them, to be read; otherwise to be filled."""
+        """This rank's shards of masters. settled: as the next step takes them, to be read; otherwise to be filled."""
         sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        for optimizer, flat in ((one, flat) for one in sharding for flat in one.flat_groups):
+        for optimizer, flat in ((one, flat) for one in sharding for flat in one.shard_groups):
             master = optimizer.settled_master(flat) if settled else optimizer.master(flat)
             if master is not None:
                 for index, span in flat.spans.items():
                     name = self._names[flat.params[index]]
-                    whole = replace(self.whole(name), dtype=master.dtype)
-                    part = master[span.offset : span.offset + span.numel]
-                    yield Held(f"master/{name}", whole, span.start, span.stop, part)
+                    full = replace(self.full_geometry(name), dtype=master.dtype)
+                    shard = master[span.offset : span.offset + span.numel]
+                    yield Held(f"master/{name}", full, span.start, span.stop, shard)
 
     # -------------------------------------------------------------------------------------- optimizer state
 
@@ -263,14 +263,14 @@ class Training:
             for param in group["params"]:
                 name = self._names[param]
                 if param not in self._homes:
-                    whole = self.whole(name)
-                    yield Stepped(name, whole, 0, whole.numel, param, shared=True)
+                    full = self.full_geometry(name)
+                    yield Stepped(name, full, 0, full.numel, param, shared=True)
                     continue
                 flat, index = self._homes[param]
                 span = flat.spans.get(index)
                 if span is not None:
                     tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
-                    yield Stepped(name, self.whole(name), span.start, span.stop, tensor, shared=False)
+                    yield Stepped(name, self.full_geometry(name), span.start, span.stop, tensor, shared=False)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """The names of the parameters in each of an optimizer's groups."""
@@ -278,7 +278,7 @@ class Training:
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose state is by this rank's parts."""
+    """The optimizer whose state is by this rank's shards."""
     return optimizer.optim if isinstance(optimizer, OSS) else optimizer
 
 

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, laid in flat groups, and the part of each that this rank steps."""
+"""The parameters of an optimizer, laid in flat groups, and the shard of each that this rank steps."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.named import groups_made
 from zero.measure.param_groups import options
-from zero.oss.flat import FlatGroup
 from zero.oss.groups import names
 from zero.oss.masters import Masters
 from zero.oss.partition import bucket_limit, lay_out
+from zero.oss.shard_group import ShardGroup
 from zero.oss.slices import step_alone, step_in_slices
 
 
-class Parts(Mapping[nn.Parameter, nn.Parameter]):
-    """Of each parameter the part that this rank steps: a view into its flat group, or into what stands in for it
+class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
+    """Of each parameter the shard that this rank steps: a view into its flat group, or into what stands in for it
     (masters.py).
 
-    A part is empty where this rank owns nothing of the parameter.
+    A shard is empty where this rank owns nothing of the parameter.
 
-    flat_groups: in the order in which backward is expected to reach them.
+    shard_groups: in the order in which backward is expected to reach them.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
         self._comm, self._cut, self._granularity = comm, cut, granularity
         self._loads = [0] * comm.world
         self._given: list[list[nn.Parameter]] = []
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+        self._shards: dict[nn.Parameter, nn.Parameter] = {}
         self._owned: set[nn.Parameter] = set()
-        self._trained: set[FlatGroup] = set()
-        self.flat_groups: list[FlatGroup] = []
+        self._trained: set[ShardGroup] = set()
+        self.shard_groups: list[ShardGroup] = []
         self.masters = masters
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
@@ -64,47 +64,47 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
             limit=bucket_limit(params) if numel is None else None,
             limit_numel=numel,
         )
-        self.flat_groups += added
+        self.shard_groups += added
         self._note_trained()
         for flat in added:
-            stepped = flat.views_of_part(self.masters.add(flat))
+            stepped = flat.views_of_shard(self.masters.add(flat))
             for index, param in enumerate(flat.params):
-                self._parts[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
+                self._shards[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
                 if index in flat.spans:
                     self._owned.add(param)
 
-    def trained_groups(self) -> list[FlatGroup]:
+    def trained_groups(self) -> list[ShardGroup]:
         """The flat groups that a step may have changed, in the order in which forward needs them.
 
         These are all that were trained when they were added or at an earlier call: a parameter may have been frozen
         since its gradient came.
         """
         self._note_trained()
-        return [flat for flat in reversed(self.flat_groups) if flat in self._trained]
+        return [flat for flat in reversed(self.shard_groups) if flat in self._trained]
 
     def _note_trained(self) -> None:
-        self._trained |= {flat for flat in self.flat_groups if any(param.requires_grad for param in flat.params)}
+        self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
 
     def group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A parameter group as the optimizer of this rank's parts has it: without those that are empty."""
+        """A parameter group as the optimizer of this rank's shards has it: without those that are empty."""
         owned = [index for index, param in enumerate(group["params"]) if param in self._owned]
-        given = {**options(group), "params": [self._parts[group["params"][index]] for index in owned]}
+        given = {**options(group), "params": [self._shards[group["params"][index]] for index in owned]}
         if "param_names" in group:
             given["param_names"] = [group["param_names"][index] for index in owned]
         return given
 
     def named(self, param_groups: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
-        """All parts with their names, also empty ones, where parameters were given so and not in groups."""
+        """All shards with their names, also empty ones, where parameters were given so and not in groups."""
         first = param_groups[0]
         if len(param_groups) > 1 or options(first) or "param_names" not in first:
             return []
-        return [(name, self._parts[param]) for name, param in zip(first["param_names"], first["params"], strict=True)]
+        return [(name, self._shards[param]) for name, param in zip(first["param_names"], first["params"], strict=True)]
 
     def regroup(self, optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> None:
-        """Has `param_groups` be those that an optimizer made of named parts, and leaves it without empty parts."""
+        """Has `param_groups` be those that an optimizer made of named shards, and leaves it without empty shards."""
         first = param_groups[0]
         pairs = zip(first["param_names"], first["params"], strict=True)
-        param_groups[:] = groups_made(optimizer, {self._parts[param]: (name, param) for name, param in pairs})
+        param_groups[:] = groups_made(optimizer, {self._shards[param]: (name, param) for name, param in pairs})
         self._given = [[*group["params"]] for group in param_groups]
         for inner, outer in zip(optimizer.param_groups, param_groups, strict=True):
             inner["params"] = self.group(outer)["params"]
@@ -118,7 +118,7 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
         ):
             return None
         kept = {param for params in found for param in params}
-        named = (pair for flat in self.flat_groups for pair in zip(flat.params, flat.names, strict=True))
+        named = (pair for flat in self.shard_groups for pair in zip(flat.params, flat.names, strict=True))
         gone = next((name for param, name in named if param not in kept), None)
         return (
             f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
@@ -127,7 +127,7 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
         )
 
     def step(self, optimizer: Optimizer, **options: Any) -> None:
-        """The optimizer's step over these parts; of those that lie elsewhere, flat group by flat group, where it treats
+        """The optimizer's step over these shards; of those that lie elsewhere group by group, where it treats
         each element by itself, while gradients of the next are still on their way."""
         home = self.masters.home
         if home is None:
@@ -135,7 +135,7 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
             return
         by_group = type(optimizer) in ELEMENTWISE and not options
         try:
-            for flat in self.flat_groups:
+            for flat in self.shard_groups:
                 if by_group:
                     self.step_group(optimizer, flat)
                 else:
@@ -143,33 +143,33 @@ class Parts(Mapping[nn.Parameter, nn.Parameter]):
             if not by_group:
                 step_in_slices(optimizer, **options)
         finally:
-            home.stepped(optimizer, [self._parts[param] for param in self._owned])
+            home.stepped(optimizer, [self._shards[param] for param in self._owned])
 
-    def step_group(self, optimizer: Optimizer, flat: FlatGroup) -> None:
-        """Of the parts in one flat group alone. The optimizer treats each element by itself."""
+    def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
+        """Of the shards in one flat group alone. The optimizer treats each element by itself."""
         self.masters.arrive(flat)
-        own = [self._parts[flat.params[index]] for index in flat.spans]
+        own = [self._shards[flat.params[index]] for index in flat.spans]
         if self.masters.home is None:
             step_alone(optimizer, own)
         else:
             self.masters.home.step(optimizer, own)
 
-    def drop_gradients(self, flats: Iterable[FlatGroup] | None = None) -> None:
+    def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
         """Of these flat groups, or of all."""
-        for flat in self.flat_groups if flats is None else flats:
+        for flat in self.shard_groups if flats is None else flats:
             for param in flat.params:
-                self._parts[param].grad = None
+                self._shards[param].grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Those that the parts have, without those that are empty."""
-        owned = [part.grad for param, part in self._parts.items() if param in self._owned]
+        """Those that the shards have, without those that are empty."""
+        owned = [shard.grad for param, shard in self._shards.items() if param in self._owned]
         return [gradient for gradient in owned if gradient is not None]
 
     def __getitem__(self, param: nn.Parameter) -> nn.Parameter:
-        return self._parts[param]
+        return self._shards[param]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._parts)
+        return iter(self._shards)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._shards)

@@ -17,15 +17,15 @@ _GETTERS_THAT_READ = {
     for attribute in (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.data, Tensor.shape)
     if hasattr(attribute, "__get__")
 }
-"""Of attributes. Others, such as dtype and device, are the same for a part."""
+"""Of attributes. Others, such as dtype and device, are the same for a shard."""
 
 _CALLS_THAT_DO_NOT = {"__set__", "register_hook", "requires_grad_", "is_floating_point", "is_complex"}
 
 
-class Lookout(TorchFunctionMode):
-    """While active, calls `found` with the unit of a parameter that is read while nothing that runs keeps it whole.
+class ForeignReads(TorchFunctionMode):
+    """While active, calls `found` with the unit of a parameter that is read while nothing that runs keeps it unsharded.
 
-    A unit that stays from forward to backward is whole by chance: in another forward it may not be.
+    A unit that stays from forward to backward is unsharded by chance: in another forward it may not be.
     """
 
     def __init__(self, units: Sequence[Unit], found: Callable[[Unit], None]) -> None:
@@ -39,7 +39,7 @@ class Lookout(TorchFunctionMode):
         if _reads(func):
             for param in _parameters((*args, *(kwargs or {}).values())):
                 unit = self._homes.get(param)
-                if unit is not None and not (unit.whole and (unit.depth or unit.readers or unit.summoned)):
+                if unit is not None and not (unit.unsharded and (unit.depth or unit.readers or unit.summoned)):
                     self._found(unit)
         return func(*args, **(kwargs or {}))
 

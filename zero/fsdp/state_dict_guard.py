@@ -1,4 +1,4 @@
-"""Keeps modules inside an FSDP from giving parts away as if they were whole, by their own state_dict() and copies."""
+"""Keeps modules inside an FSDP from giving shards away as if they were full, by their own state_dict() and copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from zero.fsdp.unit import Unit
-from zero.oss.flat import FlatGroup
+from zero.oss.shard_group import ShardGroup
 
 NO_COPIES = (
     "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or copy "
@@ -16,7 +16,7 @@ NO_COPIES = (
 )
 
 
-class Sentry:
+class StateDictGuard:
     """On every module that holds parameters of these units, until it is dismissed."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -36,15 +36,15 @@ class Sentry:
 class Refusal:
     """Called before the state_dict() of a module, and copied with it."""
 
-    def __init__(self, held: Sequence[FlatGroup]) -> None:
+    def __init__(self, held: Sequence[ShardGroup]) -> None:
         self._held = held
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars and any(group.comm.world > 1 and not group.summoned for group in self._held):
             raise RuntimeError(
                 f"state_dict() of a module inside FSDP ({type(module).__name__} {prefix.rstrip('.')!r}) would hold "
-                "this rank's parts, not whole weights. Call state_dict() of the FSDP model, or zero.full_state_dict"
-                "(model), on every rank; or this one inside summon_full_params(). keep_vars=True gives the parts."
+                "this rank's shards, not whole weights. Call state_dict() of the FSDP model, or zero.full_state_dict"
+                "(model), on every rank; or this one inside summon_full_params(). keep_vars=True gives the shards."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

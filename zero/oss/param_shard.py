@@ -2,7 +2,7 @@
 
 The state of a parameter that is cut is cut with it: an entry of the parameter's shape into elements, and one that has a
 row for each block of so many elements (a divisor of the granularity, of which cuts are multiples) into rows. A single
-value (a step count) is the same for all parts.
+value (a step count) is the same for all shards.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.measure.shapes import part_shape
+from zero.measure.shapes import shard_shape
 from zero.oss import leaves
-from zero.oss.flat import FlatGroup
 from zero.oss.layout import Span
+from zero.oss.shard_group import ShardGroup
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """Elements [span.start, span.stop) of a parameter, which rank `owner` owns.
 
     number: of the parameter, counted through all groups of the optimizer. flat, index: where it lies.
@@ -30,7 +30,7 @@ class Piece:
     """
 
     number: int
-    flat: FlatGroup
+    flat: ShardGroup
     index: int
     owner: int
     span: Span
@@ -45,9 +45,9 @@ class Piece:
         return self.flat.names[self.index]
 
     @property
-    def whole_shape(self) -> torch.Size:
-        """The parameter's shape when whole."""
-        return self.flat.shapes.whole[self.index]
+    def full_shape(self) -> torch.Size:
+        """The parameter's shape when full."""
+        return self.flat.shapes.full[self.index]
 
     @property
     def cut(self) -> bool:
@@ -56,7 +56,7 @@ class Piece:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the tensor that the owner steps."""
-        return part_shape(self.whole_shape, self.span.numel) if self.cut else self.whole_shape
+        return shard_shape(self.full_shape, self.span.numel) if self.cut else self.full_shape
 
     def rows(self, total: int) -> slice | None:
         """Which rows are the piece's of a tensor that has one for each block, `total` in all; None if it has not.
@@ -69,26 +69,26 @@ class Piece:
                 return slice(self.span.start // block, -(-self.span.stop // block))
         return None
 
-    def slot(self, whole: Tensor) -> Tensor:
-        """Where the piece lies in a whole tensor, of the parameter's shape or of rows by blocks.
+    def slot(self, full: Tensor) -> Tensor:
+        """Where the piece lies in a full tensor, of the parameter's shape or of rows by blocks.
 
         A flat view where memory has the elements in the order of the layout, and a copy otherwise.
         """
-        if whole.shape == self.whole_shape:
-            return self.flat.shapes.in_memory_order(self.index, whole)[self.span.start : self.span.stop]
-        rows = self.rows(len(whole))
+        if full.shape == self.full_shape:
+            return self.flat.shapes.in_memory_order(self.index, full)[self.span.start : self.span.stop]
+        rows = self.rows(len(full))
         assert rows is not None
-        return whole[rows].reshape(-1)
+        return full[rows].reshape(-1)
 
-    def taken_from(self, value: Any, *, is_part: bool) -> Any:
-        """A copy of what the piece has of an entry of a state. is_part: the state is the piece's own, all of it."""
+    def taken_from(self, value: Any, *, is_shard: bool) -> Any:
+        """A copy of what the piece has of an entry of a state. is_shard: the state is the piece's own, all of it."""
         if type(value) in (list, tuple):
-            return type(value)(self.taken_from(item, is_part=is_part) for item in value)
+            return type(value)(self.taken_from(item, is_shard=is_shard) for item in value)
         if not isinstance(value, Tensor):
             return value
-        if is_part or not self.cut or value.dim() == 0:
+        if is_shard or not self.cut or value.dim() == 0:
             return leaves.copied(value)
-        shape = self.shape if value.shape == self.whole_shape else (-1, *value.shape[1:])
+        shape = self.shape if value.shape == self.full_shape else (-1, *value.shape[1:])
         return self.slot(value).clone().view(shape)
 
 
