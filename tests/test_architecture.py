@@ -32,7 +32,7 @@ COMMUNICATION = re.compile(
 
 def imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.stmt, str, str]]:
     """Every import below `tree` as (statement, full dotted name of what is imported, name that it is bound to)."""
-    package = path.parent.shards
+    package = path.parent.parts
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
@@ -51,24 +51,24 @@ def dotted(node: ast.AST) -> str:
 
 
 def private(name: str) -> bool:
-    return any(shard.startswith("_") and not shard.endswith("__") for shard in name.split("."))
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
 def layer(name: str) -> int:
     """Height of the layer that `name`, such as zero.oss.comm.gather, belongs to."""
-    shard = name.split(".")[1] if "." in name else ""
-    return LAYERS.index(shard) if shard in LAYERS else len(LAYERS)
+    part = name.split(".")[1] if "." in name else ""
+    return LAYERS.index(part) if part in LAYERS else len(LAYERS)
 
 
 def upward_imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    own = layer(".".join(path.with_suffix("").shards))
+    own = layer(".".join(path.with_suffix("").parts))
     for node, name, _ in imports(path, tree):
         if name.split(".")[0] == "zero" and layer(name) > own:
             yield node, f"{LAYERS[own]} must not import {name}: imports go down only"
 
 
 def private_names_of_other_layers(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    own = ".".join(path.with_suffix("").shards[:2])
+    own = ".".join(path.with_suffix("").parts[:2])
     bound = {}
     for node, name, alias in imports(path, tree):
         if name.split(".")[0] == "zero" and not f"{name}.".startswith(f"{own}."):

@@ -92,7 +92,7 @@ def fsdp2(model: Any) -> tuple[nn.Module, Any]:
 
 
 def launched(_: int, __: int, build: Callable[[nn.Module], tuple[nn.Module, Any]], world: int) -> tuple[Launched, int]:
-    """In the third step, and the number of flat groups."""
+    """In the third step, and the number of shard groups."""
     dist.init_process_group("fake", rank=3, world_size=world, store=FakeStore())
     torch.manual_seed(0)
     model, optimizer = build(GPT())

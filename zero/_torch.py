@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, wraps
@@ -411,6 +411,25 @@ def copy_all(into: list[Tensor], tensors: list[Tensor]) -> None:
     else:
         for place, tensor in zip(into, tensors, strict=True):
             place.copy_(tensor)
+
+
+def add_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Adds to each tensor another, in a few kernels however many there are; see copy_all."""
+    if all(map(has_values, tensors)):
+        torch._foreach_add_([*into], [*tensors])
+    else:
+        for place, tensor in zip(into, tensors, strict=True):
+            place.add_(tensor)
+
+
+def norms_of(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each tensor, 0-dim, computed in a dtype, in a few kernels however many there are."""
+    return list(torch._foreach_norm([*tensors], norm_type, dtype=dtype))
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies each tensor in place by a 0-dim one of their device, in a few kernels however many there are."""
+    torch._foreach_mul_([*tensors], factor)
 
 
 def wraps_others(tensor: Tensor) -> bool:

@@ -21,9 +21,13 @@ from transports import between_hosts, overlapping
 from zero.comm import Comm
 from zero.comm.streams import NONE
 from zero.oss.layout import even
-from zero.oss.shard_group import ShardGroup
+from zero.oss.placement import Placement
+from zero.oss.shard_group import GroupOptions, ShardGroup
 
 LACKED = [torch.int16, torch.uint16, torch.uint32, torch.float8_e5m2]
+
+
+OWN = GroupOptions(own_shard=True)
 
 
 def moved(rank: int, world: int, dtype: torch.dtype, beside: bool) -> tuple[list[int], list[int]]:
@@ -54,13 +58,13 @@ def test_what_was_launched_before_ranks_were_out_of_step_is_ended_and_its_buffer
         nullcontext() if streams else mock.patch("zero.oss.shard_group.streams_of", lambda tensor: NONE),  # noqa: PT008 - a mock keeps the tensor
     ):
         comm = there.comm(1, 4)
-        flat = ShardGroup([nn.Parameter(torch.ones(64))], ["weight"], even([64], 4, align=16), comm, own_shard=True)
-        flat.launch_gather()
+        flat = ShardGroup([nn.Parameter(torch.ones(64))], ["weight"], even([64], 4, align=16), Placement(comm), OWN)
+        flat.launch_unshard()
         full = weakref.ref(flat.full)
         assert not there.aborted
         refusals = [refusal(partial(comm._order.out_of_step, "rank 0 is elsewhere"))]
         assert there.aborted == [1]
-        refusals.append(refusal(flat.finish_gather))
+        refusals.append(refusal(flat.finish_unshard))
         assert all("rank 0 is elsewhere" in told for told in refusals), refusals
         order = comm._order
         del flat, comm

@@ -19,7 +19,10 @@ from simulated.memory import Race
 from simulated.scenarios import RANK, SCENARIOS, WIDTH, WORLD, Net, sgd, step, wrapped
 from simulated.world import simulated
 from zero.oss.layout import even
-from zero.oss.shard_group import ShardGroup
+from zero.oss.placement import Placement
+from zero.oss.shard_group import GroupOptions, ShardGroup
+
+OWN = GroupOptions(own_shard=True)
 
 
 def problem(scenario: str, removed: Site | None = None, *, own_stream: bool = False) -> str:
@@ -52,11 +55,11 @@ def test_so_it_does_where_a_backend_has_a_stream_of_its_own(scenario):
 NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("comm/process_group.py", "_await", "work.wait()"): "3",
     ("comm/streams.py", "begin", "self._gathers.wait_stream(self._computing)"): "3, no parameters in the root",
-    ("comm/streams.py", "gather", "self._gathers.wait_stream(self._current)"): "2",
-    ("comm/streams.py", "reduce", "self._reductions.wait_stream(self._current)"): "3",
-    ("comm/streams.py", "_launch", "result = launch().wait()"): "3",
+    ("comm/streams.py", "gathers", "self._gathers.wait_stream(self._current)"): "2",
+    ("comm/streams.py", "reductions", "self._reductions.wait_stream(self._current)"): "3",
+    ("comm/streams.py", "beside", "result = launched.wait()"): "3",
     ("comm/streams.py", "finish", "waiting.wait_event(arrival)"): "3",
-    ("comm/streams.py", "to_host", "self._reductions.wait_stream(self._current)"): "3 offloaded, some unused",
+    ("comm/streams.py", "to_host", "self._reductions.wait_stream(self._current)"): "1 offloaded",
     ("comm/streams.py", "release", "self._gathers.wait_stream(self._current)"): "3",
     ("comm/streams.py", "settle", "stream.record_event().synchronize()"): "3 offloaded",
     ("fsdp/backward.py", "_begin", "self._beside.begin()"): "3 written before backward",
@@ -69,12 +72,12 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("fsdp/beside.py", "settle", "streams.settle()"): "3 offloaded, a block by itself",
     ("fsdp/schedule.py", "_leave", "self._beside.settle()"): "3 offloaded, a block by itself",
     ("fsdp/unit.py", "settle", "group.settle()"): "3 offloaded",
-    ("fsdp/unit_gradients.py", "_deliver", "flat.settle()"): "3 offloaded, accumulated",
-    ("oss/shard_group.py", "finish", "handle.wait()"): "2 in 16 bits",
-    ("oss/shard_group.py", "finish_gather", "handle.wait()"): "3",
+    ("fsdp/unit_gradients.py", "receive", "group.settle()"): "3 offloaded, accumulated",
+    ("oss/exchange.py", "finish", "handle.wait()"): "2 in 16 bits",
+    ("oss/shard_group.py", "finish_unshard", "handle.wait()"): "3",
     ("oss/shard_group.py", "_leave_shard", "self.streams.release()"): "3",
     ("oss/shard_group.py", "settle", "self.streams.settle()"): "3 offloaded",
-    ("sdp/bucket.py", "average", "sums: Tensor = handle.wait()"): "3 hybrid",
+    ("oss/exchange.py", "average", "averages: Tensor = within.wait()"): "3 hybrid",
     ("sdp/bucket.py", "finish", "sums: Tensor = handle.wait()"): "3",
 }
 """File, function and text of every line by which a stream or the host waits, and a scenario that needs it."""
@@ -125,11 +128,11 @@ def there() -> Any:
 
 def test_the_stream_that_launched_a_transfer_and_the_one_that_waits_both_go_on_after_it(there):
     layout = even([64], WORLD, align=16)
-    flat = ShardGroup([nn.Parameter(torch.ones(64))], ["weight"], layout, there.comm(RANK, WORLD), own_shard=True)
+    flat = ShardGroup([nn.Parameter(torch.ones(64))], ["weight"], layout, Placement(there.comm(RANK, WORLD)), OWN)
     other = there.device.Stream()
-    flat.launch_gather()
+    flat.launch_unshard()
     with there.device.stream(other):
-        flat.finish_gather()
+        flat.finish_unshard()
     gathers = flat.streams._gathers
     assert other.knows(gathers, gathers.clock[gathers]) and there.device.computing.knows(
         gathers, gathers.clock[gathers]

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 import ranks
 import zero
 from sidebyside import SideBySide, data, sgd
-from zero.fsdp.strategy import Placement
+from zero.oss.placement import Placement
 
 WIDTH, BLOCKS = 8, 3
 

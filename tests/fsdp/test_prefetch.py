@@ -59,7 +59,7 @@ def loss(rank: int, step: int = 0, **how: Any) -> Any:
 @contextmanager
 def events(model: zero.FSDP, told: list[str]) -> Any:
     """Notes gatherings as they are launched, and the forwards of blocks."""
-    launch = ShardGroup.launch_gather
+    launch = ShardGroup.launch_unshard
 
     def noted(group: ShardGroup, **options: Any) -> None:
         told.append("gather " + group.label.split(".")[-1].strip("'"))
@@ -69,11 +69,11 @@ def events(model: zero.FSDP, told: list[str]) -> Any:
         block.linear.register_forward_pre_hook(lambda *_, number=number: told.append(f"forward {number}"))
         for number, block in enumerate(model.module.blocks)
     ]
-    ShardGroup.launch_gather = noted  # type: ignore[method-assign]
+    ShardGroup.launch_unshard = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ShardGroup.launch_gather = launch  # type: ignore[method-assign]
+        ShardGroup.launch_unshard = launch  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 
@@ -140,7 +140,7 @@ def whole_at_once(rank: int, world: int, prefetch: zero.Prefetch) -> tuple[int, 
             unit
             for unit in model._units[1:]
             if any(group.full.untyped_storage().nbytes() for group in unit.groups)
-            or any(bucket.taken_bytes or bucket.phase.name == "REDUCING" for bucket, _ in unit.gradients.deliveries)
+            or any(bucket.taken_bytes or bucket.phase.name == "REDUCING" for bucket in unit.gradients.buckets)
         ]
         most = max(most, len(in_flight))
 

@@ -301,7 +301,7 @@ def test_pairs_of_groups_that_make_up_no_mesh_are_refused(kind):
 # --------------------------------------------------------------------------------------------------------- what it does
 
 UNITS = 4
-"""Of the GPT: the root and three blocks, of one flat group each."""
+"""Of the GPT: the root and three blocks, of one shard group each."""
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def test_trains_the_same_under_the_partition_that_was_asked_for(name, partition)
 
 
 def _larger(rank, world, partition, dtype):
-    """Enough for several flat groups, the first parameter larger than one of them."""
+    """Enough for several shard groups, the first parameter larger than one of them."""
 
     def make():
         return nn.Sequential(nn.Linear(24, 20_000), nn.Linear(20_000, 3), nn.Linear(3, 5)).to(dtype)

@@ -8,8 +8,9 @@ import ranks
 from zero.comm import Comm, traffic
 from zero.measure.shapes import shard_shape
 from zero.oss import layout
+from zero.oss.placement import Placement
 from zero.oss.shapes import alignment, alike, dense_stride, unusable
-from zero.oss.shard_group import GroupState, ShardGroup
+from zero.oss.shard_group import GroupOptions, GroupState, ShardGroup
 from zero.plan.meter import Meter
 
 
@@ -40,7 +41,7 @@ def group_of(params, world=None, cut="even", **options):
     geometry = (
         layout.even(sizes, world, align=align) if cut == "even" else layout.whole(sizes, owners, world, align=align)
     )
-    return ShardGroup([*params.values()], [*params], geometry, comm, **options)
+    return ShardGroup([*params.values()], [*params], geometry, Placement(comm), GroupOptions(**options))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,10 +154,10 @@ def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_
 
 
 def gathered(group, **options):
-    group.launch_gather(**options)
+    group.launch_unshard(**options)
     assert group.state is GroupState.GATHERING
     assert group.gathering
-    group.finish_gather()
+    group.finish_unshard()
     assert group.state is GroupState.UNSHARDED
     assert not group.gathering
 
@@ -198,7 +199,7 @@ def _cycle(rank, world, cut, dtype, shard_in_full):
         for view, param, value in zip(views, group.params, values, strict=True):
             assert torch.equal(view, value.unsqueeze(0)), "a view that was made when it was unsharded before"
             assert not param.numel() or view.data_ptr() == param.data_ptr()
-        group.release()
+        group.reshard()
         assert group.state is GroupState.SHARDED
     return of_part, group.full.nbytes
 
@@ -224,7 +225,7 @@ def test_a_rank_alone_frees_nothing_and_copies_nothing():
         assert group.shard.data_ptr() == group.full.data_ptr() == at
         with Meter() as meter:
             gathered(group)
-            group.release()
+            group.reshard()
         assert meter.peak() <= group.full.nbytes
         assert group.state is GroupState.SHARDED
 
@@ -239,7 +240,7 @@ def _computed_in_half(rank, world):
         assert group.full.dtype == torch.bfloat16
         for param, value in zip(group.params, values, strict=True):
             assert torch.equal(param, value.bfloat16())
-        group.release()
+        group.reshard()
     assert_is_part(group, values)
 
 
@@ -252,8 +253,8 @@ def _compressed(rank, world):
     values = [param.detach().clone() for param in params.values()]
     group = group_of(params)
     before = traffic()
-    group.launch_gather(sent_as=torch.bfloat16)
-    group.finish_gather()
+    group.launch_unshard(wire=torch.bfloat16)
+    group.finish_unshard()
     sent = (traffic() - before).gather
     for index, (param, value) in enumerate(zip(group.params, values, strict=True)):
         expected = group.shapes.in_memory_order(index, value.bfloat16().float())
@@ -293,8 +294,8 @@ def _steps(rank, world, own_shard):
     with torch.no_grad():
         for view in group.shard_views:
             view.fill_(rank + 1)
-    group.launch_gather()
-    group.finish_gather()
+    group.launch_unshard()
+    group.finish_unshard()
     for peer in range(world):
         for span in group.layout.spans(peer):
             flat = group.shapes.in_memory_order(span.index, group.params[span.index].detach())
@@ -318,14 +319,13 @@ def _written_while_whole(rank, world):
 
     gathered(group)
     write(5)
-    group.release()
+    group.reshard()
     values = [torch.full_like(value, 5) for value in values]
     assert_is_part(group, values)
 
     for keep, value in ((False, 6), (True, 7)):
         group.summon()
-        assert group.state is GroupState.UNSHARDED
-        assert group.summoned
+        assert group.state is GroupState.SUMMONED
         for param, expected in zip(group.params, values, strict=True):
             assert torch.equal(param, expected)
         write(value)
@@ -361,21 +361,21 @@ def test_summoned_parameters_have_their_own_precision():
 def test_misuse_is_noticed():
     group = group_of(odd_parameters(), own_shard=True)
     with pytest.raises(AssertionError, match="no gather is in flight"):
-        group.finish_gather()
+        group.finish_unshard()
     with pytest.raises(AssertionError):
         group.dismiss(keep=True)  # it was not summoned
-    group.launch_gather()
-    with pytest.raises(AssertionError, match="in flight already"):
-        group.launch_gather()
+    group.launch_unshard()
+    with pytest.raises(AssertionError, match="cannot become being gathered"):
+        group.launch_unshard()
     with pytest.raises(AssertionError):
-        group.release()
-    group.finish_gather()
+        group.reshard()
+    group.finish_unshard()
     with pytest.raises(AssertionError):
-        group.launch_gather()  # it is unsharded
+        group.launch_unshard()  # it is unsharded
     with pytest.raises(AssertionError):
         group.summon()
     with pytest.raises(AssertionError):
-        group_of(odd_parameters()).release()  # its shard lies in what would be freed
+        group_of(odd_parameters()).reshard()  # its shard lies in what would be freed
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def simulated(
     with mock.patch("torch.get_device_module", return_value=device):
         streams = Streams(torch.device("cuda:0"))
     with ExitStack() as stack:
-        for module in ("zero.oss.shard_group", "zero.sdp.bucket", "zero.oss.masters"):
+        for module in ("zero.oss.shard_group", "zero.oss.masters"):
             stack.enter_context(mock.patch(f"{module}.streams_of", lambda _: streams))  # noqa: PT008 - a mock keeps it
         _tell_devices_apart(device, memory, stack)
         stack.enter_context(memory.watching())

@@ -6,7 +6,7 @@
     2  OSS, ShardedDDP  full, the same                this rank's shards    the owner of each shard
     3  FSDP             this rank's shards              this rank's shards    the owner of each shard
 
-Buffers, and parameters that no flat group holds, are unsharded on every rank; of buffers those of rank 0 count, as in
+Buffers, and parameters that no shard group holds, are unsharded on every rank; of buffers those of rank 0 count, as in
 training. Parameters that no wrapper keeps the same on all ranks (a plain module's, those that FSDP ignores) are
 `unsynchronised`, and compared before they are written.
 """
@@ -28,7 +28,7 @@ from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_p
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.oss import OSS
-from zero.oss.shard_group import ShardGroup
+from zero.oss.shard_group import Place, places_in
 from zero.sdp import ShardedDDP
 
 
@@ -130,9 +130,8 @@ class Training:
                 groups += one.shard_groups
                 self._own_dtypes |= one.buffer_dtypes
         self._groups = groups
-        self._homes: dict[Tensor, tuple[ShardGroup, int]] = {}
-        for group in groups:
-            self._homes.update({param: (group, index) for index, param in enumerate(group.params)})
+        self._places: dict[Any, Place] = {}
+        self._places.update(places_in(groups))
         self.problem = self.problem or self._misfit(wrappers)
 
     def _name_tensors(self) -> None:
@@ -200,20 +199,20 @@ class Training:
     def full_geometry(self, name: str) -> Geometry:
         """A parameter or buffer when full, its dimensions in the order in which its elements are counted."""
         tensor = self.tensors[name]
-        if tensor not in self._homes:
+        if tensor not in self._places:
             return geometry_of(tensor)
-        flat, index = self._homes[tensor]
+        flat, index = self._places[tensor]
         shape, stride = flat.shapes.full[index], flat.shapes.strides[index]
         return Geometry(tuple(shape), flat.shard.dtype, memory_order(shape, stride))
 
     def lies_flat(self, name: str) -> bool:
-        """Whether it is a parameter in a flat group, of which each rank owns a shard (stages 1 to 3)."""
-        return self.tensors[name] in self._homes
+        """Whether it is a parameter in a shard group, of which each rank owns a shard (stages 1 to 3)."""
+        return self.tensors[name] in self._places
 
     @property
     def unsynchronised(self) -> bool:
         """Whether there are parameters that should be the same on all ranks, but that no wrapper keeps the same."""
-        loose = any(isinstance(one, nn.Parameter) and one not in self._homes for one in self.tensors.values())
+        loose = any(isinstance(one, nn.Parameter) and one not in self._places for one in self.tensors.values())
         return loose and not self._synchronised and self.ranks.all > 1
 
     def sharded(self, name: str) -> bool:
@@ -221,8 +220,8 @@ class Training:
         return self.stage == 3 and self.lies_flat(name)
 
     def owned(self, name: str) -> Held | None:
-        """What this rank owns of a parameter in a flat group; None where it owns nothing."""
-        flat, index = self._homes[self.tensors[name]]
+        """What this rank owns of a parameter in a shard group; None where it owns nothing."""
+        flat, index = self._places[self.tensors[name]]
         span = flat.spans.get(index)
         if span is None:
             return None
@@ -262,11 +261,11 @@ class Training:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = self._names[param]
-                if param not in self._homes:
+                if param not in self._places:
                     full = self.full_geometry(name)
                     yield Stepped(name, full, 0, full.numel, param, shared=True)
                     continue
-                flat, index = self._homes[param]
+                flat, index = self._places[param]
                 span = flat.spans.get(index)
                 if span is not None:
                     tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param

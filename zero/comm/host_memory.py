@@ -58,10 +58,10 @@ class HostMemory(Transport):
 
         buffers: what holds the memory that is read, here and by the others.
         """
-        self._tell(channel, address, buffers)
+        self._announce(channel, address, buffers)
 
         def finish() -> Any:
-            addresses = self._hear(channel, buffers)
+            addresses = self._notes(channel, buffers)
             with self._order.transfer(channel, buffers):
                 result = read(addresses)
                 self._peers.finish()()
@@ -69,24 +69,24 @@ class HostMemory(Transport):
 
         return Handle(finish, self._order.queue)
 
-    def _tell(self, channel: int, address: int, buffers: object) -> None:
+    def _announce(self, channel: int, address: int, buffers: object) -> None:
         with self._order.transfer(channel, buffers):
-            self._peers.tell(channel, address)
+            self._peers.announce(channel, address)
 
-    def _hear(self, channel: int, buffers: object) -> Addresses:
+    def _notes(self, channel: int, buffers: object) -> Addresses:
         with self._order.transfer(channel, buffers):
-            heard = self._peers.hear()
-        self._order.refuse_others(channel, {peer: note.number for peer, note in heard.items()})
-        return {peer: note.address for peer, note in heard.items()}
+            notes = self._peers.notes()
+        self._order.refuse_others(channel, {peer: note.number for peer, note in notes.items()})
+        return {peer: note.address for peer, note in notes.items()}
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
         digest = self._order.digest & _DIGEST  # of operations by other transports of the group
-        self._tell(channel, digest << 1 | flag, None)
-        heard: Addresses = Handle(lambda: self._hear(channel, None), self._order.queue).wait()
-        if any(said >> 1 != digest for said in heard.values()):
+        self._announce(channel, digest << 1 | flag, None)
+        notes: Addresses = Handle(lambda: self._notes(channel, None), self._order.queue).wait()
+        if any(said >> 1 != digest for said in notes.values()):
             refuse_other_logs(self, self._order)
         self._order.compared()
-        return flag or any(said & 1 for said in heard.values())
+        return flag or any(said & 1 for said in notes.values())
 
     # ------------------------------------------------------------------------------------------ the shards
 

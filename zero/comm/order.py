@@ -119,8 +119,8 @@ class Order:
         if not places:
             return None
         at = min(places)
-        told = [f"rank {rank} in {self.name(logs[rank][at])}" for rank in others if at in logs[rank]]
-        return f"rank {first} is in {self.name(logs[first][at])}, but {', '.join(told)}"
+        elsewhere = [f"rank {rank} in {self.name(logs[rank][at])}" for rank in others if at in logs[rank]]
+        return f"rank {first} is in {self.name(logs[first][at])}, but {', '.join(elsewhere)}"
 
     # ------------------------------------------------------------------------------------------- failures
 

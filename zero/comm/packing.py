@@ -33,12 +33,12 @@ def together(batch: Sequence[Tensor]) -> Tensor:
     return joined([tensor.detach().reshape(-1) for tensor in batch])
 
 
-def joined(pieces: Sequence[Tensor]) -> Tensor:
+def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Flat tensors of one dtype, one after another. As torch.cat, which refuses some dtypes under the user's autocast.
 
     What torch.cat writes into `out` autocast leaves alone.
     """
-    return torch.cat([*pieces], out=pieces[0].new_empty(sum(piece.numel() for piece in pieces)))
+    return torch.cat([*tensors], out=tensors[0].new_empty(sum(one.numel() for one in tensors)))
 
 
 def room_for(batch: Sequence[Tensor]) -> Tensor:

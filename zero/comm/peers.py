@@ -108,15 +108,15 @@ class Peers:
                 self._by_descriptor[descriptor] = peer
         self.close = finalize(self, close, [*self._peers.values()], self._pid)
 
-    def tell(self, number: int, address: int = 0) -> None:
+    def announce(self, number: int, address: int = 0) -> None:
         """Says which operation this rank has come to, and the address of what it has there for the others.
 
         What lies there must not change until `finish` has returned for this operation.
         """
         self._send(_NOTE.pack(number, address))
 
-    def hear(self) -> dict[int, Note]:
-        """By rank, the note of each other rank on the oldest operation that was not heard of yet. Blocks until then."""
+    def notes(self) -> dict[int, Note]:
+        """By rank, the note of each other rank on the oldest operation that was not taken yet. Blocks until then."""
         self._wait(lambda peer: bool(peer.notes))
         return {rank: peer.notes.popleft() for rank, peer in self._peers.items()}
 
@@ -158,7 +158,7 @@ class Peers:
             ready = self._poll.poll(min(left, _PATIENCE) * 1000)
             if not ready and left == 0:
                 silent = ", ".join(str(rank) for rank, _ in missing)
-                raise OSError(f"of rank {silent} of the group nothing was heard for {self._timeout:g} s")
+                raise OSError(f"of rank {silent} of the group nothing came for {self._timeout:g} s")
             for descriptor, _ in ready:
                 peer = self._by_descriptor[descriptor]
                 peer.take_notes()

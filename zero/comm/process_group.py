@@ -126,10 +126,10 @@ class ProcessGroupTransport(Transport):
     def compare(self, channel: int, *, flag: bool = False) -> bool:
         self._order.note(channel)
         said = torch.tensor([channel, self._order.digest, flag], device="cpu")
-        heard = said.new_empty(self._world * len(said))
-        with self._order.transfer(channel, (said, heard)):
-            self._await(all_gather_of_one_tensor(self._group, heard, said))
-        channels, digests, flags = zip(*heard.view(self._world, -1).tolist(), strict=True)
+        received = said.new_empty(self._world * len(said))
+        with self._order.transfer(channel, (said, received)):
+            self._await(all_gather_of_one_tensor(self._group, received, said))
+        channels, digests, flags = zip(*received.view(self._world, -1).tolist(), strict=True)
         self._order.refuse_others(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
             refuse_other_logs(self, self._order)
@@ -284,10 +284,10 @@ def scatters(messages: Sequence[Message]) -> bool:
 def refuse_other_logs(transport: Transport, order: Order) -> None:
     """Collective. Raises RuntimeError on every rank: their logs differ."""
     length, tail = order.history
-    heard = transport.exchange(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
+    received = transport.exchange(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
     histories = {}
-    for rank, told in enumerate(heard):
-        length, *channels = array("q", told)
+    for rank, history in enumerate(received):
+        length, *channels = array("q", history)
         histories[rank] = length, [channel for channel in channels if channel >= 0]
     order.out_of_step(order.difference(histories) or "their last operations moved other numbers of bytes")
 

@@ -3,7 +3,7 @@
 Tensors may be without values. What the transport that is rehearsed would hold meanwhile is allocated, so that whoever
 counts memory finds it; what it would write stays as it is. The others are taken to do what this rank does.
 
-A transfer takes no time here. Whoever is to tell how long one takes passes an `Observer`.
+A transfer takes no time here. Pass an `Observer` to learn how long one takes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Kind = Literal["gather", "reduce", "all-to-all", "all-reduce", "broadcast", "exc
 
 
 class Observer(Protocol):
-    """Is told of the transfers of one group."""
+    """Sees the transfers of one group."""
 
     def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Any:
         """A transfer is launched. buffers: those that it reads or writes. nbytes: in a gather of the full buffer, else
@@ -43,7 +43,7 @@ class Observer(Protocol):
 
 
 class Rehearsal(Transport):
-    """like: the transport that this one allocates memory as. observer: is told of every transfer, if there is one."""
+    """like: the transport that this one allocates memory as. observer: sees every transfer, if there is one."""
 
     def __init__(self, order: Order, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> None:
         self._observer = observer
@@ -88,7 +88,7 @@ class Rehearsal(Transport):
 
             def read() -> Tensor:
                 arrive()
-                return summed(self._read_piece_by_piece(messages[0][0], own))
+                return summed(self._read_in_chunks(messages[0][0], own))
 
             return Handle(read, self._order.queue)
         received = self.all_to_all(messages, channel)
@@ -120,11 +120,11 @@ class Rehearsal(Transport):
         kind: Kind = "all-to-all" if self.overlaps else "reduce"
         return self._launch(kind, [*sent, *rows], sum(message.nbytes for message in sent))
 
-    def _read_piece_by_piece(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
+    def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
         """Of so many elements of each message, what is read of it from all ranks at a time."""
-        piece = min(CHUNK // sample.element_size(), max(1, *own))
-        chunks = sample.new_empty(self._world, piece)
-        return [chunks[:, : min(piece, n)] for n in own]
+        chunk = min(CHUNK // sample.element_size(), max(1, *own))
+        chunks = sample.new_empty(self._world, chunk)
+        return [chunks[:, : min(chunk, n)] for n in own]
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         self._launch("broadcast", [flat], flat.nbytes)()

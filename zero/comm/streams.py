@@ -19,8 +19,9 @@ So nothing needs `record_stream`, by which memory would be free only when the ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,20 +31,34 @@ from zero.comm.comm import Comm
 from zero.comm.handle import Handle
 
 
+class Beside(Protocol):
+    """What is called, within a context of a stream, with the handle of what was launched there."""
+
+    def __call__(self, launched: Handle, *, keeps: object = None) -> Handle:
+        """The handle that what is computed waits by. keeps: what was sent, which is not freed until then."""
+
+
+def _in_place(launched: Handle, *, keeps: object = None) -> Handle:
+    return launched
+
+
+_IN_PLACE = nullcontext(_in_place)
+
+
 class NoStreams:
     """Of devices that have none, such as the CPU: everything runs where it is launched."""
 
-    def gather(self, comm: Comm, launch: Callable[[], Handle], *, ahead: bool, from_host: bool) -> Handle:
-        """Launches an all-gather beside the computing.
+    def gathers(self, comm: Comm, *, ahead: bool, from_host: bool) -> AbstractContextManager[Beside]:
+        """A context in which an all-gather is launched beside the computing.
 
         ahead: it need not wait for what was computed since `begin`, but for what was done with buffers until they were
             released. from_host: it reads the memory of the CPU.
         """
-        return launch()
+        return _IN_PLACE
 
-    def reduce(self, comm: Comm, launch: Callable[[], Handle]) -> Handle:
-        """Launches a reduction beside the computing, of what was computed so far."""
-        return launch()
+    def reductions(self, comm: Comm) -> AbstractContextManager[Beside]:
+        """A context in which a reduction of what was computed so far is launched beside the computing."""
+        return _IN_PLACE
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         """In the dtype of `like`, where that lies. To the CPU it is on its way until the host has waited for
@@ -96,32 +111,41 @@ class Streams(NoStreams):
                 "if they wait for this one and this one waits for them."
             )
 
-    def gather(self, comm: Comm, launch: Callable[[], Handle], *, ahead: bool, from_host: bool) -> Handle:
+    @contextmanager
+    def gathers(self, comm: Comm, *, ahead: bool, from_host: bool) -> Iterator[Beside]:
         self._refuse_recording()
         if not ahead:
             self._gathers.wait_stream(self._current)
         if from_host:
             self._at_host.add(self._gathers)
-        return self._launch(self._gathers, comm, launch)
+        with self._on(self._gathers, comm) as beside:
+            yield beside
 
-    def reduce(self, comm: Comm, launch: Callable[[], Handle]) -> Handle:
+    @contextmanager
+    def reductions(self, comm: Comm) -> Iterator[Beside]:
         self._refuse_recording()
         self._reductions.wait_stream(self._current)
-        return self._launch(self._reductions, comm, launch)
+        with self._on(self._reductions, comm) as beside:
+            yield beside
 
-    def _launch(self, stream: Any, comm: Comm, launch: Callable[[], Handle]) -> Handle:
+    @contextmanager
+    def _on(self, stream: Any, comm: Comm) -> Iterator[Beside]:
         launched_on = self._current
+
+        def beside(launched: Handle, *, keeps: object = None) -> Handle:
+            result = launched.wait()
+            arrival = stream.record_event()
+
+            def finish() -> Any:
+                comm.refuse_if_broken((keeps, result))
+                for waiting in {launched_on, self._current}:
+                    waiting.wait_event(arrival)
+                return result
+
+            return Handle(finish)
+
         with self._module.stream(stream):
-            result = launch().wait()
-        arrival = stream.record_event()
-
-        def finish() -> Any:
-            comm.refuse_if_broken((launch, result))
-            for waiting in {launched_on, self._current}:
-                waiting.wait_event(arrival)
-            return result
-
-        return Handle(finish)
+            yield beside
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         if not apart(source, like) or like.device.type != "cpu":

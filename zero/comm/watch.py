@@ -45,7 +45,7 @@ class Watch:
     def look(self) -> None:
         """To be called while this rank waits. Raises RuntimeError where the ranks cannot go on."""
         waits = json.dumps([self._order.comparisons, *self._order.history])
-        failure, first = self._answer(lambda: self._told(waits)) or (None, None)
+        failure, first = self._answer(lambda: self._ask(waits)) or (None, None)
         if failure is not None:
             self._order.end(failure)
             raise RuntimeError(failure)
@@ -54,7 +54,7 @@ class Watch:
             if difference is not None:
                 self._order.out_of_step(difference)
 
-    def _told(self, waits: str) -> tuple[str | None, _Waiting | None]:
+    def _ask(self, waits: str) -> tuple[str | None, _Waiting | None]:
         """What has failed, and what the first rank waits for."""
         self._store.set(f"waits/{self._rank}", waits)
         failure = self._store.get(_FAILURE).decode() if self._store.check([_FAILURE]) else None
@@ -93,6 +93,6 @@ class Watch:
     def _absent(self) -> str:
         """Which ranks have not said that they wait at this point, in words for the user."""
         here, others = self._order.comparisons, [rank for rank in range(self._world) if rank != self._rank]
-        told = self._answer(lambda: {rank: self._waiting(rank) for rank in others}) or {}
-        late = [str(rank) for rank, waiting in told.items() if waiting is None or waiting[0] < here]
+        found = self._answer(lambda: {rank: self._waiting(rank) for rank in others}) or {}
+        late = [str(rank) for rank, waiting in found.items() if waiting is None or waiting[0] < here]
         return f" (rank {', '.join(late)} did not say that it waits)" if late else ""

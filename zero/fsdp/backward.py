@@ -21,7 +21,6 @@ from zero.fsdp.at_rest import RestingReads
 from zero.fsdp.beside import Beside
 from zero.fsdp.in_backward import StepsInBackward
 from zero.fsdp.prefetch import Prefetch
-from zero.fsdp.reductions import Reductions
 from zero.fsdp.unit import Call, TrainingState, Unit
 from zero.sdp.usage import End
 
@@ -41,7 +40,7 @@ class Backward:
         self.reduces = True
         self.active = self.awaited = self.accumulates = False
         self._units, self._root, self._prefetch, self._after = units, units[0], prefetch, after
-        self._beside, self._reductions = Beside(units), Reductions(self._reduced)
+        self._beside = Beside(units)
         self.steps: StepsInBackward | None = None
         self._end = End(comms, "the end of a backward of FSDP")
         self._resting_reads = RestingReads()
@@ -50,6 +49,8 @@ class Backward:
         """What autograd calls at the end of this backward."""
         self._under_way: list[Unit] = []
         """Units in backward, in the order in which it came to them."""
+        self._sent: Unit | None = None
+        """The unit whose gradients are on their way; waited for before those of the next are sent."""
 
     # --------------------------------------------------------------------------------------------- reads at rest
 
@@ -81,7 +82,7 @@ class Backward:
             at_end_of_backward(partial(self.leaves, unit, call))
         if entered and self._prefetch.before_backward:
             if self._prefetch.limit != 3:
-                self._reductions.finish()
+                self._finish_sent()
             self._launch_ahead(unit)
 
     def leaves(self, unit: Unit, call: Call, *_: Any) -> None:
@@ -90,7 +91,6 @@ class Backward:
             return
         if unit.calls == 0 and not unit.ends_last:
             self._complete(unit)
-            self._go_on(unit)
 
     def _begin(self) -> None:
         if self._interrupted:
@@ -111,7 +111,8 @@ class Backward:
         if self.steps is not None:
             self.steps.refuse_again(unit)
         unit.unshard()
-        self._reductions.finish_of(unit)
+        if self._sent is unit:  # backward has come to it again
+            self._finish_sent()
         unit.enter_backward()
         self._under_way.append(unit)
 
@@ -120,48 +121,55 @@ class Backward:
         for unit in self._under_way[::-1]:
             if unit.earliest > call.ended and unit is not self._root and not unit.ends_last:
                 self._complete(unit)
-                self._go_on(unit)
 
     def _launch_ahead(self, unit: Unit) -> None:
         """Gathers the unit that backward comes to next, if it is known and not there."""
         ahead = unit.before
         if ahead is not None and ahead.calls and ahead.state is TrainingState.IDLE:
-            ahead.launch_unshard(ahead=True)
+            ahead.unshard_ahead()
 
-    def _complete(self, unit: Unit) -> None:
+    def _complete(self, unit: Unit, *, at_end: bool = False) -> None:
+        """Collective. Backward has been through the unit. The gathering of the unit that comes next goes before the
+        sending of gradients: it is needed first."""
         self._under_way.remove(unit)
-        if not self.reduces:
+        if self.reduces:
+            unit.gradients.hand_over()
+            unit.leave_backward()  # so that what is gathered into its memory need not wait for what was sent
+            self._finish_sent()
+        else:
             unit.keep_gradients()
-            return
-        unit.end_backward()  # first, so that what is gathered into its memory need not wait for what was sent
-        self._reductions.finish()
-        self._reductions.put(unit)
-        if self._prefetch.limit == 1:
-            self._reductions.finish_all()
-
-    def _go_on(self, unit: Unit) -> None:
-        """The gathering of the unit that comes next goes before what is due: it is needed first."""
-        if self._prefetch.after_backward:
+        if self._prefetch.after_backward and not at_end:
             self._launch_ahead(unit)
-        self._reductions.send()
+        if self.reduces:
+            self._send(unit)
 
-    def _reduced(self, unit: Unit) -> None:
-        if self.steps is not None:
-            self.steps.reduced(unit)
+    def _send(self, unit: Unit) -> None:
+        self._finish_sent()
+        unit.gradients.launch()
+        self._sent = unit
+        if self._prefetch.limit == 1:
+            self._finish_sent()
+
+    def _finish_sent(self) -> None:
+        if self._sent is not None:
+            sent, self._sent = self._sent, None
+            sent.gradients.finish(sent.title)
+            if self.steps is not None:
+                self.steps.reduced(sent)
 
     # ------------------------------------------------------------------------------------------------- its end
 
     def _finish(self) -> None:
         for unit in reversed(self._units):
             if unit.state is TrainingState.IDLE and unit.calls and (unit.unsharded or unit.gathering):
-                self._enter(unit)  # full since forward, or gathered ahead, but not reached: others may have
+                self._enter(unit)  # unsharded since forward, or gathered ahead, but not reached: others may have
             if unit.state is TrainingState.BACKWARD:
-                self._complete(unit)
+                self._complete(unit, at_end=True)
             elif unit.gradients.kept and self.reduces:
                 unit.gradients.hand_over_leftovers()
-                self._reductions.put(unit)
-        self._reductions.finish_all()
-        self._end.reach([each for unit in self._units for each in unit.gradients.deliveries])
+                self._send(unit)
+        self._finish_sent()
+        self._end.reach([bucket for unit in self._units for bucket in unit.gradients.buckets])
         for unit in self._units:
             unit.forget_calls()
             unit.reshard()
@@ -188,7 +196,7 @@ class Backward:
 
     def abandon(self) -> None:
         """Forgets what an exception ended before its end; the model can go on."""
-        self._reductions.abandon()
+        self._sent = None
         self._resting_reads.forget()
         self.active = self.awaited = self._interrupted = False
         self._under_way.clear()

@@ -14,11 +14,11 @@ from zero.fsdp.choice import Choice
 from zero.fsdp.materialise import Materialiser
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
-from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
 from zero.oss.offload import CPUOffload, Disk, DiskOffload, Room
 from zero.oss.partition import Partition, lay_out
-from zero.oss.shard_group import ShardGroup
+from zero.oss.placement import Placement
+from zero.oss.shard_group import GroupOptions, ShardGroup
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Options:
     offload: CPUOffload | DiskOffload | None
     prefetch: Prefetch
 
-    def told(self) -> str:
+    def signature(self) -> str:
         """What must be the same on every rank."""
         return (
             f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
@@ -64,9 +64,9 @@ class Builder:
         param_init_fn: Callable[[nn.Module], None] | None,
     ) -> None:
         self._choice, self._placement, self._options = choice, placement, options
-        home = options.offload.home() if options.offload else None
-        self.disk = home if isinstance(home, Disk) else None
-        self._room = Room(home) if home else None
+        store = options.offload.store() if options.offload else None
+        self.disk = store if isinstance(store, Disk) else None
+        self._room = Room(store) if store else None
         self._undo = ExitStack()
         self._materialiser = Materialiser(choice.module, param_init_fn, self._undo, initialises=placement.first)
         self._loads = [0] * placement.comm.world
@@ -110,25 +110,21 @@ class Builder:
             groups,
             precision=self._options.precision,
             stays=self._options.stays,
-            replicas=self._placement.replicas,
         )
 
     def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str) -> list[ShardGroup]:
-        """In flat groups of their own shards, those apart that are computed with in another dtype."""
+        """In groups, those apart that are computed with in another dtype."""
+        shard_in_full = self._options.stays and self._options.precision.param_wire is None
         return [
             group
             for dtype, named in self._options.precision.apart(self._choice.module, [*owned]).items()
             for group in lay_out(
                 [param for _, param in named],
                 [name for name, _ in named],
-                self._placement.comm,
+                self._placement,
                 cut="whole" if self._options.partition == "whole" else "even",
                 loads=self._loads,
-                own_shard=True,
-                compute_dtype=dtype,
-                shard_in_full=self._options.stays and self._options.precision.param_wire is None,
-                home=self._room,
-                levels=self._placement.levels,
+                options=GroupOptions(True, dtype, shard_in_full, self._room),
                 label=title,
             )
         ]

@@ -87,7 +87,7 @@ class Choice:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All but those in FSDPs inside, which are as these were told to have them."""
+        """All but those in FSDPs inside, which these have set up."""
         inside = {module for one in self._inside.values() for module in one.modules()}
         return [module for module in self.module.modules() if module not in inside]
 
@@ -96,7 +96,7 @@ class Choice:
         found = {param.device: None for param in self.module.parameters() if param not in self._left_out}
         return [device for device in found if device.type != "meta"]
 
-    def told(self) -> list[str]:
+    def signature(self) -> list[str]:
         """What must be the same on every rank."""
         return [f"units {', '.join(self.units)}", *describe(self.module, without=self._taken)]
 

@@ -16,8 +16,8 @@ from zero.sdp.tensors import map_tensors, tensors_in
 def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[Tensor], None]) -> bool:
     """Has `left` called when a backward comes to what made one of the inputs. Returns whether there is any such input.
 
-    Autograd runs what can run latest created first, so by then everything in the unit has been run. That cannot be told
-    from leaves: they take their gradient as soon as it is there.
+    Autograd runs what can run latest created first, so by then everything in the unit has been run. Leaves
+    do not show that: they take their gradient as soon as it is there.
 
     Inputs go in as they are. Of a view made for the unit autograd would sum the gradients apart, in another order than
     without FSDP, and a module that asks whether two of its inputs are one tensor (nn.MultiheadAttention) would compute

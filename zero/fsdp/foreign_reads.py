@@ -1,5 +1,5 @@
 """Finds the parameters that a module reads although they belong to another unit, such as an embedding's weight that
-the output layer multiplies by. No hook tells of such a read: every call of torch is looked at, in one forward.
+the output layer multiplies by. No hook is called for such a read: every call of torch is looked at, in one forward.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from zero.fsdp.index import Index
 from zero.fsdp.unit import Unit
 
 _GETTERS_THAT_READ = {
@@ -28,18 +29,17 @@ class ForeignReads(TorchFunctionMode):
     A unit that stays from forward to backward is unsharded by chance: in another forward it may not be.
     """
 
-    def __init__(self, units: Sequence[Unit], found: Callable[[Unit], None]) -> None:
+    def __init__(self, index: Index, found: Callable[[Unit], None]) -> None:
         super().__init__()
-        self._homes = {param: unit for unit in units for group in unit.groups for param in group.params}
-        self._found = found
+        self._index, self._found = index, found
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if _reads(func):
             for param in _parameters((*args, *(kwargs or {}).values())):
-                unit = self._homes.get(param)
-                if unit is not None and not (unit.unsharded and (unit.depth or unit.readers or unit.summoned)):
+                unit = self._index.unit_of(param) if param in self._index else None
+                if unit is not None and not (unit.readable and (unit.depth or unit.readers or unit.summoned)):
                     self._found(unit)
         return func(*args, **(kwargs or {}))
 

@@ -20,6 +20,7 @@ from zero.fsdp.compiled import BETWEEN_UNITS, compiling_problem
 from zero.fsdp.forward import Forward
 from zero.fsdp.guard import Guard, guarded
 from zero.fsdp.in_backward import StepsInBackward
+from zero.fsdp.index import Index
 from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.schedule import Schedule
@@ -129,7 +130,7 @@ class FSDP(Weights):
         refuse_unknown(of_torch)
         strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
         self._comm = self._placement.comm
-        with self._placement.told_everywhere(_GIVEN):
+        with self._placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
             asked = from_torch(of_torch, prefetch, offload, ignored_modules, ignored_parameters)
             precision = as_precision(mixed_precision)
@@ -140,13 +141,14 @@ class FSDP(Weights):
         choice = Choice(module, inside, _parameters_in(inside), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
         problem = problem or self._problem(choice, inside, options)
-        told = f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.told()}"
-        self._placement.compare(_GIVEN, [told, *choice.told()], problem)
+        signature = f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.signature()}"
+        self._placement.compare(_GIVEN, [signature, *choice.signature()], problem)
         builder = Builder(choice, self._placement, options, param_init_fn)
         self._units = builder.build()  # the last that can fail
         self._take_over(builder, inside)
         ignored = asked.ignored_modules
-        self._guard = Guard(module, self._units, self._comm, ignored=ignored, partition=partition, disk=builder.disk)
+        self._index = Index(self._units)
+        self._guard = Guard(module, self._index, self._comm, ignored=ignored, partition=partition, disk=builder.disk)
         self.broadcast_buffers = broadcast_buffers
         self._drive(options.prefetch, BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None)
         title = f"FSDP({type(module).__name__}, {strategy}, {len(self._units)} units)"
@@ -182,12 +184,12 @@ class FSDP(Weights):
     def _drive(self, prefetch: Prefetch, buffers: BufferSync | None) -> None:
         """From now on the units are gathered, released and reduced as the module runs."""
         self._summons = Summons(self._units, self._guard, self._placement, self._cast_buffers)
-        self._state_dict_guard = StateDictGuard(self._units)
+        self._state_dict_guard = StateDictGuard(self._index)
         self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
         prefetch = prefetch.where(overlaps=any(unit.overlaps for unit in self._units))
         self._backward = Backward(self._units, self._placement.all_groups(), prefetch, after=self._guard.after_backward)
-        self._schedule = Schedule(self._units, self._placement.all_groups(), prefetch, self._backward)
-        gradients = Gradients([param for group in self.shard_groups for param in group.params])
+        self._schedule = Schedule(self._index, self._placement.all_groups(), prefetch, self._backward)
+        gradients = Gradients([*self._index])
         self._forward = Forward(self.module, self._units, self._schedule, self._backward, gradients, buffers)
 
     def _misfit(self, inside: dict[str, FSDP]) -> str | None:
@@ -263,7 +265,7 @@ class FSDP(Weights):
         """
         if self._backward.steps is not None:
             refuse("clipping by the norm of all gradients", "Step after backward, or clip values in hooks.")
-        params = [param for unit in self._units for group in unit.groups for param in group.params]
+        params = [*self._index]
         shards = [param.grad for param in params if param.grad is not None]
         dtypes = {param.dtype for param in params}
         total = norm.total_norm(shards, self._comm, float(norm_type), params[0].device, dtypes)

@@ -131,7 +131,7 @@ def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: A
 
 def refuse_elsewhere(units: Sequence[Unit]) -> None:
     """Raises RuntimeError where only another rank has full parameters."""
-    if any(unit.summoned and not unit.unsharded for unit in units):
+    if any(unit.summoned and not unit.readable for unit in units):
         raise RuntimeError(
             "state_dict() on a rank that has only shards: inside summon_full_params(rank0_only=True) only rank 0 of "
             "the group has full parameters. Call it there on rank 0 alone, or outside on every rank."
@@ -160,10 +160,10 @@ def local_state_dict(module: nn.Module, units: Sequence[Unit], cast_buffers: Seq
 def local_problem(module: nn.Module, units: Sequence[Unit], state_dict: dict[str, Any]) -> str | None:
     """Why `state_dict` is not what `local_state_dict` would give here, in words for the user; None if it is."""
     given, expected = state_dict.get(_SHARD), _layout(units)
-    told = bytes(given.tolist()).decode() if isinstance(given, Tensor) else "no part of one"
-    if told != expected:
+    found = bytes(given.tolist()).decode() if isinstance(given, Tensor) else "no part of one"
+    if found != expected:
         return (
-            f"the state is {told!r}, but this is {expected!r}. Load full weights by load_state_dict(), or use "
+            f"the state is {found!r}, but this is {expected!r}. Load full weights by load_state_dict(), or use "
             "zero.checkpoint, which loads at any number of ranks."
         )
     different = (state_dict.keys() - {_SHARD}) ^ module.state_dict(keep_vars=True).keys()

@@ -17,9 +17,9 @@ from zero.comm import Comm
 from zero.fsdp import full_params
 from zero.fsdp.precision import Uncast
 from zero.fsdp.state_dict_guard import Refusal
-from zero.fsdp.strategy import Placement
 from zero.fsdp.summon import summons_of
 from zero.fsdp.unit import Unit
+from zero.oss.placement import Placement
 from zero.sdp.wrapper import Wrapper
 
 

@@ -19,7 +19,7 @@ class Materialiser:
     param_init_fn: called with a module whose own parameters have memory but no values; by default the module's own
         `reset_parameters` is. Each module is initialised once, when the first of its parameters gets memory, and the
         one that names a shared parameter first after the others that share it.
-    undo: is told how to take everything back: memory from what had none, and what an initialisation may have
+    undo: gets callbacks that take everything back: memory from what had none, and what an initialisation may have
         overwritten.
     initialises: whether this rank is that source.
     `problem`: what kept a module from being initialised, in words for the user.
@@ -113,7 +113,7 @@ class Materialiser:
         try:
             with torch.no_grad():
                 reset(module)
-        except Exception as error:  # the other ranks wait for this one, and are told what it was
+        except Exception as error:  # the other ranks wait for this one, and learn what it was
             self.problem = f"{name!r} could not be initialised: {type(error).__name__}: {error}"
 
 

@@ -22,7 +22,7 @@ from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 @dataclass
 class SteppedShards:
-    """An optimizer whose parameters lie in the flat groups of an FSDP; see zero.oss.state.Sharded."""
+    """An optimizer whose parameters lie in the shard groups of an FSDP; see zero.oss.state.Sharded."""
 
     optim: Optimizer
     shard_groups: list[ShardGroup]
@@ -51,7 +51,7 @@ class SteppedShards:
 
 
 class StateHooks:
-    """On the state_dict() and load_state_dict() of one optimizer, which holds parameters of these flat groups.
+    """On the state_dict() and load_state_dict() of one optimizer, which holds parameters of these shard groups.
 
     state_dict() marks each group, and is the full state for torch's distributed checkpoint (collective). A full state
     is cut as it is loaded; another rank's shard is refused by ValueError.

@@ -13,16 +13,15 @@ from collections.abc import Sequence
 import torch
 
 from zero.comm import Comm
-from zero.fsdp.unit import Unit
+from zero.oss.shard_group import ShardGroup
 
 
 class Overflow:
     """Of the gradients of units that compute in float16, or of all units once a forward ran under autocast to it."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
-        self._comm = comm
-        self._groups = [group for unit in units for group in unit.groups]
-        self._in_float16 = [group for group in self._groups if group.full.dtype == torch.float16]
+    def __init__(self, groups: Sequence[ShardGroup], comm: Comm) -> None:
+        self._comm, self._groups = comm, groups
+        self._in_float16: Sequence[ShardGroup] = [group for group in groups if group.full.dtype == torch.float16]
 
     def before_forward(self) -> None:
         """Notices autocast, which must be the same on every rank."""

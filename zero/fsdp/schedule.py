@@ -1,8 +1,8 @@
 """When units are gathered and released in a forward: gather, compute, release (the root and units that are to be kept:
-stay). What happens in backward is told in backward.py.
+stay). backward.py says what happens in backward.
 
 How far gathers run ahead, and how many units are in flight at once, says `Prefetch`. Each rank goes by the order in
-which its units ran the last time; ranks whose orders differ are told so when a gather arrives.
+which its units ran the last time; ranks whose orders differ raise when a gather arrives.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from zero.fsdp.casts import Casts
 from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.foreign_reads import ForeignReads
+from zero.fsdp.index import Index
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Call, TrainingState, Unit
 
@@ -38,12 +39,13 @@ class Schedule:
     `uncompiled`: whether forward runs uncompiled now, whatever is compiled otherwise.
     """
 
-    def __init__(self, units: list[Unit], comms: Sequence[Comm], prefetch: Prefetch, backward: Backward) -> None:
+    def __init__(self, index: Index, comms: Sequence[Comm], prefetch: Prefetch, backward: Backward) -> None:
         self.uncompiled = False
-        self._units, self._comms, self._prefetch, self._backward = units, comms, prefetch, backward
+        units = index.units
+        self._index, self._units, self._comms, self._prefetch, self._backward = index, units, comms, prefetch, backward
         self._root = units[0]
         self._casts, self._beside = Casts(units), Beside(units)
-        self._node_shards = [group.node_shard for unit in units for group in unit.groups if group.node_shard]
+        self._exchanges = [group.exchange for group in index.groups]
         self._running: list[Unit] = []
         """Units whose forward runs, from the outside in."""
         self._begun = 0
@@ -114,8 +116,8 @@ class Schedule:
                 for comm in self._comms:
                     comm.begin_schedule()
                 if not self._backward.accumulates:
-                    for shard in self._node_shards:
-                        shard.stale = True
+                    for exchange in self._exchanges:
+                        exchange.expect_steps()
         self._beside.expect(unit)
         for other in (unit, *unit.reads):
             self._backward.end_reads(other)
@@ -131,10 +133,10 @@ class Schedule:
             self._last.after, unit.before = unit, self._last
         self._last = unit
         if unit.after is not None and self._prefetch.before_forward:
-            unit.after.launch_unshard(ahead=True)
+            unit.after.unshard_ahead()
 
     def _end_interrupted(self) -> None:
-        """Forgets forwards that an interrupt has ended (KeyboardInterrupt), of which no hook is told."""
+        """Forgets forwards that an interrupt has ended (KeyboardInterrupt), of which no hook is called."""
         around = modules_being_called()[1:]
         if not any((unit.entrance or unit.module) in around for unit in self._running):
             self._looking.close()
@@ -212,7 +214,7 @@ class Schedule:
         if compiled:
             self.enter_by_units(compiled)
         else:
-            self._looking.enter_context(ForeignReads(self._units, self._found))
+            self._looking.enter_context(ForeignReads(self._index, self._found))
 
     @property
     def looks_next(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from zero.fsdp.unit import Unit
+from zero.fsdp.index import Index
 from zero.oss.shard_group import ShardGroup
 
 NO_COPIES = (
@@ -17,13 +17,12 @@ NO_COPIES = (
 
 
 class StateDictGuard:
-    """On every module that holds parameters of these units, until it is dismissed."""
+    """On every module that holds parameters of the units, until it is dismissed."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        homes = {param: group for unit in units for group in unit.groups for param in group.params}
+    def __init__(self, index: Index) -> None:
         self._hooks = []
-        for module in units[0].module.modules():
-            held = [homes[param] for param in module.parameters(recurse=False) if param in homes]
+        for module in index.units[0].module.modules():
+            held = [index[param].group for param in module.parameters(recurse=False) if param in index]
             if held:
                 self._hooks.append(module.register_state_dict_pre_hook(Refusal(held)))
 

@@ -38,8 +38,8 @@ class Stepping:
     def after_step(self, optimizer: Optimizer) -> None:
         before = self._before.pop(optimizer, None)
         if before is not None:
-            self._written[optimizer] = before.told(optimizer)
+            self._written[optimizer] = before.as_tensor(optimizer)
 
-    def told(self, optimizer: Optimizer) -> Tensor | None:
+    def written(self, optimizer: Optimizer) -> Tensor | None:
         """What its last step wrote into its groups, for ranks to compare; None of torch's own, which write nothing."""
         return self._written.get(optimizer, NOTHING) if known(type(optimizer)) is None else None

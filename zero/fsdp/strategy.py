@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from zero.comm import Comm
-from zero.oss.two_levels import Levels
+from zero.oss.placement import Levels, Placement
 
 
 class ShardingStrategy(enum.Enum):
@@ -34,72 +29,6 @@ class ShardingStrategy(enum.Enum):
         return self in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Over which ranks a model is cut, and across which it is repeated (None: nowhere).
-
-    levels: parameters are gathered within nodes, where what is stepped is cut over all ranks.
-    """
-
-    comm: Comm
-    replicas: Comm | None = None
-    levels: Levels | None = None
-
-    def all_groups(self) -> list[Comm]:
-        """Through which a rank reaches all others, one after another."""
-        if self.levels is not None:
-            return [self.levels.within, self.levels.across]
-        return [self.comm] if self.replicas is None else [self.comm, self.replicas]
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup | None]:
-        return [comm.group for comm in self.all_groups()]
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(comm.world for comm in self.all_groups())
-
-    def owner(self, rank: int) -> int:
-        """Which rank of `comm` is rank `rank` of all that the model is spread over, counted node by node; of replicas
-        the one in the same node."""
-        if self.levels is None:
-            return rank % self.comm.world
-        node, place = divmod(rank, self.levels.within.world)
-        return place * self.levels.across.world + node
-
-    def has(self, rank: int) -> bool:
-        """Whether rank `rank` of all is in `comm`."""
-        return self.replicas is None or rank // self.comm.world == self.replicas.rank
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank is the one whose values all start from."""
-        return all(comm.rank == 0 for comm in self.all_groups())
-
-    def compare(self, what: str, lines: Sequence[str], problem: str | None) -> None:
-        """Collective. Comm.compare over all ranks: where it raises on one, it does on all."""
-        for comm in self.all_groups():
-            try:
-                comm.compare(what, lines, problem)
-            except ValueError as error:
-                problem = str(error)
-        if problem is not None:
-            raise ValueError(problem)
-
-    @contextmanager
-    def told_everywhere(self, what: str) -> Iterator[None]:
-        """Collective where it fails: a ValueError in here is raised on every rank."""
-        try:
-            yield
-        except ValueError as error:
-            self.compare(what, [], str(error))
-
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Collective. Overwrites the tensors of all ranks by those of the first."""
-        for comm in self.all_groups():
-            comm.broadcast(tensors)
-
-
 def as_strategy(given: Any) -> ShardingStrategy:
     """Raises ValueError for what is no strategy."""
     name = given if isinstance(given, str) else getattr(given, "name", given)
@@ -114,8 +43,8 @@ def as_strategy(given: Any) -> ShardingStrategy:
 def place(
     strategy: Any, process_group: Any, device_mesh: Any, optimizer_sharding: Any = "group"
 ) -> tuple[ShardingStrategy, Placement, str | None]:
-    """The strategy, and the groups for it; or what is wrong with either, in words for the user, beside some that ranks
-    can tell one another by.
+    """The strategy, and the groups for it; or what is wrong with either, in words for the user, beside some by which
+    ranks can exchange it.
 
     process_group: one group, or for hybrid strategies a pair: to shard within, to replicate across.
     device_mesh: the same as a DeviceMesh: of one dimension, or of two for hybrid strategies, replicas first.

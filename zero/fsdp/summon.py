@@ -11,8 +11,8 @@ from torch import nn
 from zero.fsdp import full_params
 from zero.fsdp.guard import Guard, moved_problem
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.strategy import Placement
 from zero.fsdp.unit import Unit
+from zero.oss.placement import Placement
 
 _alive: list[ReferenceType[Summons]] = []
 """Those of every FSDP that lives, in the order in which they were made, which is the same on all ranks."""

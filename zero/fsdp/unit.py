@@ -1,6 +1,6 @@
 """One wrapped module's parameters, and when they are unsharded: while the module computes. At rest they are shards.
 
-Its gradients are told of in unit_gradients.py.
+Its gradients are in unit_gradients.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from torch import nn
 from torch.autograd.graph import Node
 
-from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.oss.shard_group import GroupState, ShardGroup
@@ -28,7 +27,7 @@ class Call:
     """One forward of a unit.
 
     begun, ended: its place among all forwards of units: how many had begun when it had, and when it ended.
-    seen_off: whether a hook tells when its backward is complete; else it is at the end of that backward.
+    seen_off: whether a hook is called when its backward is complete; else it is complete at the end of that backward.
     waited_for: the unit's round in which its backward was last expected; -1 once that is complete.
     shares_casts: whether it may compute with what autocast has cast in an earlier one.
     """
@@ -56,7 +55,6 @@ class Unit:
         *,
         precision: MixedPrecision,
         stays: bool,
-        replicas: Comm | None = None,
     ) -> None:
         self.name, self.module, self.groups = name, module, groups
         self.params = {param for group in groups for param in group.params}
@@ -84,7 +82,7 @@ class Unit:
         self.before: Unit | None = None
         self.after: Unit | None = None
         """The units that ran before and after it in the last forward."""
-        self.gradients = UnitGradients(groups, sent_as=precision.reduce_dtype, replicas=replicas)
+        self.gradients = UnitGradients(groups, sent_as=precision.reduce_dtype)
         self._entitle()
         self.passed_by = False
         """Whether the last backward that came here was asked for gradients in particular, of which these were none."""
@@ -152,8 +150,13 @@ class Unit:
         return all(group.state is GroupState.UNSHARDED for group in self.groups)
 
     @property
+    def readable(self) -> bool:
+        """Whether the parameters are full on this rank."""
+        return all(group.readable for group in self.groups)
+
+    @property
     def summoned(self) -> bool:
-        """Whether the parameters are unsharded because the user asked for it."""
+        """Whether the parameters are full because the user asked for it."""
         return any(group.summoned for group in self.groups)
 
     @property
@@ -162,39 +165,41 @@ class Unit:
 
     @property
     def overlaps(self) -> bool:
-        """Collective the first time. Whether its parameters are gathered beside the computing."""
-        return any(group.comm.runs_beside(group.full) for group in self.groups)
+        """Whether its parameters are gathered beside the computing."""
+        return any(group.overlaps for group in self.groups)
 
     def unshard(self) -> None:
         """Collective. Unshards the parameters. Raises RuntimeError where they have not arrived, because an earlier
         gather failed."""
-        self.launch_unshard()
-        self.finish_unshard()
-        for group in self.groups:
-            if group.incomplete:
-                raise RuntimeError(
-                    f"the parameters of {self.title} of FSDP have not arrived: gathering them failed before. Look for "
-                    "the first error, and start the process group anew."
-                )
-
-    def launch_unshard(self, *, ahead: bool = False) -> None:
-        """Collective. Starts to unshard the parameters, where they are not. ahead: they are needed later."""
+        wire = self.precision.param_wire
         for group in self.groups:
             if group.state is GroupState.SHARDED:
-                group.launch_gather(sent_as=self.precision.param_wire, ahead=ahead)
+                group.launch_unshard(wire=wire)
+        self.finish_unshard()
+        if any(group.state is GroupState.LOST for group in self.groups):
+            raise RuntimeError(
+                f"the parameters of {self.title} of FSDP have not arrived: gathering them failed before. Look for the "
+                "first error, and start the process group anew."
+            )
+
+    def unshard_ahead(self) -> None:
+        """Collective. Starts to unshard the parameters, where they are sharded, which are needed later."""
+        for group in self.groups:
+            if group.state is GroupState.SHARDED:
+                group.launch_unshard(wire=self.precision.param_wire, ahead=True)
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are unsharded."""
         for group in self.groups:
             if group.gathering:
-                group.finish_gather()
+                group.finish_unshard()
 
     def reshard(self) -> None:
         """Leaves of the parameters this rank's shard."""
         self.finish_unshard()
         for group in self.groups:
-            if group.state is GroupState.UNSHARDED and not group.summoned:
-                group.release()
+            if group.state is GroupState.UNSHARDED:
+                group.reshard()
 
     def look_for_writes(self) -> None:
         """Has the next `reshard` look whether the module wrote into its parameters, if it was unsharded till then."""
@@ -214,18 +219,14 @@ class Unit:
         self.passed_by = False
         self.gradients.enter_backward()
 
-    def end_backward(self) -> None:
-        """Hands the gradients over, to be sent, and leaves of the parameters the shards."""
-        self.gradients.hand_over()
-        self._leave_backward()
-
     def keep_gradients(self) -> None:
         """Ends a backward under no_sync."""
         full = self.gradients.take_full()
-        self._leave_backward()
+        self.leave_backward()
         self.gradients.keep(full)
 
-    def _leave_backward(self) -> None:
+    def leave_backward(self) -> None:
+        """Its gradients are taken; of the parameters the shards are left."""
         self.state = TrainingState.IDLE
         self.forget_calls()
         self.reshard()
@@ -233,7 +234,7 @@ class Unit:
     @property
     def at_rest(self) -> bool:
         """Whether `param.grad` is the shard's, with nothing on its way to it."""
-        return self.state is TrainingState.IDLE and not (self.gradients.sends or self.unsharded or self.gathering)
+        return self.state is TrainingState.IDLE and not (self.gradients.sends or self.readable or self.gathering)
 
     def take_resting(self, param: nn.Parameter, name: str) -> None:
         """Autograd is about to add a gradient of the shard to `param.grad`.
@@ -255,7 +256,7 @@ class Unit:
         """
         if self.state is TrainingState.BACKWARD:
             self.gradients.clear_full()
-            self._leave_backward()
+            self.leave_backward()
         if self.gradients.waits and not self.gathering:
             self.reshard()
             self.gradients.put_back()
@@ -266,4 +267,4 @@ class Unit:
         self.leave_forward()
         self.finish_unshard()
         self.interrupt()
-        self._leave_backward()
+        self.leave_backward()

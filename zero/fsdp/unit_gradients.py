@@ -9,49 +9,43 @@ What is computed from parameters at rest has gradients of shards, which autograd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from zero.comm import Comm, Int8
+from zero._torch import add_all
+from zero.comm import Int8
 from zero.oss.shard_group import ShardGroup
-from zero.sdp.bucket import Deliver, GradBucket, Phase
+from zero.sdp.bucket import GradBucket, Phase
 
 
 class UnitGradients:
-    """Of the parameters in these flat groups.
+    """Of the parameters in these groups.
 
+    `buckets`: those of the groups.
     `kept`: whether a backward under no_sync came here since the last that was not.
-    `sends`: whether gradients are on their way, or due.
+    `sends`: whether gradients are on their way.
     """
 
-    def __init__(
-        self, groups: Sequence[ShardGroup], *, sent_as: torch.dtype | Int8 | None = None, replicas: Comm | None = None
-    ) -> None:
-        self._buckets = [GradBucket(group, sent_as=sent_as, replicas=replicas) for group in groups]
+    def __init__(self, groups: Sequence[ShardGroup], *, sent_as: torch.dtype | Int8 | None = None) -> None:
+        self.buckets = [GradBucket(group, self, sent_as=sent_as) for group in groups]
         self.kept = self.sends = False
         self._resting: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
         self._shows_resting: set[nn.Parameter] = set()
         """Parameters with an unreduced gradient whose `grad` is what rests, not their share of that."""
 
-    @property
-    def deliveries(self) -> list[tuple[GradBucket, Deliver]]:
-        """The groups' buckets, and what takes what comes of them."""
-        return [(bucket, partial(self._deliver, bucket.flat)) for bucket in self._buckets]
-
     def _trained(self) -> Iterator[tuple[GradBucket, int, nn.Parameter]]:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for index in bucket.trained:
-                yield bucket, index, bucket.flat.params[index]
+                yield bucket, index, bucket.group.params[index]
 
     # ------------------------------------------------------------------------------------------- a backward
 
     def enter_backward(self) -> None:
         """From here on autograd may write full gradients; nothing is on its way."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             assert bucket.phase is Phase.FILLING
             bucket.notice_trained()
         for _, _, param in self._trained():
@@ -74,20 +68,19 @@ class UnitGradients:
     def hand_over(self) -> None:
         """Backward is complete: the buckets take the gradients, for `launch` to send."""
         for bucket, index, param in self._trained():
-            bucket.take_from(param, index)
+            gradient, param.grad = param.grad, None
+            bucket.take(index, gradient)
         self.sends, self.kept = True, False
 
     def hand_over_leftovers(self) -> None:
         """The buckets take what backwards under no_sync kept here, after a backward that did not come here."""
         for bucket, index, param in self._trained():
-            unreduced = self._set_aside(param)
-            if unreduced is not None:
-                bucket.take(index, unreduced)
+            bucket.take(index, self._set_aside(param))
         self.sends, self.kept = True, False
 
     def launch(self) -> None:
         """Collective. Sends the gradients that the buckets have to their owners."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.trained:
                 bucket.launch()
 
@@ -96,30 +89,37 @@ class UnitGradients:
         for bucket, index, param in self._trained():
             if param.grad is not None:  # which autograd lets pass where a shard has the shape of the full parameter
                 raise RuntimeError(
-                    f"{bucket.flat.names[index]} got a gradient after {title} of FSDP had sent its gradients, in one "
+                    f"{bucket.group.names[index]} got a gradient after {title} of FSDP had sent its gradients, in one "
                     "backward, and not through what the unit's forward returned. Compute with parameters inside of "
                     "forward, and return what comes of it."
                 )
-        for bucket, deliver in self.deliveries:
+        for bucket in self.buckets:
             if bucket.phase is Phase.REDUCING:
-                bucket.finish(deliver)
+                bucket.finish()
         self.sends = False
 
-    def _deliver(self, flat: ShardGroup, index: int, gradient: Tensor | None) -> None:
-        param = flat.params[index]
-        before = self._resting.pop(param, param.grad)
-        if gradient is not None:
-            gradient = flat.bring_home(gradient)
-        if before is not None and gradient is not None:
-            flat.settle()
-            gradient = before.add_(gradient)
-        param.grad = before if gradient is None else gradient
+    def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
+        """See Destination."""
+        return group.bring_to_shard(sums)
+
+    def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
+        """See Destination. `param.grad` is the shard's from here on."""
+        added: list[tuple[Tensor, Tensor]] = []
+        for index, gradient in gradients.items():
+            param = group.params[index]
+            before = self._resting.pop(param, param.grad)
+            if before is not None and gradient is not None:
+                added.append((before, gradient))
+            param.grad = gradient if before is None else before
+        if added:
+            group.settle()
+            add_all(*zip(*added, strict=True))
 
     # ----------------------------------------------------------------------------------------- under no_sync
 
     def take_full(self) -> dict[nn.Parameter, tuple[ShardGroup, int, Tensor]]:
         """Ends a backward under no_sync: its full gradients, for `keep` when the parameters are shards again."""
-        found = {param: (bucket.flat, i, param.grad) for bucket, i, param in self._trained() if param.grad is not None}
+        found = {param: (bucket.group, i, param.grad) for bucket, i, param in self._trained() if param.grad is not None}
         for param in found:
             param.grad = None
         return found
@@ -175,5 +175,5 @@ class UnitGradients:
     def abandon(self) -> None:
         """Forgets what was sent, once it has arrived."""
         self.sends = False
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.abandon()

@@ -14,10 +14,10 @@ from zero.fsdp import full_params
 from zero.fsdp.guard import Guard
 from zero.fsdp.optim_state import SteppedShards, refuse_other_shards
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.strategy import Placement
 from zero.fsdp.summon import summon
 from zero.fsdp.unit import Unit
 from zero.oss import state
+from zero.oss.placement import Placement
 from zero.oss.shard_group import ShardGroup
 from zero.sdp.wrapper import Wrapper
 
@@ -36,7 +36,7 @@ class Weights(Wrapper):
 
     @property
     def shard_groups(self) -> list[ShardGroup]:
-        """The flat groups that the parameters lie in."""
+        """The shard groups that the parameters lie in."""
         return [group for unit in self._units for group in unit.groups]
 
     def reshard(self) -> None:

@@ -69,16 +69,16 @@ def params_by_unit(
 
     A parameter that several units contain (tied weights) belongs to the innermost unit around all of them.
     """
-    homes: dict[nn.Parameter, list[str]] = {}
+    around: dict[nn.Parameter, list[str]] = {}
     names: dict[nn.Parameter, str] = {}
     names_of = {module: name for name, module in units.items()}
     for prefix, module in root.named_modules(remove_duplicate=False):
         inside = [names_of[one] for one in _modules_around(root, prefix) if one in names_of]
         for name, param in module.named_parameters(prefix, recurse=False):
             names.setdefault(param, name)
-            homes[param] = _common(homes[param], inside) if param in homes else inside
+            around[param] = _common(around[param], inside) if param in around else inside
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in units}
-    for param, inside in homes.items():
+    for param, inside in around.items():
         if param not in ignored:
             owned[inside[-1]].append((names[param], param))
     return owned
@@ -124,17 +124,17 @@ def _only_holds(module: nn.Module) -> bool:
 def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
     """Modules outside the blocks that hold a quarter of the largest block's bytes, or more, and share none of it."""
     inside = {module for block in blocks for module in block.modules()}
-    homes: dict[nn.Parameter, int] = {}
+    holders: dict[nn.Parameter, int] = {}
     for module in root.modules():
         for param in module.parameters(recurse=False):
-            homes[param] = homes.get(param, 0) + 1
+            holders[param] = holders.get(param, 0) + 1
     largest = max((sum(param.nbytes for param in block.parameters()) for block in blocks), default=0)
     chosen = set()
     for module in root.modules():
         own = [*module.parameters(recurse=False)]
         calls = module not in inside and module is not root and not _only_holds(module)
         leaf = calls and own and not [*module.children()]
-        if leaf and all(homes[param] == 1 for param in own) and 4 * sum(param.nbytes for param in own) >= largest:
+        if leaf and all(holders[param] == 1 for param in own) and 4 * sum(param.nbytes for param in own) >= largest:
             chosen.add(module)
     return chosen
 

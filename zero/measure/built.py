@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero.measure.kinds import Finding, known, measured
-from zero.measure.param_groups import options, told_options
+from zero.measure.param_groups import described_options, options
 
 
 def finding_of_built(optimizer: Optimizer) -> Finding:
@@ -60,7 +60,7 @@ def _held(optimizer: Optimizer) -> dict[str, Any]:
 def _told(optimizer: Optimizer) -> str:
     held = _held(optimizer)
     inner = [f"{name} {type(one).__name__} {_told(one)}" for name, one in held.items() if isinstance(one, Optimizer)]
-    return "; ".join([told_options({k: v for k, v in held.items() if not isinstance(v, Optimizer)}), *inner])
+    return "; ".join([described_options({k: v for k, v in held.items() if not isinstance(v, Optimizer)}), *inner])
 
 
 def around(optimizer: Optimizer) -> Iterator[Optimizer]:

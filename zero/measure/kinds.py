@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.measure.named import build
-from zero.measure.param_groups import called, told_options
+from zero.measure.param_groups import called, described_options
 from zero.measure.probe import Build, Finding, Kind, probe
 
 __all__ = ["ELEMENTWISE", "Finding", "Kind", "finding_of", "known", "measured", "title", "unwrapped"]
@@ -83,7 +83,7 @@ def finding_of(
         with_names = [{**groups[0], "param_names": [name for name, _ in named]}]
         return build(optim, with_names, named, deepcopy(given))[0]
 
-    return measured(optim, told_options(given), built, groups, granularity)
+    return measured(optim, described_options(given), built, groups, granularity)
 
 
 def measured(
@@ -95,7 +95,7 @@ def measured(
     """
     findings = {}
     for group in groups:
-        key = f"{options}; {told_options({name: _sort(value) for name, value in group.items()})}"
+        key = f"{options}; {described_options({name: _sort(value) for name, value in group.items()})}"
         if key not in findings:
             findings[key] = _remembered(source, (key, granularity), build, group)
     kinds = {finding.kind: finding for finding in findings.values()}

@@ -47,7 +47,7 @@ class Written:
         """After the step: whether it has written any number."""
         return self._before != [numbers(group) for group in optimizer.param_groups[:SLOTS]]
 
-    def told(self, optimizer: Optimizer) -> Tensor:
+    def as_tensor(self, optimizer: Optimizer) -> Tensor:
         """After the step: what ranks are to compare by `differs`, as the maximum over them; [2 x SLOTS], float64."""
         told = torch.full((2, SLOTS), -math.inf, dtype=torch.float64)
         for slot, (old, group) in enumerate(zip(self._before, optimizer.param_groups, strict=False)):

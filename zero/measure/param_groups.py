@@ -14,7 +14,7 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names", SHARD_MARK)}
 
 
-def told_options(given: dict[str, Any]) -> str:
+def described_options(given: dict[str, Any]) -> str:
     """Options in words that are the same in every process."""
     told = {
         key: value.tolist() if isinstance(value, Tensor) else called(value) if callable(value) else value

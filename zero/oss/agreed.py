@@ -28,8 +28,8 @@ class Agreed:
         self._expected = self._expected or self._written.anything(optimizer)
         if not self._expected:
             return
-        told = self._written.told(optimizer)
-        self._comm.all_reduce(told, maximum=True, channel=self._channel)
-        problem = differs(told, optimizer)
+        written = self._written.as_tensor(optimizer)
+        self._comm.all_reduce(written, maximum=True, channel=self._channel)
+        problem = differs(written, optimizer)
         if problem is not None:
             raise RuntimeError(problem)

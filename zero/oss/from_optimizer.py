@@ -43,8 +43,8 @@ def from_optimizer(
         kept, missing = arguments(optimizer)
         problem = _not_kept(optimizer, missing) if missing else None
     states = len(optimizer.state) if problem is None else 0
-    told = [f"optimizer {type(optimizer).__name__} with state of {states} parameters"]
-    Comm(group).compare("the optimizers given to OSS.from_optimizer", told, problem)
+    signature = [f"optimizer {type(optimizer).__name__} with state of {states} parameters"]
+    Comm(group).compare("the optimizers given to OSS.from_optimizer", signature, problem)
     found = optimizer.state_dict() if states else None
     groups = [{**one, "params": [*one["params"]]} for one in optimizer.param_groups]
     built = sharded(groups, optim or type(optimizer), group, **options, **kept)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.comm.quantised import QUANTISED, Int8
-from zero.measure.param_groups import options, told_options
+from zero.measure.param_groups import described_options, options
 from zero.oss.shapes import unusable
 
 
@@ -70,7 +70,7 @@ def describe(groups: list[dict[str, Any]]) -> list[str]:
     """What must be the same on every rank."""
     lines = []
     for position, group in enumerate(groups):
-        lines.append(f"group {position} with {told_options(options(group))}")
+        lines.append(f"group {position} with {described_options(options(group))}")
         for name, param in _named(group, position):
             if isinstance(param, Tensor):
                 kind = "trained" if param.requires_grad else "frozen"
@@ -114,13 +114,13 @@ def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:
 def on_two_devices(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Why trained parameters of several devices cannot be reduced in backward, in words for the user; None if all are
     on one. autograd has a thread for each device, and ranks may come to their operations in different orders."""
-    homes: dict[torch.device, str] = {}
+    devices: dict[torch.device, str] = {}
     for name, param in named:
         if param.requires_grad and not param.is_meta:
-            homes.setdefault(param.device, name)
-    if len(homes) < 2:
+            devices.setdefault(param.device, name)
+    if len(devices) < 2:
         return None
-    (device, name), (other, further), *_ = homes.items()
+    (device, name), (other, further), *_ = devices.items()
     return (
         f"{name!r} is on {device}, but {further!r} on {other}: parameters that are trained at stages 2 and 3 must be "
         "on one device. Move the model there by model.to(device), or train at stage 1."

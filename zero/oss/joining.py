@@ -1,9 +1,9 @@
 """Training where data ends earlier on some ranks than on others (torch.distributed.algorithms.join).
 
 Inside Join([ddp, optimizer]) a rank that has run out of data goes on stepping its shards as long as another has data.
-DistributedDataParallel does not tell it the averaged gradients, so in each step inside of it
+It does not get the averaged gradients from DistributedDataParallel, so in each step inside of it
 
-    every rank tells    that it has joined; or its options, which schedulers may have changed, and what has gradients
+    every rank says     that it has joined; or its options, which schedulers may have changed, and what has gradients
     gradients           go from the first rank that has data to the owners that have none, each its share
 """
 
@@ -77,7 +77,7 @@ class Joining:
         """Raises RuntimeError inside a Join, where ranks without data would wait for steps that a scaler skips."""
         if self.within(optimizer) and living_joins_of(optimizer):
             raise RuntimeError(
-                "a GradScaler steps OSS inside of torch's Join, where ranks whose data has ended are not told of steps "
+                "a GradScaler steps OSS inside of torch's Join, where ranks whose data has ended do not learn of steps "
                 "that it skips, and would wait for them. Write `with zero.join(ddp, optimizer, scaler):`."
             )
 
@@ -95,13 +95,13 @@ class Joining:
 
     def share_gradients(self, shards: OwnedShards, param_groups: Sequence[dict[str, Any]], *, joined: bool) -> None:
         """Collective. Gives the shards of ranks that have joined their gradients, and their groups the options."""
-        told = self._comm.all_gather_text("" if joined else _as_text(shards, param_groups))
-        source = next(rank for rank, text in enumerate(told) if text)
-        options_there, used = json.loads(told[source])
+        texts = self._comm.all_gather_text("" if joined else _as_text(shards, param_groups))
+        source = next(rank for rank, text in enumerate(texts) if text)
+        options_there, used = json.loads(texts[source])
         if joined:
             for group, options_of_group in zip(param_groups, options_there, strict=True):
                 take_options(group, options_of_group)
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(texts):
             if not text:
                 self._send_share(shards, source, rank, used)
 
@@ -137,17 +137,17 @@ def _as_text(shards: OwnedShards, param_groups: Sequence[dict[str, Any]]) -> str
 
 
 def plain_options(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What JSON can tell of the groups' options."""
-    told = []
+    """What JSON can hold of the groups' options."""
+    found = []
     for group in param_groups:
         values = {key: value.item() if _is_number(value) else value for key, value in options(group).items()}
-        told.append({key: value for key, value in values.items() if _is_plain(value)})
-    return told
+        found.append({key: value for key, value in values.items() if _is_plain(value)})
+    return found
 
 
-def take_options(group: dict[str, Any], told: dict[str, Any]) -> None:
-    """Gives the group the options of another rank's, of which plain_options told."""
-    for key, value in told.items():
+def take_options(group: dict[str, Any], given: dict[str, Any]) -> None:
+    """Gives the group the options of another rank's, as plain_options gives them."""
+    for key, value in given.items():
         if _is_number(group.get(key)):
             group[key].fill_(value)
         else:

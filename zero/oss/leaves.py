@@ -1,4 +1,4 @@
-"""Lists and tuples in an optimizer's state, opened so that each item stands by itself, and what ranks tell of items.
+"""Lists and tuples in an optimizer's state, opened so that each item stands by itself, and descriptions of items.
 
 state     {"pair": [a, (b,)], "step": 3}
 leaves    {"pair": Opened("list", 2), "pair\\n0": a, "pair\\n1": Opened("tuple", 1), "pair\\n1\\n0": b, "step": 3}
@@ -80,19 +80,19 @@ def described(leaf: Any) -> dict[str, Any]:
         return {"opened": [leaf.kind, leaf.length]}
     if not isinstance(leaf, Tensor):
         return {"value": leaf}
-    told = {"dtype": str(leaf.dtype).removeprefix("torch."), "device": leaf.device.type}
-    return {**told, "shape": list(leaf.shape)} if leaf.dim() else {**told, "value": leaf.item()}
+    description = {"dtype": str(leaf.dtype).removeprefix("torch."), "device": leaf.device.type}
+    return {**description, "shape": list(leaf.shape)} if leaf.dim() else {**description, "value": leaf.item()}
 
 
-def dtype_of(told: dict[str, Any]) -> torch.dtype:
+def dtype_of(description: dict[str, Any]) -> torch.dtype:
     """The dtype of a tensor that was described."""
-    return getattr(torch, told["dtype"])  # type: ignore[no-any-return]
+    return getattr(torch, description["dtype"])  # type: ignore[no-any-return]
 
 
-def value_of(told: dict[str, Any]) -> Any:
+def value_of(description: dict[str, Any]) -> Any:
     """The leaf that was described, other than a tensor with dimensions."""
-    if "opened" in told:
-        return Opened(*told["opened"])
-    if "dtype" in told:
-        return torch.tensor(told["value"], dtype=dtype_of(told), device=told["device"])
-    return told["value"]
+    if "opened" in description:
+        return Opened(*description["opened"])
+    if "dtype" in description:
+        return torch.tensor(description["value"], dtype=dtype_of(description), device=description["device"])
+    return description["value"]

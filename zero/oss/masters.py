@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zero.comm.streams import apart, streams_of
-from zero.oss.offload import Home
+from zero.oss.offload import ShardStore
 from zero.oss.shard_group import ShardGroup
 
 _CHUNK = 2**22
@@ -25,22 +25,22 @@ _CHUNK = 2**22
 
 
 class Masters:
-    """Of flat groups whose dtype has fewer bits than `dtype`, and with `home` of all that do not lie there."""
+    """Of shard groups whose dtype has fewer bits than `dtype`, and with `store` of all that do not lie there."""
 
-    def __init__(self, dtype: torch.dtype | None, home: Home | None = None) -> None:
-        self._dtype, self.home = dtype, home
+    def __init__(self, dtype: torch.dtype | None, store: ShardStore | None = None) -> None:
+        self._dtype, self.store = dtype, store
         self._stepped: dict[ShardGroup, Tensor] = {}
         self._on_their_way: dict[ShardGroup, Any] = {}
         """Events after the gradients that are being brought."""
 
     def add(self, flat: ShardGroup) -> Tensor:
-        """What is stepped of a flat group: its shard itself where nothing else is to be."""
+        """What is stepped of a shard group: its shard itself where nothing else is to be."""
         shard = flat.shard
         if self._is_wider(flat):
             shard = shard.to(self._dtype)
-        elif self.home is None or self.home.has(shard):
+        elif self.store is None or self.store.has(shard):
             return shard
-        self._stepped[flat] = shard if self.home is None else self.home.place(shard)
+        self._stepped[flat] = shard if self.store is None else self.store.place(shard)
         return self._stepped[flat]
 
     def _is_wider(self, flat: ShardGroup) -> bool:
@@ -101,8 +101,8 @@ class Masters:
             self._on_their_way.pop(flat).synchronize()
 
     def _used(self, stepped: Tensor) -> None:
-        if self.home is not None:
-            self.home.used(stepped)
+        if self.store is not None:
+            self.store.used(stepped)
 
 
 def settled(master: Tensor, shard: Tensor) -> Tensor:

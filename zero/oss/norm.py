@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from zero._torch import multiply_all, norms_of
 from zero.comm import Comm
 
 
@@ -21,7 +22,11 @@ def total_norm(
     """
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     infinite = math.isinf(norm_type)
-    norms = [torch.linalg.vector_norm(shard, norm_type, dtype=_wide(shard)) for shard in shards if shard.numel()]
+    norms = [
+        norm
+        for (_, of), alike in _alike(shard for shard in shards if shard.numel())
+        for norm in norms_of(alike, norm_type, torch.float32 if of in (torch.float16, torch.bfloat16) else None)
+    ]
     if not norms:
         local = torch.zeros((), device=device)
     else:
@@ -35,9 +40,13 @@ def total_norm(
 def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scales the gradients in place so that `norm`, which is theirs, becomes `max_norm` at most; as torch does it."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.device, gradient.dtype))
+    for (device, dtype), alike in _alike(gradients):
+        multiply_all(alike, scale.to(device, dtype))
 
 
-def _wide(shard: Tensor) -> torch.dtype | None:
-    return torch.float32 if shard.dtype in (torch.float16, torch.bfloat16) else None
+def _alike(tensors: Iterable[Tensor]) -> Iterator[tuple[tuple[torch.device, torch.dtype], list[Tensor]]]:
+    """By device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    yield from kinds.items()

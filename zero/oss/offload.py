@@ -2,8 +2,8 @@
 
 At stage 3 these are the parameters' own shards, at stages 1 and 2 what the optimizer steps in their place (masters.py).
 They, and with them what an optimizer keeps of them, are read at a gathering and at a step, and rest in between. In
-files both are mapped into memory: the operating system reads and writes pages as they are touched, and each is told to
-go when it has been used. (S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5; J. Ren et al., ZeRO-Offload, 2021.)
+files both are mapped into memory: the operating system reads and writes pages as they are touched, and each is let go
+when it has been used. (S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5; J. Ren et al., ZeRO-Offload, 2021.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero.measure.kinds import ELEMENTWISE
 from zero.oss.slices import only, step_alone, unhooked
 
 
-class Home(Protocol):
+class ShardStore(Protocol):
     """Where shards lie that are not kept beside the full parameters."""
 
     def place(self, shard: Tensor) -> Tensor:
@@ -44,16 +44,16 @@ class Home(Protocol):
 
 
 class Room:
-    """A home that goes on where there is no room, for all ranks to be told. `full`: what kept a shard from it."""
+    """A store that goes on where there is no room, for all ranks to learn of it. `full`: what kept a shard from it."""
 
-    def __init__(self, home: Home) -> None:
-        self.home = home
+    def __init__(self, store: ShardStore) -> None:
+        self.store = store
         self.full: str | None = None
-        self.has, self.used, self.step, self.stepped = home.has, home.used, home.step, home.stepped
+        self.has, self.used, self.step, self.stepped = store.has, store.used, store.step, store.stepped
 
     def place(self, shard: Tensor) -> Tensor:
         try:
-            return self.home.place(shard)
+            return self.store.place(shard)
         except OSError as error:
             self.full = str(error)
             return shard.clone()
@@ -77,7 +77,7 @@ class CPUOffload:
 
     pin_memory: bool = True
 
-    def home(self) -> Home:
+    def store(self) -> ShardStore:
         return _CPU(self.pin_memory)
 
 
@@ -100,7 +100,7 @@ class DiskOffload:
 
     path: str | Path
 
-    def home(self) -> Disk:
+    def store(self) -> Disk:
         return Disk(Path(self.path))
 
 

@@ -1,8 +1,8 @@
 """Stage 1: every rank keeps and steps a shard of the optimizer's state.
 
 A shard is a view of the parameter's own memory. With a master dtype it lies in a tensor of that dtype beside it, one a
-flat group and of the length of this rank's segment, and the parameter is the rounded master. What a step does is told
-in stepping.py.
+shard group and of the length of this rank's segment, and the parameter is the rounded master. What a step
+does is in stepping.py.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch.optim import Optimizer
 from zero.comm import Comm, Int8
 from zero.measure.kinds import Finding, Kind, finding_of, known, title
 from zero.measure.named import build
-from zero.measure.param_groups import called, options, told_options
+from zero.measure.param_groups import called, described_options, options
 from zero.oss import state
 from zero.oss.agreed import Agreed
 from zero.oss.announce import announce
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.groups import as_groups, describe, devices_of, master_problem, quantised_problem, sent_dtype
-from zero.oss.in_backward import SteppingInBackward
 from zero.oss.masters import Masters
 from zero.oss.offload import CPUOffload, DiskOffload, Room, offload_of
 from zero.oss.owned_shards import OwnedShards
 from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
+from zero.oss.stepping import Stepping
 
 
-class OSS(SteppingInBackward):
+class OSS(Stepping):
     """Shards the state of an optimizer over the ranks of a process group (ZeRO stage 1; Rajbhandari et al.,
     "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1).
 
@@ -97,16 +97,16 @@ class OSS(SteppingInBackward):
         found, unfit = (None, None) if problem else self._look_at(groups)
         self._cut = cut_for(partition, found, granularity)
         writes_frozen = found is not None and found.writes_frozen
-        told = [
+        signature = [
             f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
             f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}, offload {type(self._offload).__name__}",
-            f"defaults {told_options(defaults)}",
+            f"defaults {described_options(defaults)}",
             f"cut {self._cut}, as the optimizer was found to need it",
             f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
             f"parameters without gradients written by steps: {writes_frozen}",
         ]
         problem = problem or self._comm.device_problem(devices_of(groups)) or unfit
-        self._comm.compare("the parameters given to OSS", [*told, *describe(groups)], problem)
+        self._comm.compare("the parameters given to OSS", [*signature, *describe(groups)], problem)
         agreed = Agreed(self._comm, expected=found.writes_numbers) if found and known(optim) is None else None
         self._master_dtype = torch.float32 if self._offload is not None and master_dtype is None else master_dtype
         super().__init__(groups, agreed, writes_frozen=writes_frozen)
@@ -200,14 +200,16 @@ class OSS(SteppingInBackward):
         inner = self.__dict__.get("optim")
         value = None if inner is None or name.startswith("_") else getattr(inner, name, None)
         if value is None or (callable(value) and name not in ("train", "eval")):
-            told = f"'{type(self).__name__}' object has no attribute '{name}'"
+            problem = f"'{type(self).__name__}' object has no attribute '{name}'"
             if value is not None:
-                told += f". {type(inner).__name__}'s sees this rank's shards alone: call it on `.optim` if that will do"
-            raise AttributeError(told, name=name, obj=self)
+                problem += (
+                    f". {type(inner).__name__}'s sees this rank's shards alone: call it on `.optim` if that will do"
+                )
+            raise AttributeError(problem, name=name, obj=self)
         return value
 
     def _laid_out(self, numel: int | None = None) -> OwnedShards:
-        self._room = None if self._offload is None else Room(self._offload.home())
+        self._room = None if self._offload is None else Room(self._offload.store())
         masters = Masters(self._master_dtype, self._room)
         shards = OwnedShards(self._comm, cut=self._cut, granularity=self._granularity, masters=masters)
         shards.add(self.param_groups, numel)
@@ -220,12 +222,12 @@ class OSS(SteppingInBackward):
             self._comm.compare("the shards of OSS", [], self._room.problem("the shards of OSS", self._offload))
 
     def set_bucket_size(self, numel: int) -> None:
-        """Collective. Lays the parameters out anew in flat groups of at most so many elements, one parameter at least.
+        """Collective. Lays the parameters out anew in shard groups of at most so many elements, one parameter at least.
 
         The optimizer's state comes along; gradients are cleared. Raises RuntimeError where param_groups were edited.
         """
         self.finish_gathers()
-        self._refuse_edits()
+        self._checks.refuse_edits(self._shards, self.param_groups)
         # Some ranks may own nothing that has state, and before the first step nobody does.
         some_state = self.optim.state or (self.keeps_masters and self._shards.masters.differ())
         somewhere = any(self._comm.all_gather_text("some" if some_state else ""))
@@ -241,7 +243,7 @@ class OSS(SteppingInBackward):
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the largest flat group: what a transfer takes at a time."""
+        """Bytes of the largest shard group: what a transfer takes at a time."""
         return max(flat.full.nbytes for flat in self.shard_groups)
 
     def rename(self, given: dict[nn.Parameter, str]) -> None:

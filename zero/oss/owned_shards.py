@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, laid in flat groups, and the shard of each that this rank steps."""
+"""The parameters of an optimizer, laid in shard groups, and the shard of each that this rank steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from zero.measure.param_groups import options
 from zero.oss.groups import names
 from zero.oss.masters import Masters
 from zero.oss.partition import bucket_limit, lay_out
-from zero.oss.shard_group import ShardGroup
+from zero.oss.placement import Placement
+from zero.oss.shard_group import Place, ShardGroup, places_in
 from zero.oss.slices import step_alone, step_in_slices
 
 
 class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
-    """Of each parameter the shard that this rank steps: a view into its flat group, or into what stands in for it
+    """Of each parameter the shard that this rank steps: a view into its shard group, or into what stands in for it
     (masters.py).
 
     A shard is empty where this rank owns nothing of the parameter.
@@ -44,12 +45,13 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         self._owned: set[nn.Parameter] = set()
         self._trained: set[ShardGroup] = set()
         self.shard_groups: list[ShardGroup] = []
+        self.places: dict[nn.Parameter, Place] = {}
         self.masters = masters
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
         """Lays the groups' parameters out, balanced with what each rank owns already.
 
-        numel: elements of a flat group at most, one parameter at least; by default see `bucket_limit`.
+        numel: elements of a shard group at most, one parameter at least; by default see `bucket_limit`.
         """
         self._given += [[*group["params"]] for group in param_groups]
         # Backwards, because that is how gradients come: a bucket of ShardedDDP then fills in one go.
@@ -57,7 +59,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         added = lay_out(
             params,
             [name for group in param_groups for name in names(group)][::-1],
-            self._comm,
+            Placement(self._comm),
             cut=self._cut,
             granularity=self._granularity,
             loads=self._loads,
@@ -65,6 +67,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             limit_numel=numel,
         )
         self.shard_groups += added
+        self.places.update(places_in(added))
         self._note_trained()
         for flat in added:
             stepped = flat.views_of_shard(self.masters.add(flat))
@@ -74,7 +77,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
                     self._owned.add(param)
 
     def trained_groups(self) -> list[ShardGroup]:
-        """The flat groups that a step may have changed, in the order in which forward needs them.
+        """The shard groups that a step may have changed, in the order in which forward needs them.
 
         These are all that were trained when they were added or at an earlier call: a parameter may have been frozen
         since its gradient came.
@@ -129,8 +132,8 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
     def step(self, optimizer: Optimizer, **options: Any) -> None:
         """The optimizer's step over these shards; of those that lie elsewhere group by group, where it treats
         each element by itself, while gradients of the next are still on their way."""
-        home = self.masters.home
-        if home is None:
+        store = self.masters.store
+        if store is None:
             step_in_slices(optimizer, **options)
             return
         by_group = type(optimizer) in ELEMENTWISE and not options
@@ -143,19 +146,19 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             if not by_group:
                 step_in_slices(optimizer, **options)
         finally:
-            home.stepped(optimizer, [self._shards[param] for param in self._owned])
+            store.stepped(optimizer, [self._shards[param] for param in self._owned])
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
-        """Of the shards in one flat group alone. The optimizer treats each element by itself."""
+        """Of the shards in one shard group alone. The optimizer treats each element by itself."""
         self.masters.arrive(flat)
         own = [self._shards[flat.params[index]] for index in flat.spans]
-        if self.masters.home is None:
+        if self.masters.store is None:
             step_alone(optimizer, own)
         else:
-            self.masters.home.step(optimizer, own)
+            self.masters.store.step(optimizer, own)
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
-        """Of these flat groups, or of all."""
+        """Of these shard groups, or of all."""
         for flat in self.shard_groups if flats is None else flats:
             for param in flat.params:
                 self._shards[param].grad = None

@@ -59,7 +59,7 @@ class ParamShard:
         return shard_shape(self.full_shape, self.span.numel) if self.cut else self.full_shape
 
     def rows(self, total: int) -> slice | None:
-        """Which rows are the piece's of a tensor that has one for each block, `total` in all; None if it has not.
+        """Which rows are this shard's of a tensor that has one for each block, `total` in all; None if it has not.
 
         A parameter that is cut has more elements than the granularity: two divisors of it then give different totals.
         """
@@ -70,7 +70,7 @@ class ParamShard:
         return None
 
     def slot(self, full: Tensor) -> Tensor:
-        """Where the piece lies in a full tensor, of the parameter's shape or of rows by blocks.
+        """Where this shard lies in a full tensor, of the parameter's shape or of rows by blocks.
 
         A flat view where memory has the elements in the order of the layout, and a copy otherwise.
         """
@@ -81,7 +81,7 @@ class ParamShard:
         return full[rows].reshape(-1)
 
     def taken_from(self, value: Any, *, is_shard: bool) -> Any:
-        """A copy of what the piece has of an entry of a state. is_shard: the state is the piece's own, all of it."""
+        """A copy of what this shard has of an entry of a state. is_shard: the state is of the shard alone."""
         if type(value) in (list, tuple):
             return type(value)(self.taken_from(item, is_shard=is_shard) for item in value)
         if not isinstance(value, Tensor):

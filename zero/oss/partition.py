@@ -1,22 +1,19 @@
-"""Which cut suits which optimizer, and a list of parameters laid out by it in flat groups."""
+"""Which cut suits which optimizer, and a list of parameters laid out by it in shard groups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import nn
 
-from zero.comm import Comm
 from zero.measure.kinds import Finding, Kind
 from zero.oss import layout
 from zero.oss.layout import Layout, Loads
-from zero.oss.offload import Home
+from zero.oss.placement import Placement
 from zero.oss.shapes import alignment, alike
-from zero.oss.shard_group import ShardGroup
-from zero.oss.two_levels import Levels
+from zero.oss.shard_group import IN_PLACE, GroupOptions, ShardGroup
 
 Partition = Literal["auto", "even", "whole"]
 
@@ -85,7 +82,7 @@ def bucket_limit(params: Sequence[nn.Parameter]) -> int:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Parameters that share a flat group: their indices in the list that was given, in the order of the layout."""
+    """Parameters that share a shard group: their indices in the list that was given, in the order of the layout."""
 
     members: tuple[int, ...]
     layout: Layout
@@ -101,7 +98,7 @@ def arrange(
     limit: int | None = None,
     limit_numel: int | None = None,
 ) -> list[Arrangement]:
-    """The flat groups that parameters are laid in, in their order: of at most `limit` bytes, or `limit_numel`
+    """The shard groups that parameters are laid in, in their order: of at most `limit` bytes, or `limit_numel`
     elements, one parameter at least.
 
     Arithmetic alone: parameters may be on the meta device, and the world need not exist.
@@ -139,41 +136,29 @@ def arrange(
 def lay_out(
     params: Sequence[nn.Parameter],
     names: Sequence[str],
-    comm: Comm,
+    placement: Placement,
     *,
     cut: Literal["even", "whole"],
     loads: Loads,
     granularity: int | None = None,
     limit: int | None = None,
     limit_numel: int | None = None,
-    own_shard: bool = False,
-    compute_dtype: torch.dtype | None = None,
-    shard_in_full: bool = False,
-    home: Home | None = None,
-    levels: Levels | None = None,
+    options: GroupOptions = IN_PLACE,
     label: str | None = None,
 ) -> list[ShardGroup]:
-    """The parameters, bound into flat groups; see `arrange` for which, and ShardGroup for the other options."""
-    return [
-        ShardGroup(
-            [params[i] for i in arranged.members],
-            [names[i] for i in arranged.members],
-            arranged.layout,
-            comm,
-            own_shard=own_shard,
-            shard_in_full=shard_in_full,
-            home=home,
-            levels=levels,
-            label=label,
-            compute_dtype=compute_dtype if params[arranged.members[0]].is_floating_point() else None,
-        )
-        for arranged in arrange(
-            params,
-            comm.world,
-            cut=cut,
-            loads=loads,
-            granularity=granularity,
-            limit=limit,
-            limit_numel=limit_numel,
-        )
-    ]
+    """The parameters, bound into groups; see `arrange` for which. Only floats are computed with in another dtype."""
+    arranged = arrange(
+        params,
+        placement.comm.world,
+        cut=cut,
+        loads=loads,
+        granularity=granularity,
+        limit=limit,
+        limit_numel=limit_numel,
+    )
+    groups = []
+    for each in arranged:
+        own = [params[i] for i in each.members]
+        kept = options if own[0].is_floating_point() else replace(options, compute_dtype=None)
+        groups.append(ShardGroup(own, [names[i] for i in each.members], each.layout, placement, kept, label))
+    return groups

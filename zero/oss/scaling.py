@@ -20,7 +20,7 @@ from zero._torch import writes_so_far
 from zero.comm import Comm
 
 _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
-"""Gradients looked at, elements of each, and the number of gradients below which nothing can be told."""
+"""Gradients looked at, elements of each, and the number of gradients below which nothing can be said."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class _Sample:
         return now is not None and writes_so_far([now]) != self.version
 
     def factors(self) -> Tensor:
-        """What each element was multiplied by since; of no finite number where that cannot be told."""
+        """What each element was multiplied by since; of no finite number where that cannot be known."""
         now = self.current
         assert now is not None
         return _first(now).double() / self.values.double()
@@ -86,28 +86,28 @@ class Scaling:
         more: float64, on all ranks or none; the maximum over the ranks is returned.
         """
         factor = self._factor()
-        told = torch.tensor([float(problem is not None), -math.inf, -math.inf], dtype=torch.float64, device="cpu")
+        compared = torch.tensor([float(problem is not None), -math.inf, -math.inf], dtype=torch.float64, device="cpu")
         if factor is not None:
-            told[1], told[2] = factor, -factor
+            compared[1], compared[2] = factor, -factor
         if more is None:
-            self._comm.all_reduce(told, maximum=True)
+            self._comm.all_reduce(compared, maximum=True)
         else:
-            told = torch.cat([told, more])
-            self._comm.all_reduce(told, maximum=True, channel=self._with_more)
-        if told[0]:
+            compared = torch.cat([compared, more])
+            self._comm.all_reduce(compared, maximum=True, channel=self._with_more)
+        if compared[0]:
             problems = [text for text in self._comm.all_gather_text(problem or "") if text]
             raise RuntimeError(problem or f"another rank cannot take this step: {problems[0]}")
-        most, least = told[1].item(), -told[2].item()
+        most, least = compared[1].item(), -compared[2].item()
         if math.isfinite(most) and most - least > 1e-4 * max(abs(most), abs(least)):
             raise RuntimeError(
                 f"gradients were scaled differently on different ranks since backward, by {least:.6g} to {most:.6g}. "
                 "torch.nn.utils.clip_grad_norm_ does so, because it sees only this rank's shard of the gradients. Call "
                 f"{self._remedy} instead."
             )
-        return None if more is None else told[3:]
+        return None if more is None else compared[3:]
 
     def _factor(self) -> float | None:
-        """The one number that all samples were multiplied by, if it is one and can be told."""
+        """The one number that all samples were multiplied by, if it is one and can be known."""
         here = [sample for sample in self._samples if sample.current is not None]
         if self._comm.world == 1 or len(here) < _NEEDED:
             return None

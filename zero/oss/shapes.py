@@ -72,7 +72,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def alike(params: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Indices of the parameters that can share a flat group: same dtype, device, and trained or not."""
+    """Indices of the parameters that can share a shard group: same dtype, device, and trained or not."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     for index, param in enumerate(params):
         kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)

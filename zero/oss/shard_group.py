@@ -1,11 +1,11 @@
-"""One group of parameters in one flat buffer, and where that buffer exists.
+"""One group of parameters in one flat buffer, sharded over ranks.
 
-    full    flat, layout.numel elements: every parameter, unsharded. It has memory while the group is UNSHARDED.
+    full    flat, layout.numel elements: every parameter, unsharded. It has memory while the group is UNSHARDED
     shard   flat, this rank's segment, in the parameters' own dtype: all that is left while the group is SHARDED. A view
             of `full` in groups that are never freed (stages 1 and 2, a single rank), a tensor of its own in those that
-            are.
+            are
 
-The user's nn.Parameter objects stay what they are. Their `.data` points into `full`, or at what `part` holds of them.
+The user's nn.Parameter objects stay what they are. Their `.data` points into `full`, or at what `shard` holds of them.
 `full` is freed by shrinking its storage and comes back in the same storage, so that views of it that autograd saved
 in forward are valid again in backward. Where `full` is never freed, each parameter has a storage of its own on the
 memory of `full`, so that no tool takes parameters of one buffer for tied weights.
@@ -14,41 +14,78 @@ memory of `full`, so that no tool takes parameters of one buffer for tied weight
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zero.comm import Comm, Handle, Int8
+from zero.comm import Handle, Int8
 from zero.comm.streams import NONE, NoStreams, apart, streams_of
-from zero.oss.layout import Layout
-from zero.oss.offload import Home
+from zero.oss.exchange import Wire, exchange_among
+from zero.oss.layout import Layout, Span
+from zero.oss.offload import ShardStore
+from zero.oss.placement import Placement
 from zero.oss.shapes import Shapes, is_copy, with_own_storage
 from zero.oss.shown import shown
-from zero.oss.two_levels import Levels, NodeShard
 from zero.oss.writes import Writes
 
 
 class GroupState(enum.Enum):
-    """Where a group's parameters are."""
+    """Where a group's parameters are. LOST: a gather has failed, and `full` does not hold them all. SUMMONED: the user
+    has them unsharded, in a buffer apart; perhaps on another rank only."""
 
-    UNSHARDED = "unsharded"
-    GATHERING = "being gathered"
     SHARDED = "sharded"
+    GATHERING = "being gathered"
+    UNSHARDED = "unsharded"
+    SUMMONED = "summoned"
+    LOST = "lost"
+
+
+_ARRIVES = {GroupState.GATHERING: {GroupState.UNSHARDED, GroupState.LOST}}
+
+_OWN_SHARD = {
+    **_ARRIVES,
+    GroupState.SHARDED: {GroupState.GATHERING, GroupState.SUMMONED},
+    GroupState.UNSHARDED: {GroupState.SHARDED},
+    GroupState.SUMMONED: {GroupState.SHARDED},
+    GroupState.LOST: set(),
+}
+_IN_PLACE = {
+    **_ARRIVES,
+    GroupState.UNSHARDED: {GroupState.GATHERING},
+    GroupState.LOST: {GroupState.GATHERING},  # which raises why nothing arrives any more
+}
+"""By state, those that may follow, of groups that have a shard of their own, and of those that have none."""
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How a group keeps its parameters.
+
+    own_shard: the shard is a tensor of its own, so that `full` can be freed (stage 3). Such a group starts SHARDED,
+        others are UNSHARDED but while they gather. What follows is for these alone.
+    compute_dtype: the dtype of `full`, where it is not the parameters' own.
+    shard_in_full: while UNSHARDED, free `shard`, too, and keep it in `full` alone: less memory where groups stay
+        unsharded for long, for one copy more. Only where both have one dtype.
+    store: where `shard` lies, if not beside `full`.
+    """
+
+    own_shard: bool = False
+    compute_dtype: torch.dtype | None = None
+    shard_in_full: bool = False
+    store: ShardStore | None = None
+
+
+IN_PLACE = GroupOptions()
+"""Of groups that are never freed."""
 
 
 class ShardGroup:
     """Parameters of one dtype on one device, laid in one buffer and bound to it.
 
     params, names: the parameters in the order of the layout, and what errors call them.
-    own_shard: keep this rank's segment in a tensor of its own, so that `full` can be freed (stage 3). Such a group
-        starts SHARDED, others are UNSHARDED for good.
-    compute_dtype: the dtype of `full`, where it is not the parameters' own; only with `own_shard`.
-    shard_in_full: while UNSHARDED, free `shard` too and keep it in `full` alone: less memory where groups stay unsharded
-        long, for one copy more. Only where both have one dtype.
-    home: where `shard` lies, if not beside `full`; only with `own_shard`.
-    levels: parameters are gathered within a node, from node shards; only with `own_shard`.
     label: what errors call the group.
     """
 
@@ -57,48 +94,56 @@ class ShardGroup:
         params: Sequence[nn.Parameter],
         names: Sequence[str],
         layout: Layout,
-        comm: Comm,
-        *,
-        own_shard: bool = False,
-        compute_dtype: torch.dtype | None = None,
-        shard_in_full: bool = False,
-        home: Home | None = None,
-        levels: Levels | None = None,
+        placement: Placement,
+        options: GroupOptions = IN_PLACE,
         label: str | None = None,
     ) -> None:
-        self.params, self.layout, self.comm, self._levels = list(params), layout, comm, levels
+        self.params, self.names, self.layout, self.comm = list(params), list(names), layout, placement.comm
+        self.label = label or f"a bucket of {len(names)} parameters, from {names[0]}"
+        self.exchange = exchange_among(placement, layout, self.label)
+        self._entitle()
         self.state = GroupState.UNSHARDED
+        self._next = _OWN_SHARD if options.own_shard else _IN_PLACE
         self.shapes = Shapes(params, layout)
-        self.rename(names, label or f"a bucket of {len(names)} parameters, from {names[0]}")
+        self.spans: dict[int, Span] = {span.index: span for span in layout.spans(self.comm.rank)}
+        """What this rank owns, by position of the parameter."""
+        self._options, self._store = options, options.store
+        computed_as = options.compute_dtype or params[0].dtype
+        other_dtype = computed_as != params[0].dtype
+        self.frees = options.own_shard and (self.comm.world > 1 or options.store is not None or other_dtype)
+        """Whether `full` has no memory at rest, and other memory each time that it is gathered."""
         self._handle: Handle | None = None
-
-        self._own_shard = own_shard
-        computed_as = compute_dtype or params[0].dtype
-        self._frees = own_shard and (comm.world > 1 or home is not None or computed_as != params[0].dtype)
         self._summoned: Tensor | None = None
         self._writes = Writes(self.params)
+        self._lay_out(other_dtype, computed_as)
 
-        self.full = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
-        beside = home is not None or comm.runs_beside(self.full)
+    def _lay_out(self, other_dtype: bool, computed_as: torch.dtype) -> None:
+        """Copies the parameters into memory of the group, and binds them to it."""
+        first, store, layout = self.params[0], self._store, self.layout
+        self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self.overlaps = any(comm.runs_beside(self.full) for comm in self.exchange.comms())
+        """Whether its transfers run beside the computing."""
+        self.packs = self.overlaps or self.exchange.packs
+        """Whether gradients are reduced as one message, in the layout's order."""
+        beside = store is not None or self.overlaps
         self.streams: NoStreams = streams_of(self.full) if beside else NONE
-        self.full_views = self._views_to_bind(self.full)
+        self._full_views = self._views_to_bind()
         with torch.no_grad():
-            for param, view in zip(self.params, self.full_views, strict=True):
+            for param, view in zip(self.params, self._full_views, strict=True):
                 view.copy_(param)
-            self._bind(self.full_views)
-            own = self.full[layout.segment(comm.rank)]
-            self.shard = home.place(own) if home else own.clone() if self._frees else own
-        self.spans = {span.index: span for span in layout.spans(comm.rank)}
+            self._bind(self._full_views)
+            own = self._own
+            self.shard = store.place(own) if store else own.clone() if self.frees else own
         self.shard_views = self.views_of_shard(self.shard)
-        if not self._frees:
+        if not self.frees:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
-        self._home = home
-        alike = home is None and levels is None and computed_as == self.shard.dtype
-        self._shard_in_full = shard_in_full and self._frees and alike
-        if own_shard:
-            if computed_as != self.shard.dtype:
+        alike = store is None and not other_dtype and self.exchange.gathered_by is self.comm
+        self._shard_in_full = self._options.shard_in_full and self.frees and alike
+        if self._options.own_shard:
+            if other_dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
-                self.full_views = self._views_to_bind(self.full)
+                self._full_views = self._views_to_bind()
+            self._become(GroupState.SHARDED)
             self._leave_shard()
 
     def __repr__(self) -> str:
@@ -107,201 +152,184 @@ class ShardGroup:
     def rename(self, names: Sequence[str], label: str) -> None:
         """What errors call the parameters and the group from now on; on every rank at the same point."""
         self.names, self.label = list(names), label
-        self._channel = self.comm.channel(f"the gathering of {label}")
-        self.node_shard = NodeShard(self.layout, self._levels, label) if self._levels else None
+        self.exchange.rename(label)
+        self._entitle()
 
-    def _views_to_bind(self, full: Tensor) -> list[Tensor]:
-        views = self.shapes.views_of_full(full)
-        return views if self._frees else [with_own_storage(view) for view in views]
+    def _entitle(self) -> None:
+        self._full_channel = self.comm.channel(f"the full tensors of {self.label}")
+
+    def _views_to_bind(self) -> list[Tensor]:
+        views = self.shapes.views_of_full(self.full)
+        return views if self.frees else [with_own_storage(view) for view in views]
 
     def views_of_shard(self, shard: Tensor) -> list[Tensor]:
         """What each parameter has of a tensor of the length of this rank's segment, in the shape of its shard."""
         return self.shapes.views_of_shard(shard, self.spans)
 
-    # --------------------------------------------------------------------------------------- state
+    @property
+    def _own(self) -> Tensor:
+        return self.full[self.layout.segment(self.comm.rank)]
 
-    def launch_gather(
-        self, *, sent_as: torch.dtype | Int8 | None = None, ahead: bool = False, conceal: bool = False
-    ) -> None:
-        """Collective. Starts to bring every other rank's segment into `full`.
+    # --------------------------------------------------------------------------------------------------- state
 
-        sent_as: a dtype of fewer bytes to send it in; this rank's own segment keeps its precision. Quantised `full` is
-            the same on all ranks where there is a shard beside it, which keeps its precision.
-        ahead: it is needed later, and the shard was written before the forward or backward began that runs now.
-        conceal: until `finish_gather` the parameters are NaN in their own shape, which takes one element of memory and
-            cannot be written to, so that nobody takes for new what has not arrived.
-        """
-        assert self._handle is None, "a gather is in flight already"
-        if self._own_shard:
-            assert self.state is GroupState.SHARDED
-            self.state = GroupState.GATHERING
-        if conceal:
-            unknown = self.full.new_full((), torch.nan)
-            self._bind([unknown.expand(shape) for shape in self.shapes.full])
-            self.state = GroupState.GATHERING
-        with shown("unshard", self.label, self.comm.rank):
-            launch = partial(self._launch_gather, sent_as)
-            self._handle = self.streams.gather(
-                self.sends_by, launch, ahead=ahead, from_host=apart(self.shard, self.full)
-            )
-
-    def _launch_gather(self, sent_as: torch.dtype | Int8 | None) -> Handle:
-        sends_floats = self.full.is_floating_point() and self.comm.world > 1
-        quantised = sent_as if isinstance(sent_as, Int8) and sends_floats else None
-        if self._frees:
-            self._writes.quantised = quantised
-            self.full.untyped_storage().resize_(self.full.nbytes)
-            with torch.no_grad():
-                if self.node_shard is not None:
-                    return self.node_shard.gather(self.full, self.shard, quantised)
-                own = self.full[self.layout.segment(self.comm.rank)]
-                own.copy_(self.shard.to(own.device, non_blocking=True))
-            self._shard_used()
-        fewer = sent_as is not None and sent_as.itemsize < self.full.element_size() and self.comm.world > 1
-        if fewer and isinstance(sent_as, torch.dtype):
-            return self._gather_compressed(sent_as)
-        bounds, keeps_own = self.layout.bounds, not self._frees
-        return self.comm.gather(self.full, bounds, self._channel, sent_as=quantised, keeps_own=keeps_own)
-
-    def _gather_compressed(self, dtype: torch.dtype) -> Handle:
-        low, high = self.layout.bounds[self.comm.rank : self.comm.rank + 2]
-        sent = self.full.new_empty(self.full.numel(), dtype=dtype)
-        sent[low:high] = self.shard
-        handle = self.comm.gather(sent, self.layout.bounds, self._channel)
-
-        def finish() -> None:
-            handle.wait()
-            self.full[:low] = sent[:low]
-            self.full[high:] = sent[high:]
-
-        return Handle(finish)
-
-    def finish_gather(self) -> None:
-        """Waits for the gather that is in flight; the parameters are unsharded afterwards."""
-        assert self._handle is not None, "no gather is in flight"
-        handle, self._handle = self._handle, None
-        with shown("wait_for_unshard", self.label, self.comm.rank):
-            handle.wait()
-        if self._bound is not self.full_views:
-            self._bind(self.full_views)
-        if self._shard_in_full:
-            self.shard.untyped_storage().resize_(0)
-        self.state = GroupState.UNSHARDED
-        self._writes.gathered()
+    def _become(self, state: GroupState) -> None:
+        if state not in self._next[self.state]:
+            raise AssertionError(f"{self.label} is {self.state.value}, and cannot become {state.value}")
+        self.state = state
 
     @property
     def gathering(self) -> bool:
-        return self._handle is not None
+        return self.state is GroupState.GATHERING
 
     @property
-    def sends_by(self) -> Comm:
-        """The ranks among which `full` is gathered, and its gradients are reduced first."""
-        return self.comm if self.node_shard is None else self.node_shard.within
+    def summoned(self) -> bool:
+        return self.state is GroupState.SUMMONED
 
     @property
-    def frees(self) -> bool:
-        """Whether `full` has no memory at rest, and other memory each time that it is gathered."""
-        return self._frees
+    def readable(self) -> bool:
+        """Whether the parameters are full on this rank."""
+        return self.state is GroupState.UNSHARDED or self._summoned is not None
 
-    @property
-    def incomplete(self) -> bool:
-        """Whether the last gather has failed: `full` does not hold all parameters."""
-        return self.state is GroupState.GATHERING and self._handle is None
+    def launch_unshard(self, *, wire: Wire = None, ahead: bool = False, conceal: bool = False) -> None:
+        """Collective. Starts to bring every other rank's shard into `full`.
 
-    def release(self) -> None:
+        wire: a dtype of fewer bytes to send them in, or how they are quantised; `shard` keeps its precision.
+        ahead: it is needed later, and the shard was written before the forward or backward began that runs now.
+        conceal: until `finish_unshard` the parameters are NaN in their own shape, which takes one element of memory and
+            cannot be written to, so that nobody takes for new what has not arrived.
+        """
+        self._become(GroupState.GATHERING)
+        if conceal:
+            unknown = self.full.new_full((), torch.nan)
+            self._bind([unknown.expand(shape) for shape in self.shapes.full])
+        from_host = apart(self.shard, self.full)
+        try:
+            with (
+                shown("unshard", self.label, self.comm.rank),
+                self.streams.gathers(self.exchange.gathered_by, ahead=ahead, from_host=from_host) as beside,
+                torch.no_grad(),
+            ):
+                if self.frees:
+                    self._writes.quantised = self._rounding(wire)
+                    self.full.untyped_storage().resize_(self.full.nbytes)
+                    self._handle = beside(
+                        self.exchange.gather(self.full, self.shard, wire), keeps=(self.full, self.exchange)
+                    )
+                    self._shard_used()
+                else:
+                    self._handle = beside(self.exchange.gather_in_place(self.full, wire), keeps=self.full)
+        except BaseException:
+            self._become(GroupState.LOST)
+            raise
+
+    def _rounding(self, wire: Wire) -> Int8 | None:
+        """By what `full` differs from the shards."""
+        sends = self.comm.world > 1 and self.full.is_floating_point()
+        return wire if isinstance(wire, Int8) and sends else None
+
+    def finish_unshard(self) -> None:
+        """Waits for the gather that is in flight; the parameters are unsharded afterwards."""
+        assert self._handle is not None, "no gather is in flight"
+        handle, self._handle = self._handle, None
+        try:
+            with shown("wait_for_unshard", self.label, self.comm.rank):
+                handle.wait()
+        except BaseException:
+            self._become(GroupState.LOST)
+            raise
+        if self._bound is not self._full_views:
+            self._bind(self._full_views)
+        if self._shard_in_full:
+            self.shard.untyped_storage().resize_(0)
+        self._become(GroupState.UNSHARDED)
+        self._writes.gathered()
+
+    def reshard(self) -> None:
         """Frees `full`, but of a rank alone; what is left is this rank's shard.
 
         What was written into the parameters while they were unsharded stays: each element as its owner wrote it.
         """
-        assert self._own_shard and self._handle is None
+        assert self._options.own_shard
+        self._become(GroupState.SHARDED)
         with shown("reshard", self.label, self.comm.rank):
-            own = self.full[self.layout.segment(self.comm.rank)]
             if self._shard_in_full:
                 self.shard.untyped_storage().resize_(self.shard.nbytes)
                 with torch.no_grad():
-                    self.shard.copy_(own)
-            elif self._frees:
-                if self._writes.any(own, self.shard):
-                    self._writes.take_over(own, self.shard)
+                    self.shard.copy_(self._own)
+            elif self.frees:
+                if self._writes.any(self._own, self.shard):
+                    self._writes.take_over(self._own, self.shard)
                 self._shard_used()
             self._leave_shard()
 
     def look_for_writes(self) -> None:
-        """Has the next `release` look whether there were writes that torch does not count; see Writes.look."""
+        """Has the next `reshard` look whether there were writes that torch does not count; see Writes.look."""
         self._writes.look()
 
     def _leave_shard(self) -> None:
         self._bind(self.shard_views)
-        if self._frees:
+        if self.frees:
             self.streams.release()
             self.full.untyped_storage().resize_(0)
-        self.state = GroupState.SHARDED
+
+    def _shard_used(self) -> None:
+        if self._store is not None:
+            self._store.used(self.shard)
+
+    def bring_to_shard(self, gradients: Tensor) -> Tensor:
+        """To where the shard lies, in its dtype. From a GPU to the CPU they are on their way until `settle`."""
+        return self.streams.bring(gradients, self.shard)
+
+    def settle(self) -> None:
+        """Waits until what was brought there is there, and the shard is no longer being read."""
+        self.streams.settle()
+
+    # ------------------------------------------------------------------------------------- at the user's wish
 
     def gather_of(self, shard: Tensor, to: int | None = None) -> Tensor | None:
         """Collective. What every rank has a shard of, put together in the layout's order, flat.
 
-        shard: flat, of this rank's segment. to: the only rank of the group that gets it (None elsewhere), by default all.
+        shard: of the length of this rank's segment. to: the only rank of the group that gets it, None elsewhere; by
+        default all.
         """
         assert len(shard) == len(self.shard)
-        own = self.layout.segment(self.comm.rank)
-        if to is not None and to != self.comm.rank:
+        owners, rank = range(self.comm.world), self.comm.rank
+        if to is not None and to != rank:
             sent = shard.to(self.full.device)
-            self.comm.collect([(owner, sent if owner == self.comm.rank else None) for owner in self._owners], to)
+            self.comm.collect([(owner, sent if owner == rank else None) for owner in owners], to)
             return None
         full = self.full.new_empty(self.layout.numel, dtype=shard.dtype)
         with torch.no_grad():
-            full[own] = shard
+            full[self.layout.segment(rank)] = shard
         if to is None:
-            self.comm.gather(full, self.layout.bounds, self._channel).wait()
+            self.comm.gather(full, self.layout.bounds, self._full_channel).wait()
         else:
-            self.comm.collect([(owner, full[self.layout.segment(owner)]) for owner in self._owners], to)
+            self.comm.collect([(owner, full[self.layout.segment(owner)]) for owner in owners], to)
         return full
-
-    def bring_home(self, gradient: Tensor) -> Tensor:
-        """Where the shard lies, in its dtype. From a GPU to the CPU it is on its way until `settle`."""
-        return self.streams.bring(gradient, self.shard)
-
-    def settle(self) -> None:
-        """Waits until what was brought home is there, and the shard is no longer being read."""
-        self.streams.settle()
-
-    def _shard_used(self) -> None:
-        if self._home is not None:
-            self._home.used(self.shard)
-
-    @property
-    def _owners(self) -> range:
-        return range(self.comm.world)
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Makes the parameters full in their own dtype, in a buffer apart, for `dismiss` to end.
 
-        to: the only rank of the group that sees them unsharded; by default all do. on_cpu: in the memory of the CPU.
+        to: the only rank of the group that sees them full; by default all do. on_cpu: in the memory of the CPU.
         """
-        assert self._own_shard and self.state is GroupState.SHARDED
+        assert self.state is GroupState.SHARDED
         full = self.gather_of(self.shard, to)
-        if on_cpu and full is not None:
-            full = full.cpu()
-        self._summoned = self.shard[:0] if full is None else full
+        self._become(GroupState.SUMMONED)
         if full is not None:
-            self._bind([with_own_storage(view) for view in self.shapes.views_of_full(full)])
-            self.state = GroupState.UNSHARDED
-
-    @property
-    def summoned(self) -> bool:
-        """Whether the group is between `summon` and `dismiss`."""
-        return self._summoned is not None
+            self._summoned = full.cpu() if on_cpu else full
+            self._bind([with_own_storage(view) for view in self.shapes.views_of_full(self._summoned)])
 
     def dismiss(self, *, keep: bool) -> None:
         """Ends `summon`. keep: take over into the shard what was written into the full parameters meanwhile."""
-        assert self._summoned is not None
-        if keep and self.state is GroupState.UNSHARDED:
+        self._become(GroupState.SHARDED)
+        if keep and self._summoned is not None:
             with torch.no_grad():
                 self.shard.copy_(self._summoned[self.layout.segment(self.comm.rank)])
         self._shard_used()
         self._summoned = None
         self._bind(self.shard_views)
-        self.state = GroupState.SHARDED
+
+    # --------------------------------------------------------------------------------------------- parameters
 
     def _bind(self, views: Sequence[Tensor]) -> None:
         self._bound = views
@@ -317,3 +345,24 @@ class ShardGroup:
                     return name
                 param.data = view
         return None
+
+
+class Place(NamedTuple):
+    """Where a parameter lies: at a position of a group."""
+
+    group: ShardGroup
+    position: int
+
+    @property
+    def name(self) -> str:
+        return self.group.names[self.position]
+
+    @property
+    def span(self) -> Span | None:
+        """What this rank owns of it."""
+        return self.group.spans.get(self.position)
+
+
+def places_in(groups: Iterable[ShardGroup]) -> dict[nn.Parameter, Place]:
+    """Of every parameter of the groups."""
+    return {param: Place(group, i) for group in groups for i, param in enumerate(group.params)}

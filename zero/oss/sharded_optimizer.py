@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch import add_all
 from zero.comm import Comm
 from zero.oss import state
 from zero.oss.owned_shards import OwnedShards
-from zero.oss.shard_group import ShardGroup
+from zero.oss.shard_group import Place, ShardGroup
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 
@@ -35,8 +37,13 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def shard_groups(self) -> list[ShardGroup]:
-        """The flat groups that the parameters lie in, in the order in which backward is expected to reach them."""
+        """The shard groups that the parameters lie in, in the order in which backward is expected to reach them."""
         return self._shards.shard_groups
+
+    @property
+    def places(self) -> Mapping[nn.Parameter, Place]:
+        """Where each parameter lies."""
+        return self._shards.places
 
     def part(self, param: nn.Parameter) -> nn.Parameter:
         """This rank's shard of a parameter, as the inner optimizer steps it.
@@ -53,7 +60,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def offloads(self) -> bool:
         """Whether what is stepped lies elsewhere than the parameters: in the memory of the CPU, or in files."""
-        return self._shards.masters.home is not None
+        return self._shards.masters.store is not None
 
     @property
     def cuts_parameters(self) -> bool:
@@ -139,12 +146,23 @@ class ShardedOptimizer(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def bring(self, flat: ShardGroup, gradient: Tensor) -> Tensor:
-        """A gradient of this rank's shard, as the inner optimizer takes it: in the dtype and on the device of `part`.
+    def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
+        """Gradients of this rank's shard, as the inner optimizer takes them: in the dtype and on the device of `part`.
 
-        Where shards are offloaded from a GPU it is on its way until `arrive`.
+        Where shards are offloaded from a GPU they are on their way until `arrive`.
         """
-        return self._shards.masters.bring(flat, gradient)
+        return self._shards.masters.bring(group, sums)
+
+    def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
+        """Puts gradients that were brought, by position, where the inner optimizer takes them, or adds them there."""
+        known = [(self.part(group.params[i]), gradient) for i, gradient in gradients.items() if gradient is not None]
+        added = [(part.grad, gradient) for part, gradient in known if part.grad is not None]
+        if added:
+            self.arrive()
+            add_all(*zip(*added, strict=True))
+        for part, gradient in known:
+            if part.grad is None:
+                part.grad = gradient
 
     def arrive(self) -> None:
         """Waits for all gradients that were brought."""
@@ -160,7 +178,7 @@ class ShardedOptimizer(Optimizer):
         self.forget_full_state()
 
     def master(self, flat: ShardGroup) -> Tensor | None:
-        """This rank's master of a flat group, flat, of the length of its segment; None without one."""
+        """This rank's master of a shard group, flat, of the length of its segment; None without one."""
         return self._shards.masters.of(flat)
 
     def settled_master(self, flat: ShardGroup) -> Tensor | None:

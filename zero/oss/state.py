@@ -67,7 +67,7 @@ class Sharded(Protocol):
 def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
     """Collective. The full state on rank `to` of the group (None: on every rank), None elsewhere.
 
-    settle: masters are told as the next step takes them; otherwise as they are, whatever the parameters hold by now.
+    settle: masters as the next step takes them; otherwise as they are, whatever the parameters hold by now.
 
     OwnedShards travel straight into their place in the full tensors; a rank that only sends needs no memory for it.
     Raises ValueError, on every rank, where `to` is no rank of the group, or where state cannot be put together.
@@ -83,24 +83,24 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     recipient = to is None or to == comm.rank
     full: dict[int, dict[str, Any]] = {}
     transfers: list[tuple[int, Tensor | None]] = []
-    pieces = [(piece, described[piece.owner].get(str(piece.number), {})) for piece in _pieces(optimizer)]
-    rows = _count_rows(pieces)
-    for piece, entries in pieces:
-        state = full.setdefault(piece.number, {})
-        own = leaves.opened(_state_of(optimizer, piece, settle)) if piece.owner == comm.rank else {}
+    all_owned = [(owned, described[owned.owner].get(str(owned.number), {})) for owned in _shards_of(optimizer)]
+    rows = _count_rows(all_owned)
+    for owned, entries in all_owned:
+        state = full.setdefault(owned.number, {})
+        own = leaves.opened(_state_of(optimizer, owned, settle)) if owned.owner == comm.rank else {}
         for key, entry in entries.items():
-            shape = _full_shape(piece, key, entry, rows)
+            shape = _full_shape(owned, key, entry, rows)
             if key in state and shape is None:
                 continue  # the same for all shards of this parameter, and taken from the first
             if key not in state:
-                state[key] = _room(entry, piece, shape, optimizer.part(piece.param).device) if recipient else None
+                state[key] = _room(entry, owned, shape, optimizer.part(owned.param).device) if recipient else None
             if "shape" not in entry:
                 continue
-            tensor = (state[key].view(-1) if shape is None else piece.slot(state[key])) if recipient else None
-            if piece.owner == comm.rank:
+            tensor = (state[key].view(-1) if shape is None else owned.slot(state[key])) if recipient else None
+            if owned.owner == comm.rank:
                 source = own[key].detach().contiguous().view(-1)
                 tensor = source if tensor is None else tensor.copy_(source)
-            transfers.append((piece.owner, tensor))
+            transfers.append((owned.owner, tensor))
     comm.collect(transfers, to)
     if not recipient:
         return None
@@ -112,40 +112,42 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     }
 
 
-def _count_rows(pieces: list[tuple[ParamShard, dict[str, Any]]]) -> Counter[tuple[int, str]]:
-    """How long the tensors of all pieces of a parameter are together."""
+def _count_rows(all_owned: list[tuple[ParamShard, dict[str, Any]]]) -> Counter[tuple[int, str]]:
+    """How long the tensors of all shards of a parameter are together."""
     rows: Counter[tuple[int, str]] = Counter()
-    for piece, entries in pieces:
+    for owned, entries in all_owned:
         for key, entry in entries.items():
-            rows[piece.number, key] += entry["shape"][0] if "shape" in entry else 0
+            rows[owned.number, key] += entry["shape"][0] if "shape" in entry else 0
     return rows
 
 
 def _full_shape(
-    piece: ParamShard, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
+    owned: ParamShard, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
 ) -> tuple[int, ...] | None:
-    """The shape of the tensor that a piece's is a shard of; None if it is no shard, but all there is."""
-    if not piece.cut or "shape" not in entry:
+    """The shape of the full tensor, of which this is a shard's; None if it is all there is."""
+    if not owned.cut or "shape" not in entry:
         return None
     length, *rest = entry["shape"]
-    if piece.shape == (length, *rest):
-        return piece.full_shape
-    own = piece.rows(rows[piece.number, key])
+    if owned.shape == (length, *rest):
+        return owned.full_shape
+    own = owned.rows(rows[owned.number, key])
     if own is not None and own.stop - own.start == length:
-        return (rows[piece.number, key], *rest)
+        return (rows[owned.number, key], *rest)
     raise ValueError(
-        f"the state {leaves.entry_of(key)!r} of {piece.name} has the shape {entry['shape']}, "
+        f"the state {leaves.entry_of(key)!r} of {owned.name} has the shape {entry['shape']}, "
         "not the shard's, a single value's, or a row for each block of a divisor of the granularity "
-        f"({piece.granularity}): only the optimizer knows how shards of it make up a full tensor. Save each rank's own "
+        f"({owned.granularity}): only the optimizer knows how shards of it make up a full tensor. Save each rank's own "
         "state_dict(), or build OSS with partition='whole'."
     )
 
 
 def shard_of(optimizer: Sharded, *, as_full: bool = False, settle: bool = True) -> dict[str, Any]:
     """This rank's shard, without communication. as_full: it is all there is, and needs no mark of a shard."""
-    pieces = {piece.number: _state_of(optimizer, piece, settle) for piece in _pieces(optimizer, optimizer.comm.rank)}
-    pieces |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
-    state = {number: state for number, state in sorted(pieces.items()) if state}
+    all_owned = {
+        owned.number: _state_of(optimizer, owned, settle) for owned in _shards_of(optimizer, optimizer.comm.rank)
+    }
+    all_owned |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
+    state = {number: state for number, state in sorted(all_owned.items()) if state}
     mark = {} if as_full else {param_groups.SHARD_MARK: fingerprint(optimizer)}
     return {"state": state, "param_groups": numbered_groups(optimizer), **mark}
 
@@ -176,11 +178,11 @@ def own_shard(
     if not is_shard:
         _refuse_other_shapes(optimizer, state_dict["state"], numbers)
     taken: dict[nn.Parameter, dict[str, Any]] = {}
-    for piece in _pieces(optimizer, optimizer.comm.rank):
-        state = state_dict["state"].get(numbers[piece.number])
+    for owned in _shards_of(optimizer, optimizer.comm.rank):
+        state = state_dict["state"].get(numbers[owned.number])
         if state is not None:
-            taken[optimizer.part(piece.param)] = {
-                key: piece.taken_from(value, is_shard=is_shard) for key, value in state.items()
+            taken[optimizer.part(owned.param)] = {
+                key: owned.taken_from(value, is_shard=is_shard) for key, value in state.items()
             }
     for number, param in _unsharded(optimizer):
         if numbers[number] in state_dict["state"]:
@@ -202,15 +204,15 @@ def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], 
     """On every rank, whatever it owns. Where parameters lie whole, an optimizer may keep what shapes it likes."""
     if not optimizer.cuts_parameters:
         return
-    for piece in _pieces(optimizer):
-        for key, value in states.get(numbers[piece.number], {}).items():
+    for owned in _shards_of(optimizer):
+        for key, value in states.get(numbers[owned.number], {}).items():
             for leaf in leaves.opened({key: value}).values():
                 if not isinstance(leaf, Tensor) or not leaf.dim():
                     continue
-                if leaf.shape != piece.full_shape and piece.rows(len(leaf)) is None:
+                if leaf.shape != owned.full_shape and owned.rows(len(leaf)) is None:
                     raise ValueError(
-                        f"the state of {piece.name} has {key!r} of shape {list(leaf.shape)}, but the parameter has "
-                        f"{list(piece.full_shape)}, and is cut between ranks. Load it into the same model, or build "
+                        f"the state of {owned.name} has {key!r} of shape {list(leaf.shape)}, but the parameter has "
+                        f"{list(owned.full_shape)}, and is cut between ranks. Load it into the same model, or build "
                         "OSS with partition='whole'."
                     )
 
@@ -256,7 +258,7 @@ def numbered(
     }
 
 
-def _pieces(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamShard]:
+def _shards_of(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamShard]:
     """What each rank owns (or `rank` alone), in an order that is the same on all ranks."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     numbers = {param: number for number, param in enumerate(params)}
@@ -269,14 +271,14 @@ def _pieces(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamShard]
 
 
 def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
-    """The parameters that lie in no flat group, and their numbers."""
+    """The parameters that lie in no shard group, and their numbers."""
     sharded = {param for flat in optimizer.shard_groups for param in flat.params}
     params = (param for group in optimizer.param_groups for param in group["params"])
     yield from ((number, param) for number, param in enumerate(params) if param not in sharded)
 
 
 def _told(optimizer: Sharded, settle: bool) -> str:
-    """`_describe` as text; raises ValueError on every rank where a rank's state cannot be told so."""
+    """`_describe` as text; raises ValueError on every rank where a rank's state cannot be written so."""
     text, problem = "", _wrapped(optimizer)
     try:
         text = json.dumps(_describe(optimizer, settle)) if problem is None else ""
@@ -291,7 +293,7 @@ def _told(optimizer: Sharded, settle: bool) -> str:
 
 def _wrapped(optimizer: Sharded) -> str | None:
     """Where this rank's state has tensors that wrap others, in words for the user: sent, they would come as others."""
-    own = [(piece.name, optimizer.part(piece.param)) for piece in _pieces(optimizer, optimizer.comm.rank)]
+    own = [(owned.name, optimizer.part(owned.param)) for owned in _shards_of(optimizer, optimizer.comm.rank)]
     own += [(f"parameter {number}", param) for number, param in _unsharded(optimizer)]
     for name, param in own:
         for key, leaf in leaves.opened(dict(optimizer.optim.state.get(param, {}))).items():
@@ -306,41 +308,41 @@ def _wrapped(optimizer: Sharded) -> str | None:
 
 def _describe(optimizer: Sharded, settle: bool) -> dict[int, dict[str, Any]]:
     """What this rank has, by number of the parameter: {key of the leaf: the leaf described}."""
-    told: dict[int, dict[str, Any]] = {}
-    for piece in _pieces(optimizer, optimizer.comm.rank):
-        own = leaves.opened(_state_of(optimizer, piece, settle))
-        told[piece.number] = {key: leaves.described(leaf) for key, leaf in own.items()}
-    return told
+    described: dict[int, dict[str, Any]] = {}
+    for owned in _shards_of(optimizer, optimizer.comm.rank):
+        own = leaves.opened(_state_of(optimizer, owned, settle))
+        described[owned.number] = {key: leaves.described(leaf) for key, leaf in own.items()}
+    return described
 
 
-def _state_of(optimizer: Sharded, piece: ParamShard, settle: bool) -> dict[str, Any]:
-    shard = optimizer.part(piece.param)
+def _state_of(optimizer: Sharded, owned: ParamShard, settle: bool) -> dict[str, Any]:
+    shard = optimizer.part(owned.param)
     state = dict(optimizer.optim.state.get(shard, {}))
-    if optimizer.master(piece.flat) is not None:
-        held = piece.flat.shard_views[piece.index]
+    if optimizer.master(owned.flat) is not None:
+        held = owned.flat.shard_views[owned.index]
         state["master"] = settled(shard.detach(), held) if settle else shard.detach()
     return state
 
 
-def _room(entry: dict[str, Any], piece: ParamShard, shape: tuple[int, ...] | None, device: torch.device) -> Any:
+def _room(entry: dict[str, Any], owned: ParamShard, shape: tuple[int, ...] | None, device: torch.device) -> Any:
     """The leaf itself if it is small, or the tensor of that shape that its shards are to be received in."""
     if "shape" not in entry:
         return leaves.value_of(entry)
     dtype = leaves.dtype_of(entry)
-    if shape == piece.full_shape:
-        return torch.empty_strided(shape, piece.flat.shapes.strides[piece.index], dtype=dtype, device=device)
+    if shape == owned.full_shape:
+        return torch.empty_strided(shape, owned.flat.shapes.strides[owned.index], dtype=dtype, device=device)
     return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)
 
 
 def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
     """The optimizer's groups as they are now, with numbers for parameters."""
-    first, told = 0, []
+    first, groups = 0, []
     for group in optimizer.param_groups:
         numbers = list(range(first, first + len(group["params"])))
         options = {key: value for key, value in group.items() if key not in ("params", param_groups.SHARD_MARK)}
-        told.append({**deepcopy(options), "params": numbers})
+        groups.append({**deepcopy(options), "params": numbers})
         first += len(numbers)
-    return told
+    return groups
 
 
 def fingerprint(optimizer: Sharded) -> str:

@@ -8,34 +8,35 @@ gather              every rank's segment reaches every rank, in the flat buffers
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import SteppedByScaler
 from zero.comm import Comm, Int8
-from zero.measure.built import working_by
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
 from zero.oss import norm
 from zero.oss.agreed import Agreed
-from zero.oss.ddp import evaluated, replaced
+from zero.oss.ddp import evaluated
 from zero.oss.gradients import refuse_unreduced, shares, take_gradients
+from zero.oss.in_backward import InBackward, problem_of, refuse
 from zero.oss.joining import NO_JOIN, Joining
 from zero.oss.scaling import Scaling
 from zero.oss.shard_group import ShardGroup
 from zero.oss.sharded_optimizer import ShardedOptimizer
+from zero.oss.step_checks import StepChecks
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 _COMPRESSED_AT_ONCE = 2
-"""Flat groups whose copies of fewer bits exist at a time."""
+"""Shard groups whose copies of fewer bits exist at a time."""
 
 
 class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
@@ -48,11 +49,10 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         self._agreed, self._writes_frozen = agreed, writes_frozen
         self.gradients_arrive_sharded = False
         self._leaves_gathers = False
-        self._steps_without_gradients = 0
-        self._looked_around = False
+        self._in_backward: InBackward | None = None
+        self._checks = StepChecks(self._comm)
         self._scaling = Scaling(self._comm, "clip_grad_norm(max_norm) of the optimizer")
         self._step_channel = self._comm.channel("the step of OSS")
-        self._edited_channel = self._comm.channel("a step of OSS that it refuses, as its param_groups were edited")
         self._failed_channel = self._comm.channel("a step of OSS in which its optimizer raised an error")
         self._joining = Joining(self._comm)
         Joinable.__init__(self)
@@ -70,14 +70,14 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         self._leaves_gathers = True
 
     def finish_gathers(self, flats: Sequence[ShardGroup] | None = None) -> None:
-        """Waits for what a step left in flight, of these flat groups or of all; does nothing where nothing is.
+        """Waits for what a step left in flight, of these shard groups or of all; does nothing where nothing is.
 
         Raises RuntimeError where parameters were moved or replaced since the step.
         """
         gathering = [flat for flat in self.shard_groups if flat.gathering and (flats is None or flat in flats)]
-        self._refuse_moved(gathering)
+        self._checks.refuse_moved(gathering)
         for flat in gathering:
-            flat.finish_gather()
+            flat.finish_unshard()
 
     @overload
     def step(self, closure: None = None, **options: Any) -> None: ...
@@ -96,6 +96,8 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         on every rank where param_groups were edited on one, where the optimizer raised on another, or wrote other
         numbers into its own, where another rank does something else, or inside of `ddp.join()`.
         """
+        if self._in_backward is not None:
+            return self._end_stepped(self._in_backward, closure, options)
         by_inner = closure is not None and type(self.optim) not in ELEMENTWISE
         if by_inner and self._joining.within(self):
             raise RuntimeError(
@@ -112,7 +114,8 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
             if closure is not None:
                 loss = evaluated(closure, self._shards, self._comm)
             self._begin_step()
-            self._step_shards(**options)
+            with self._heard_by_all():
+                self._shards.step(self.optim, **options)
         self._end_step()
         return cast("float | None", loss)
 
@@ -122,26 +125,14 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         joined: this rank has no data left, and steps with the gradients of others.
         """
         self._refuse_changes()
-        self._refuse_wrapped()
+        if self.gradients_arrive_sharded:
+            self._checks.refuse_wrapped(self, self.optim)
         if not joined:
-            self._refuse_replaced(self._take_gradients())
+            self._checks.refuse_replaced(self._shards, found_gradients=self._take_gradients())
         if self._joining.within(self):
             self._joining.share_gradients(self._shards, self.param_groups, joined=joined)
         self._shards.masters.refresh()
         self._hand_options()
-
-    def _refuse_wrapped(self) -> None:
-        """Looks once, in the first step with ShardedDDP, which leaves no gradients in `param.grad` for others."""
-        if not self.gradients_arrive_sharded or self._looked_around:
-            return
-        self._looked_around = True
-        for one in working_by(self):
-            name, inner = type(one).__name__, type(self.optim).__name__
-            raise RuntimeError(
-                f"{name} steps by OSS and keeps state of its own for the parameters. With ShardedDDP gradients are "
-                f"with their owners only, so ranks would do different things. Put {name} inside: "
-                f"OSS(params, lambda params, **options: {name}({inner}(params, **options)))."
-            )
 
     def _hand_options(self) -> None:
         """To the inner optimizer, which may write numbers into its groups from here on."""
@@ -149,31 +140,95 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         if self._agreed is not None:
             self._agreed.before_step(self.optim)
 
-    def _step_shards(self, **options: Any) -> None:
+    @contextmanager
+    def _heard_by_all(self) -> Iterator[None]:
+        """An error in here is sent to the other ranks, which would wait for this one."""
         try:
-            self._shards.step(self.optim, **options)
+            yield
         except Exception:
             with suppress(RuntimeError):
-                self._comm.agree(self._failed_channel)  # the others would wait for this rank
+                self._comm.agree(self._failed_channel)
             raise
 
     def _end_step(self) -> None:
         """Collective. All that comes after the inner optimizer's step."""
         if self._agreed is not None:
             self._agreed.after_step(self.optim)
-        self._leave_gradients()
+        if not self.gradients_arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
+            self._shards.drop_gradients()
         self._share_options(self.optim.param_groups, self.param_groups)
         self.forget_full_state()
         self._gather(self._stepped_groups())
 
+    # --------------------------------------------------------------------------------------------- in backward
+
+    def step_in_backward(self) -> None:
+        """From now on this rank's shards are stepped in backward, and `step` brings everyone's to every rank.
+
+        Raises ValueError for optimizers that may need all gradients, below stage 2, and where it was called before.
+        """
+        problem = problem_of(self.optim)
+        if not self.gradients_arrive_sharded:
+            problem = "zero.step_in_backward needs ShardedDDP or FSDP: at stage 1 gradients are averaged by others."
+        elif self._in_backward is not None:
+            problem = "zero.step_in_backward was called before for this optimizer."
+        if problem is not None:
+            raise ValueError(problem)
+        self._in_backward = InBackward(self)
+
+    def backward_begins(self) -> None:
+        """Of a backward that reduces gradients to their owners."""
+        if self._in_backward is not None:
+            self._in_backward.begin()
+            with torch.no_grad():
+                self._refuse_changes()
+                self._shards.masters.refresh()
+                self._hand_options()
+
+    def gradients_arrived(self, group: ShardGroup) -> None:
+        """Those of the group are with their owners, but for those that ranks have not all used."""
+        if self._in_backward is not None:
+            self._in_backward.step_begins()
+            with torch.no_grad():
+                self._shards.step_group(self.optim, group)
+            self._shards.drop_gradients([group])
+            increment_version([*group.params])  # autograd refuses to compute with what it saved of them
+
+    def backward_ends(self) -> None:
+        """All gradients are with their owners."""
+        self.arrive()
+        if self._in_backward is not None:
+            for group in self.shard_groups:
+                if any(self.part(param).grad is not None for param in group.params):
+                    self.gradients_arrived(group)
+            self._in_backward.end()
+
+    def _end_stepped(
+        self, in_backward: InBackward, closure: Callable[[], float] | None, options: dict[str, Any]
+    ) -> float | None:
+        """Collective. What was stepped in backward is only brought to every rank."""
+        if options:
+            refuse(f"an argument of step ({', '.join(options)})", "Leave it out.")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if in_backward.stepped:
+            self._refuse_changes()
+            self._end_step()
+            in_backward.stepped = False
+        return loss
+
+    # -------------------------------------------------------------------------------------------------- gathers
+
     def _stepped_groups(self) -> list[ShardGroup]:
-        """The flat groups that a step may have changed, in the order in which forward needs them."""
+        """The shard groups that a step may have changed, in the order in which forward needs them."""
         return self.shard_groups[::-1] if self._writes_frozen else self._shards.trained_groups()
 
     def _refuse_changes(self) -> None:
         self.finish_gathers()
-        self._refuse_moved(self.shard_groups)
-        self._refuse_edits()
+        self._checks.refuse_moved(self.shard_groups)
+        self._checks.refuse_edits(self._shards, self.param_groups)
 
     def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
         """The closure for an optimizer that calls it within its step, as often as it likes."""
@@ -187,7 +242,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
             called = True
             loss: float = evaluated(closure, self._shards, self._comm)
             self._refuse_changes()
-            self._refuse_replaced(self._take_gradients())
+            self._checks.refuse_replaced(self._shards, found_gradients=self._take_gradients())
             self.arrive()
             self._shards.masters.refresh()
             return loss
@@ -200,6 +255,8 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
         Raises RuntimeError on every rank, at the step, where a hook scaled gradients differently on different ranks.
         """
+        if self._in_backward is not None:
+            refuse("a hook before the step", "Register it on the parameters, or step after backward.")
 
         def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
             if not self.gradients_arrive_sharded:
@@ -217,16 +274,16 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         in_flight: list[ShardGroup] = []
         for flat in flats:
             if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
-                in_flight.pop(0).finish_gather()
+                in_flight.pop(0).finish_unshard()
             self._shards.masters.write([flat])
-            flat.launch_gather(sent_as=self._sent_as, conceal=self._is_left(flat))
+            flat.launch_unshard(wire=self._sent_as, conceal=self._is_left(flat))
             in_flight.append(flat)
         for flat in in_flight:
             if not self._is_left(flat):
-                flat.finish_gather()
+                flat.finish_unshard()
 
     def _is_left(self, flat: ShardGroup) -> bool:
-        return self._leaves_gathers and self._comm.runs_beside(flat.full)
+        return self._leaves_gathers and flat.overlaps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's shards."""
@@ -238,6 +295,8 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
         Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
         """
+        if self._in_backward is not None:
+            refuse("clipping by the norm of all gradients", "Step after backward, or clip values in hooks.")
         if self.gradients_arrive_sharded:
             refuse_unreduced(self.shard_groups)
             owned = self._shards.gradients()
@@ -266,7 +325,8 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
     @torch.no_grad()
     def _step_joined(self) -> None:
         self._begin_step(joined=True)
-        self._step_shards()
+        with self._heard_by_all():
+            self._shards.step(self.optim)
         self._end_step()
 
     @property
@@ -283,41 +343,6 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
             refuse_unreduced(self.shard_groups)
             return True
         return take_gradients(self.shard_groups, self._shards, self.bring)
-
-    def _refuse_replaced(self, found_gradients: bool) -> None:
-        """That there are none may be as it should be: a first step for a scheduler, a skipped batch."""
-        self._steps_without_gradients = 0 if found_gradients else self._steps_without_gradients + 1
-        if found_gradients:
-            return
-        told = (
-            "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
-            "assign=False, and build OSS after replacing any."
-        )
-        if replaced(self._shards):
-            raise RuntimeError(told)
-        if self._steps_without_gradients == 2:
-            warnings.warn(f"In two steps one after another {told}", stacklevel=5)
-
-    def _leave_gradients(self) -> None:
-        """What was taken is taken anew each time. Views would keep full gradients alive past model.zero_grad()."""
-        if not self.gradients_arrive_sharded:
-            self._shards.drop_gradients()
-
-    def _refuse_edits(self) -> None:
-        problem = self._shards.edited(self.param_groups)
-        if problem is not None:
-            with suppress(RuntimeError):
-                self._comm.agree(self._edited_channel)  # so that ranks with nothing to refuse hear of it
-            raise RuntimeError(problem)
-
-    def _refuse_moved(self, flats: Sequence[ShardGroup]) -> None:
-        for flat in flats:
-            moved = flat.reclaim()
-            if moved is not None:
-                raise RuntimeError(
-                    f"{moved} was moved, cast or given other data after OSS was built, and would no longer be trained. "
-                    "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
-                )
 
     def _share_options(self, source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
         """Schedulers write into the outer groups, some optimizers into the inner ones: both see the same options."""

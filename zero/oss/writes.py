@@ -16,7 +16,7 @@ _CHUNK = 2**18
 
 
 class Writes:
-    """Into the parameters of one flat group.
+    """Into the parameters of one shard group.
 
     quantised: how the shards were rounded when they were gathered last.
     """

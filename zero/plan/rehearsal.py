@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_two_devices, without_values
 from zero.comm.traffic import rehearsed_traffic
 from zero.fsdp import CPUOffload, MixedPrecision
-from zero.oss.offload import Home
+from zero.oss.offload import ShardStore
 from zero.oss.slices import step_alone
 from zero.plan.attributes import plain_tensors, put_back
 from zero.plan.calls import misfit
@@ -75,7 +75,7 @@ this is another; torch can copy to and from it in a rehearsal."""
 class Offloaded(CPUOffload):
     """Shards lie on the host: what lies on the model's device is counted alone."""
 
-    def home(self) -> Home:
+    def store(self) -> ShardStore:
         return _Host()
 
 

@@ -247,9 +247,7 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
 def _held(built: Built) -> dict[str, int]:
     stepped = [param for group in built.stepped.param_groups for param in group["params"]]
     params = [*built.model.parameters(), *(flat.full for flat in built.groups if flat.full.untyped_storage().nbytes())]
-    params += [
-        flat.node_shard.tensor for flat in built.groups if flat.node_shard and flat.node_shard.tensor is not None
-    ]
+    params += [flat.exchange.node_shard for flat in built.groups if flat.exchange.node_shard is not None]
     both = [*params, *stepped]
     gradients = [param.grad for param in both if param.grad is not None]
     state = [value for kept in built.stepped.state.values() for value in kept.values() if isinstance(value, Tensor)]

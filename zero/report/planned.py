@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.fsdp.unit import Unit
-from zero.measure.param_groups import told_options
+from zero.measure.param_groups import described_options
 from zero.oss import OSS
+from zero.oss.exchange import TwoLevels
 from zero.oss.from_optimizer import arguments
 from zero.oss.in_backward import steps_in_backward
 from zero.plan import Cost, Options, Sizes, plan
@@ -38,17 +39,18 @@ def planned_for(
         return None
     inside = optimizer.optim if isinstance(optimizer, OSS) else optimizer
     shards, *replicas = comms
+    groups = [group for unit in units for group in unit.groups]
     options = Options(
         precision=units[0].precision if units else Options().precision,
         master_dtype=_master_dtype(optimizer),
         replicas=replicas[0].world if replicas else 1,
-        optimizer_sharding="all" if any(group.node_shard for unit in units for group in unit.groups) else "group",
+        optimizer_sharding="all" if any(isinstance(group.exchange, TwoLevels) for group in groups) else "group",
         backend="nccl" if device.type == "cuda" else "gloo",
     )
     world, given = shards.world * options.replicas, arguments(inside)[0]
     sizes = _without_values(units, inner)
     shapes = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in _tensors(sizes.module))
-    key = stage, world, options, type(inside), told_options(given), shapes
+    key = stage, world, options, type(inside), described_options(given), shapes
     if key not in _planned:
         if len(_planned) == _KEPT:
             _planned.clear()

@@ -46,15 +46,15 @@ class BufferSync:
             increment_version([buffer for buffer in buffers if not buffer.is_inference()])
 
     def _compare(self) -> None:
-        """Collective, for ranks where shapes have changed. Others, in a broadcast, are then told so."""
-        told = [f"{name}: {list(buffer.shape)}, {buffer.dtype}" for name, buffer in self._module.named_buffers()]
+        """Collective, for ranks where shapes have changed. Others, in a broadcast, then raise."""
+        shapes = [f"{name}: {list(buffer.shape)}, {buffer.dtype}" for name, buffer in self._module.named_buffers()]
         try:
             for comm in self._comms:
-                comm.compare("the buffers of the model, which have changed since it was wrapped,", told)
+                comm.compare("the buffers of the model, which have changed since it was wrapped,", shapes)
         except RuntimeError as error:
             raise RuntimeError(
-                f"buffers have changed on this rank, but not on all; they are now {', '.join(told)}. Before a forward "
-                "all become those of the first rank: give them one shape, or pass broadcast_buffers=False."
+                f"buffers have changed on this rank, but not on all; they are now {', '.join(shapes)}. Before a "
+                "forward all become those of the first rank: give them one shape, or pass broadcast_buffers=False."
             ) from error
 
     def after_forward(self, *, reduced: bool) -> None:

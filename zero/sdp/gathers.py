@@ -1,6 +1,6 @@
 """Parameters that a step left on their way, waited for where the next forward reads them.
 
-Between step and forward they are NaN. In ShardedDDP's forward each operator that is given one waits for its flat group
+Between step and forward they are NaN. In ShardedDDP's forward each operator that is given one waits for its shard group
 first. Whoever runs, saves, loads or lists the module's parameters otherwise waits for all of them before.
 """
 
@@ -40,7 +40,7 @@ class PendingGathers:
 
     @contextmanager
     def finished_as_read(self) -> Iterator[None]:
-        """For a forward: waits for each flat group when one of its parameters is read, and at the end for the rest.
+        """For a forward: waits for each shard group when one of its parameters is read, and at the end for the rest.
 
         It waits for all at once where a mode must not be around: without gradients torch has faster kernels, which it
         does not use under one, and a compiled module would be compiled anew.
@@ -97,7 +97,7 @@ def finish_all(optimizers: Sequence[OSS]) -> None:
 
 
 class _FinishAsRead(TorchFunctionMode):
-    """Finishes the gather of a parameter's flat group before any operator that is given the parameter."""
+    """Finishes the gather of a parameter's shard group before any operator that is given the parameter."""
 
     def __init__(self, optimizers: Sequence[OSS]) -> None:
         super().__init__()

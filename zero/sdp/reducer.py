@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,7 +17,8 @@ from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm, Int8
 from zero.comm.streams import Streams
 from zero.oss.optimizer import OSS
-from zero.sdp.bucket import Deliver, GradBucket
+from zero.oss.shard_group import Place, ShardGroup
+from zero.sdp.bucket import GradBucket
 from zero.sdp.gathers import finish_all
 from zero.sdp.tensors import nearest_leaf, tensors_in
 from zero.sdp.usage import End
@@ -39,8 +40,8 @@ class Reducer:
         self.active = True
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
         self._buckets: list[GradBucket] = []
-        self._deliver: list[Deliver] = []
-        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._places: dict[nn.Parameter, Place] = {}
+        self._numbers: dict[ShardGroup, int] = {}
         self._end = End([comm], f"the end of a backward of ShardedDDP({type(module).__name__})")
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._hooks_on_leaves: list[RemovableHandle] = []
@@ -60,21 +61,17 @@ class Reducer:
         self._hook_trained()
 
     def _notice_groups(self) -> None:
-        """Makes a bucket of each flat group that the optimizers have now (add_param_group, set_bucket_size)."""
-        groups = {flat: optimizer for optimizer in self._optimizers for flat in optimizer.shard_groups}
-        if [bucket.flat for bucket in self._buckets] == list(groups):
+        """Makes a bucket of each shard group that the optimizers have now (add_param_group, set_bucket_size)."""
+        owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shard_groups}
+        if [bucket.group for bucket in self._buckets] == list(owners):
             return
-        self._buckets = [GradBucket(flat, sent_as=self._sent_as) for flat in groups]
-        self._owners = [*groups.values()]
-        self._deliver = [_delivery(bucket, groups[bucket.flat]) for bucket in self._buckets]
-        self._places = {
-            param: (number, index)
-            for number, bucket in enumerate(self._buckets)
-            for index, param in enumerate(bucket.flat.params)
-        }
-        streams = {bucket.flat.streams for bucket in self._buckets}
+        self._buckets = [GradBucket(group, owner, sent_as=self._sent_as) for group, owner in owners.items()]
+        self._owners = [*owners.values()]
+        self._numbers = {group: number for number, group in enumerate(owners)}
+        self._places = {param: place for optimizer in self._optimizers for param, place in optimizer.places.items()}
+        streams = {group.streams for group in owners}
         self._streams = [one for one in streams if isinstance(one, Streams)]
-        self._largest_bucket = max(bucket.flat.full.nbytes for bucket in self._buckets)
+        self._largest_bucket = max(group.full.nbytes for group in owners)
         self._largest_param = max(param.nbytes for param in self._places)
 
     def before_forward(self) -> None:
@@ -104,7 +101,7 @@ class Reducer:
             self._begin()
 
     def _hook_trained(self) -> None:
-        arrived = _without_keeping(self)
+        arrived = partial(_arrived, ref(self))
         for param in self._places:
             if param.requires_grad:
                 self._ran_trained.add(param)
@@ -116,7 +113,7 @@ class Reducer:
         changed = [bucket.notice_trained(self._ran_trained) for bucket in self._buckets]
         self._ran_trained.clear()
         if any(changed):
-            trained = [bucket.flat.names[index] for bucket in self._buckets for index in bucket.trained]
+            trained = [bucket.group.names[index] for bucket in self._buckets for index in bucket.trained]
             self._comm.compare("the parameters that are trained", trained)
 
     def retire(self, reason: str) -> None:
@@ -125,20 +122,23 @@ class Reducer:
         for hook in [*self._hooks.values(), *self._hooks_on_leaves]:
             hook.remove()
 
-    def _arrived(self, param: Tensor) -> None:
+    def arrived(self, param: nn.Parameter) -> None:
+        """autograd has written all of `param.grad`, which is taken over, and None from here on."""
         if not self.active:
             return
         self._begin()
-        number, index = self._places[param]
+        group, index = self._places[param]
+        number = self._numbers[group]
         bucket = self._buckets[number]
         for streams in self._streams:
-            streams.expect_computing(f"the gradient of {bucket.flat.names[index]} arrived")
+            streams.expect_computing(f"the gradient of {group.names[index]} arrived")
         if number < self._launched:
             bucket.refuse_late(index)
-        bucket.take_from(param, index)
+        gradient, param.grad = param.grad, None
+        bucket.take(index, gradient)
         self._make_room(bucket)
         if bucket.complete:
-            self._launch_complete()
+            self._launch()
 
     def _begin(self) -> None:
         if not self._in_backward:
@@ -149,20 +149,24 @@ class Reducer:
                 streams.compute_here()
             at_end_of_backward(self._finish)
 
-    def _launch_complete(self) -> None:
-        """Launches, in the order that is the same on all ranks, what is complete up to the first that is not."""
-        while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
-            self._launch_next()
+    def _launch(self, *, incomplete: bool = False) -> None:
+        """Launches, in the order that is the same on all ranks, what is complete up to the first bucket that is not.
 
-    def _launch_next(self) -> None:
-        self._finish_in_flight()
-        bucket = self._buckets[self._launched]
-        if bucket.trained:
-            bucket.launch()
-            self._in_flight = self._launched
-        self._launched += 1
-        if self._launched < len(self._buckets):
-            self._make_room(self._buckets[self._launched])
+        incomplete: with what lies in `grad` from backwards under no_sync, and zeros.
+        """
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            if incomplete:
+                bucket.take_leftovers()
+            elif not bucket.complete:
+                return
+            self._finish_in_flight()
+            if bucket.trained:
+                bucket.launch()
+                self._in_flight = self._launched
+            self._launched += 1
+            if self._launched < len(self._buckets):
+                self._make_room(self._buckets[self._launched])
 
     def _make_room(self, filling: GradBucket) -> None:
         """Waits for the bucket in flight while what fills the next is little: two buckets' bytes are all there may be.
@@ -174,26 +178,23 @@ class Reducer:
         if (
             self._in_flight is not None
             and upcoming * self._comm.world > self._largest_bucket
-            and not self._comm.runs_beside(filling.flat.full)
+            and not filling.group.overlaps
         ):
             self._finish_in_flight()
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:
             number, self._in_flight = self._in_flight, None
-            bucket = self._buckets[number]
-            bucket.finish(self._deliver[number])
-            self._owners[number].gradients_arrived(bucket.flat)
+            self._buckets[number].finish()
+            self._owners[number].gradients_arrived(self._buckets[number].group)
 
     def _finish(self) -> None:
         """At the end of backward, on every rank, whatever it used."""
         if self._launched < len(self._buckets):
             self._refuse_replaced()
-        while self._launched < len(self._buckets):
-            self._buckets[self._launched].take_leftovers()
-            self._launch_next()
+        self._launch(incomplete=True)
         self._finish_in_flight()
-        self._end.reach([*zip(self._buckets, self._deliver, strict=True)])
+        self._end.reach(self._buckets)
         for optimizer in self._optimizers:
             optimizer.backward_ends()
         self._launched = 0
@@ -237,29 +238,8 @@ _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By parameter, the Reducer that takes its gradients."""
 
 
-def _without_keeping(reducer: Reducer) -> Callable[[Tensor], None]:
-    """Its hook on parameters. What autograd calls lies where the garbage collector does not look for cycles."""
-    weakly = ref(reducer)
-
-    def arrived(param: Tensor) -> None:
-        there = weakly()
-        if there is not None:
-            there._arrived(param)
-
-    return arrived
-
-
-def _delivery(bucket: GradBucket, optimizer: OSS) -> Deliver:
-    """Puts a shard's gradient where the optimizer takes it, or adds it to what is there."""
-
-    def deliver(index: int, gradient: Tensor | None) -> None:
-        shard = optimizer.part(bucket.flat.params[index])
-        if gradient is not None:
-            gradient = optimizer.bring(bucket.flat, gradient)
-        if shard.grad is None:
-            shard.grad = gradient
-        elif gradient is not None:
-            optimizer.arrive()
-            shard.grad += gradient
-
-    return deliver
+def _arrived(reducer: ref[Reducer], param: nn.Parameter) -> None:
+    """The hook on parameters. What autograd calls lies where the garbage collector does not look for cycles."""
+    there = reducer()
+    if there is not None:
+        there.arrived(param)

@@ -82,11 +82,11 @@ class ShardedDDP(Wrapper):
         self._comm = self._optimizers[0].comm if known else Comm(process_group)
         names = {param: name for name, param in module.named_parameters()}
         options = f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}"
-        told = [f"{options}, overlap_param_gather {overlap_param_gather}", *describe(module)]
+        signature = [f"{options}, overlap_param_gather {overlap_param_gather}", *describe(module)]
         sent_as, problem = sent_dtype(reduce_fp16, "reduce_fp16")
         problem = problem or self._misfit(names) or on_two_devices(module.named_parameters())
         problem = problem or unquantisable(module.named_parameters(), sent_as, "reduce_fp16")
-        self._comm.compare("the models given to ShardedDDP", told, problem)
+        self._comm.compare("the models given to ShardedDDP", signature, problem)
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
         self.broadcast_buffers = broadcast_buffers
@@ -259,14 +259,14 @@ def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[
 
     without: parameters to leave out.
     """
-    told = [
+    tensors = [
         (name, param, "trained" if param.requires_grad else "frozen")
         for name, param in module.named_parameters()
         if param not in without
     ] + [(name, buffer, "buffer") for name, buffer in module.named_buffers()]
     return [
         f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind}"
-        for name, tensor, kind in told
+        for name, tensor, kind in tensors
     ]
 
 

@@ -1,0 +1,32 @@
+"""Where the parameters of one model lie: asked by all who look at parameters one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from zero.fsdp.unit import Unit
+from zero.oss.shard_group import Place, ShardGroup, places_in
+
+
+class Index(Mapping[nn.Parameter, Place]):
+    """By parameter, its group and the position there. `units`: the root first; `groups`: those of all units."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
+        self._places = places_in(self.groups)
+        self._units = {group: unit for unit in units for group in unit.groups}
+
+    def unit_of(self, param: nn.Parameter) -> Unit:
+        return self._units[self._places[param].group]
+
+    def __getitem__(self, param: nn.Parameter) -> Place:
+        return self._places[param]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)

@@ -1,0 +1,195 @@
+"""How the shards of one group reach all ranks, and its gradients their owners.
+
+    Exchange    shards are gathered among the ranks that own them; gradients are averaged over these
+    Replicated  what comes of gradients is averaged over replicas, too (hybrid sharding)
+    TwoLevels   parameters are gathered within a node, what is stepped is sharded over all ranks
+
+At two levels a rank keeps
+
+    node shard  what it gives when parameters are gathered within its node: 1/S of the buffer, of its dtype
+    shard       what its optimizer steps: 1/W, a slice of the node shard; the ranks that have the same place in other
+                nodes have the other slices
+
+Gathers stay within the node, but for one a step, across nodes, by which the node shards follow what was stepped.
+Gradients are reduced within the node first, and what comes of that across nodes. (S. Wang et al., "ZeRO++", 2023,
+section 4.2: secondary shards; Z. Zhang et al., "MiCS", 2022, section 3.4: hierarchical communication.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from zero.comm import Comm, Handle, Int8
+from zero.comm.transport import Message
+from zero.oss.layout import Layout
+from zero.oss.placement import Levels, Placement
+
+Wire = torch.dtype | Int8 | None
+"""How floats travel, if not as they are."""
+
+
+class Exchange:
+    """Among the ranks that own the shards. label: what errors call the group.
+
+    `gathered_by`: the ranks among which the full buffer is gathered, and gradients are reduced first.
+    `packs`: whether gradients must come as one message, in the layout's order.
+    `node_shard`: see above, once there is one.
+    """
+
+    packs = False
+    node_shard: Tensor | None = None
+
+    def __init__(self, comm: Comm, layout: Layout, label: str) -> None:
+        self.gathered_by, self._layout = comm, layout
+        self._own = layout.segment(comm.rank)
+        self._entitle(label)
+
+    def _entitle(self, label: str) -> None:
+        self._gather = self.gathered_by.channel(f"the gathering of {label}")
+        self._reduction = self.gathered_by.channel(f"the reduction of {label}")
+
+    def rename(self, label: str) -> None:
+        """On every rank at the same point."""
+        self._entitle(label)
+
+    def comms(self) -> list[Comm]:
+        """The groups of ranks that gradients pass, one after another."""
+        return [self.gathered_by]
+
+    def expect_steps(self) -> None:
+        """The owners may have stepped their shards since the last gather; on all ranks alike."""
+
+    def gather(self, full: Tensor, shard: Tensor, wire: Wire) -> Handle:
+        """Collective. Fills the full buffer, also with this rank's shard.
+
+        wire: the shard keeps its precision, whatever arrives.
+        """
+        own = full[self._own]
+        own.copy_(shard.to(own.device, non_blocking=True))
+        return self.gather_in_place(full, wire, keeps_own=False)
+
+    def gather_in_place(self, full: Tensor, wire: Wire, *, keeps_own: bool = True) -> Handle:
+        """Collective. The same where the shard lies in the buffer. keeps_own: it keeps its precision there."""
+        comm, bounds = self.gathered_by, self._layout.bounds
+        if isinstance(wire, torch.dtype):
+            if comm.world > 1 and full.is_floating_point() and wire.itemsize < full.element_size():
+                return self._gather_as(wire, full)
+            wire = None
+        return comm.gather(full, bounds, self._gather, sent_as=wire, keeps_own=keeps_own)
+
+    def _gather_as(self, dtype: torch.dtype, full: Tensor) -> Handle:
+        sent = full.new_empty(full.numel(), dtype=dtype)
+        sent[self._own] = full[self._own]
+        handle = self.gathered_by.gather(sent, self._layout.bounds, self._gather)
+
+        def finish() -> None:
+            handle.wait()
+            full[: self._own.start] = sent[: self._own.start]
+            full[self._own.stop :] = sent[self._own.stop :]
+
+        return Handle(finish)
+
+    def reduce(self, messages: Sequence[Message], wire: Int8 | None) -> Handle:
+        """Collective. `wait` returns the averages of this rank's shard, flat, one message after another."""
+        comm = self.gathered_by
+        return comm.reduce(messages, times=1 / comm.world, channel=self._reduction, sent_as=wire)
+
+
+class Replicated(Exchange):
+    """replicas: the ranks that own the same shard."""
+
+    def __init__(self, comm: Comm, replicas: Comm, layout: Layout, label: str) -> None:
+        self._replicas = replicas
+        super().__init__(comm, layout, label)
+
+    def _entitle(self, label: str) -> None:
+        super()._entitle(label)
+        self._averaging = self._replicas.channel(f"the averaging over replicas of {label}")
+
+    def comms(self) -> list[Comm]:
+        return [self.gathered_by, self._replicas]
+
+    def reduce(self, messages: Sequence[Message], wire: Int8 | None) -> Handle:
+        within = super().reduce(messages, wire)
+
+        def average() -> Tensor:
+            averages: Tensor = within.wait()
+            self._replicas.all_reduce(averages, channel=self._averaging)
+            return averages.mul_(1 / self._replicas.world)
+
+        return Handle(average)
+
+
+class TwoLevels(Exchange):
+    """`node_shard`: made at the first gather. `stale`: whether the owners may have stepped their slices of it since
+    they were gathered; the same on all ranks."""
+
+    packs = True
+
+    def __init__(self, levels: Levels, layout: Layout, label: str) -> None:
+        self._across = levels.across
+        super().__init__(levels.within, layout, label)
+        slices = self._across.world
+        self._bounds = layout.bounds[::slices]
+        first = levels.within.rank * slices
+        own = layout.bounds[first : first + slices + 1]
+        self._own = slice(own[0], own[-1])
+        self._slices = [bound - own[0] for bound in own]
+        self.node_shard: Tensor | None = None
+        self.stale = True
+
+    def _entitle(self, label: str) -> None:
+        super()._entitle(f"{label} within the node")
+        self._refresh = self._across.channel(f"the gathering across nodes of {label}")
+        self._averaging = self._across.channel(f"the reduction across nodes of {label}")
+
+    def comms(self) -> list[Comm]:
+        return [self.gathered_by, self._across]
+
+    def expect_steps(self) -> None:
+        self.stale = True
+
+    def gather(self, full: Tensor, shard: Tensor, wire: Wire) -> Handle:
+        """As of Exchange. wire: how slices go across nodes."""
+        if self.node_shard is None:
+            self.node_shard = full.new_empty(self._slices[-1])
+        if self.stale:
+            low, high = self._slices[self._across.rank : self._across.rank + 2]
+            self.node_shard[low:high] = shard.to(full.device, non_blocking=True)
+            quantised = wire if isinstance(wire, Int8) else None
+            self._across.gather(self.node_shard, self._slices, self._refresh, sent_as=quantised).wait()
+            self.stale = False
+        full[self._own] = self.node_shard
+        return self.gathered_by.gather(full, self._bounds, self._gather)
+
+    def reduce(self, messages: Sequence[Message], wire: Int8 | None) -> Handle:
+        """As of Exchange, of one message: the full buffer's gradients. wire: within the node and across."""
+        [(gradients, _)] = messages
+        node = [(gradients, _lengths(self._bounds))]
+        within = self.gathered_by.reduce(node, times=1 / self.gathered_by.world, channel=self._reduction, sent_as=wire)
+
+        def average() -> Tensor:
+            slices = [(within.wait(), _lengths(self._slices))]
+            averages: Tensor = self._across.reduce(
+                slices, times=1 / self._across.world, channel=self._averaging, sent_as=wire
+            ).wait()
+            return averages
+
+        return Handle(average)
+
+
+def exchange_among(placement: Placement, layout: Layout, label: str) -> Exchange:
+    """What a placement asks for."""
+    if placement.levels is not None:
+        return TwoLevels(placement.levels, layout, label)
+    if placement.replicas is not None:
+        return Replicated(placement.comm, placement.replicas, layout, label)
+    return Exchange(placement.comm, layout, label)
+
+
+def _lengths(bounds: Sequence[int]) -> list[int]:
+    return [high - low for low, high in pairwise(bounds)]
