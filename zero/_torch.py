@@ -134,16 +134,6 @@ def state_dict_hooks_of(module: nn.Module) -> list[Any]:
     return [*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()]
 
 
-def modules_being_called() -> list[nn.Module]:
-    """The modules whose calls are on this thread's stack, from the inside out. torch keeps no list of them."""
-    called, frame = [], sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is nn.Module._call_impl.__code__:
-            called.append(frame.f_locals["self"])
-    return called
-
-
 def chosen_by_policy(policy: object, root: nn.Module) -> set[nn.Module] | None:
     """What one of torch.distributed.fsdp.wrap's policy objects chooses, None where `policy` is no such object.
 

@@ -22,7 +22,7 @@ import zero
 from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
 from zero.fsdp.full_params import _Gradients
-from zero.oss.offload import Disk
+from zero.oss.disk import Disk
 from zero.oss.writes import Writes
 
 

@@ -145,7 +145,9 @@ class Backward:
 
     def _send(self, unit: Unit) -> None:
         self._finish_sent()
-        unit.gradients.launch()
+        for bucket in unit.gradients.buckets:
+            if bucket.trained:
+                bucket.launch()
         self._sent = unit
         if self._prefetch.limit == 1:
             self._finish_sent()

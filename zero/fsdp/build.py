@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.choice import Choice
@@ -15,7 +14,9 @@ from zero.fsdp.materialise import Materialiser
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Unit
-from zero.oss.offload import CPUOffload, Disk, DiskOffload, Room
+from zero.fsdp.unwrap import give_back
+from zero.oss.disk import Disk
+from zero.oss.offload import CPUOffload, DiskOffload, Room
 from zero.oss.partition import Partition, lay_out
 from zero.oss.placement import Placement
 from zero.oss.shard_group import GroupOptions, ShardGroup
@@ -49,7 +50,7 @@ class Builder:
     """Makes units of one model one after another, so that never more than one is unsharded.
 
     Where this can fail, because modules are still to be initialised or shards may find no room, ranks compare after
-    each unit whether it did, and the values that parameters came with stay in memory until all units are there.
+    each unit whether it did. What was sharded until then is gathered again.
 
     param_init_fn: gives values to modules that were built on the meta device.
     `disk`: where shards lie, if in files.
@@ -67,8 +68,7 @@ class Builder:
         store = options.offload.store() if options.offload else None
         self.disk = store if isinstance(store, Disk) else None
         self._room = Room(store) if store else None
-        self._undo = ExitStack()
-        self._materialiser = Materialiser(choice.module, param_init_fn, self._undo, initialises=placement.first)
+        self._materialiser = Materialiser(choice.module, param_init_fn, initialises=placement.first)
         self._loads = [0] * placement.comm.world
         self.cast_buffers: list[CastBuffer] = []
         self.hooks: list[RemovableHandle] = []
@@ -77,17 +77,24 @@ class Builder:
     def build(self) -> list[Unit]:
         """Collective. The units, the root first.
 
-        Raises ValueError on every rank where modules could not be initialised or shards found no room on any; the model
-        is what it was then.
+        Raises ValueError on every rank where modules could not be initialised or shards found no room on any. The
+        model is plain then, and can be wrapped again: what had values has those of the first rank (without
+        sync_module_states each shard's owner's), and what had none is on the meta device.
         """
-        with self._undo:
-            self._can_fail = self._on_any_rank(self._room is not None or self._materialiser.pending)
+        units: list[Unit] = []
+        self._can_fail = self._on_any_rank(self._room is not None or self._materialiser.pending)
+        try:
             self._materialiser.materialise_buffers()
-            units = [self._unit(name, owned) for name, owned in self._choice.owned().items()]
+            for name, owned in self._choice.owned().items():
+                units.append(self._unit(name, owned))
+                self._agree(units[-1].title)
             if self._options.synced:
                 self._materialiser.materialise(self._choice.ignored)
                 self._agree()
-            self._undo.pop_all()
+        except ValueError:
+            give_back(units, (), ())
+            self._materialiser.take_back()
+            raise
         self.cast_buffers, self.hooks = self._options.precision.prepare(self._choice.modules)
         if self._options.synced:
             self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
@@ -96,18 +103,14 @@ class Builder:
     def _unit(self, name: str, owned: list[tuple[str, nn.Parameter]]) -> Unit:
         params = [param for _, param in owned]
         title = f"unit {name!r}" if name else "the root unit"
-        had_values = [param for param in params if not param.is_meta]
         self._materialiser.materialise(params)
-        if self._can_fail:
-            self._set_aside(had_values)
+        self._agree(title)
         if self._options.synced:
             self._placement.broadcast(params)
-        groups = self._lay_out(owned, title)
-        self._agree(title)
         return Unit(
             name,
             self._choice.units[name],
-            groups,
+            self._lay_out(owned, title),
             precision=self._options.precision,
             stays=self._options.stays,
         )
@@ -146,14 +149,3 @@ class Builder:
         if problem is None and self._room is not None:
             problem = self._room.problem(f"the shards of {title}", self._options.offload)
         self._placement.compare("the units of FSDP", [], problem)
-
-    def _set_aside(self, params: Sequence[nn.Parameter]) -> None:
-        """What these parameters are now; other ranks' values, if they are to come, go to other memory."""
-        for param in params:
-            self._undo.callback(_bind, param, param.data)
-            if self._options.synced and not self._placement.first:
-                param.data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
-
-
-def _bind(param: nn.Parameter, data: Tensor) -> None:
-    param.data = data

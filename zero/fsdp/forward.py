@@ -67,6 +67,7 @@ class Forward:
         """Returns whether the module is to run uncompiled although it is compiled."""
         watch()
         refuse_capture(self._freed)
+        self._schedule.before_forward()
         if self._schedule.looks_next:
             problem = compiling_problem(self._module, self._inner, self._freed)
             if problem is not None:

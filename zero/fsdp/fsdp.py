@@ -99,7 +99,7 @@ class FSDP(Weights):
 
     Collective: the constructor, forward, backward, `state_dict`, `load_state_dict`, `summon_full_params`.
     Raises ValueError, on every rank, for what cannot be sharded or differs between ranks, and where modules cannot be
-    initialised or shards find no room: the model, its parameters and FSDPs inside it are as before then. RuntimeError,
+    initialised or shards find no room: the model is plain then, and can be wrapped again. RuntimeError,
     on every rank, where ranks run different units.
     """
 

@@ -27,7 +27,7 @@ from zero.measure.kinds import Finding, Kind
 from zero.measure.numbers import differs
 from zero.measure.param_groups import SHARD_MARK
 from zero.oss.ddp import refuse_within_ddp
-from zero.oss.offload import Disk
+from zero.oss.disk import Disk
 from zero.oss.partition import Partition, optimizer_problem
 from zero.oss.scaling import Scaling
 from zero.oss.shard_group import ShardGroup

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,6 @@ class Materialiser:
     param_init_fn: called with a module whose own parameters have memory but no values; by default the module's own
         `reset_parameters` is. Each module is initialised once, when the first of its parameters gets memory, and the
         one that names a shared parameter first after the others that share it.
-    undo: gets callbacks that take everything back: memory from what had none, and what an initialisation may have
-        overwritten.
     initialises: whether this rank is that source.
     `problem`: what kept a module from being initialised, in words for the user.
     """
@@ -29,16 +26,18 @@ class Materialiser:
         self,
         root: nn.Module,
         param_init_fn: Callable[[nn.Module], None] | None,
-        undo: ExitStack,
         *,
         initialises: bool,
     ) -> None:
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self._init, self._initialises, self._undo = param_init_fn, initialises, undo
+        self._init, self._initialises = param_init_fn, initialises
         self._holders: dict[nn.Parameter, list[nn.Module]] = {}
         self._waiting: dict[nn.Module, str] = {}
         """Modules that are not initialised yet, and their names."""
+        self._given: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Parameters that were given memory, and those on the meta device whose place they took."""
+        self._given_buffers: list[tuple[nn.Module, dict[str, Tensor]]] = []
         self.problem: str | None = None
         for prefix, module in root.named_modules():
             own = [*module.parameters(recurse=False)]
@@ -56,8 +55,8 @@ class Materialiser:
     def materialise_buffers(self) -> None:
         """Gives memory to all buffers that have none, and values to the modules that hold nothing else."""
         for module, name in [*self._waiting.items()]:
-            self._set_aside(module)
             empty = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+            self._given_buffers.append((module, empty))
             for key, buffer in empty.items():
                 buffers_of(module)[key] = torch.zeros_like(buffer, device=self._device)
             params = [*module.parameters(recurse=False)]
@@ -84,20 +83,19 @@ class Materialiser:
                 "have values, which initialising the module would overwrite. Give the buffer its values first."
             )
 
-    def _set_aside(self, module: nn.Module) -> None:
-        """What the module holds itself and has values, for these to be put back: initialising it may change them."""
-        self._undo.callback(buffers_of(module).update, dict(buffers_of(module)))
-        if self._initialises:
-            for tensor in _own(module):
-                if not tensor.is_meta:
-                    self._undo.callback(tensor.data.copy_, tensor.detach().clone())
+    def take_back(self) -> None:
+        """What was given memory is on the meta device again."""
+        for param, meta in self._given:
+            torch.utils.swap_tensors(param, meta)
+        for module, empty in self._given_buffers:
+            buffers_of(module).update(empty)
 
     def _give_memory(self, param: nn.Parameter) -> None:
         if param.is_meta:
             real = nn.Parameter(torch.empty_like(param, device=self._device), requires_grad=param.requires_grad)
             vars(real).update(vars(param))
             torch.utils.swap_tensors(param, real)
-            self._undo.callback(torch.utils.swap_tensors, param, real)
+            self._given.append((param, real))
 
     def _initialise(self, module: nn.Module, name: str) -> None:
         del self._waiting[module]

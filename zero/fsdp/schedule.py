@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import in_a_backward, modules_being_called
+from zero._torch import in_a_backward
 from zero.comm import Comm
 from zero.fsdp.backward import Backward
 from zero.fsdp.beside import Beside
@@ -86,8 +86,6 @@ class Schedule:
         def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._backward.active and not in_a_backward():
                 self._abandon()
-            if unit is self._root and module is unit.module and self._running and not self._backward.active:
-                self._end_interrupted()
             if unit.state is TrainingState.BACKWARD:
                 return None  # activation checkpointing computes the forward again, and backward has gathered the unit
             if unit.summoned:
@@ -135,10 +133,9 @@ class Schedule:
         if unit.after is not None and self._prefetch.before_forward:
             unit.after.unshard_ahead()
 
-    def _end_interrupted(self) -> None:
-        """Forgets forwards that an interrupt has ended (KeyboardInterrupt), of which no hook is called."""
-        around = modules_being_called()[1:]
-        if not any((unit.entrance or unit.module) in around for unit in self._running):
+    def before_forward(self) -> None:
+        """Of the whole model. Forgets one that an interrupt has ended (KeyboardInterrupt): no hook is called then."""
+        if self._running and not self._backward.active:
             self._looking.close()
             self._running.clear()
             for unit in self._units:

@@ -175,7 +175,9 @@ class Unit:
         for group in self.groups:
             if group.state is GroupState.SHARDED:
                 group.launch_unshard(wire=wire)
-        self.finish_unshard()
+        for group in self.groups:
+            if group.gathering:
+                group.finish_unshard()
         if any(group.state is GroupState.LOST for group in self.groups):
             raise RuntimeError(
                 f"the parameters of {self.title} of FSDP have not arrived: gathering them failed before. Look for the "

@@ -66,7 +66,7 @@ class UnitGradients:
         return None if shown is None else unreduced
 
     def hand_over(self) -> None:
-        """Backward is complete: the buckets take the gradients, for `launch` to send."""
+        """Backward is complete: the buckets take the gradients, to be sent."""
         for bucket, index, param in self._trained():
             gradient, param.grad = param.grad, None
             bucket.take(index, gradient)
@@ -77,12 +77,6 @@ class UnitGradients:
         for bucket, index, param in self._trained():
             bucket.take(index, self._set_aside(param))
         self.sends, self.kept = True, False
-
-    def launch(self) -> None:
-        """Collective. Sends the gradients that the buckets have to their owners."""
-        for bucket in self.buckets:
-            if bucket.trained:
-                bucket.launch()
 
     def finish(self, title: str) -> None:
         """Waits for this rank's shard of the gradients, and adds it to what was there before. title: of the unit."""

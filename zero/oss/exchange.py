@@ -63,23 +63,20 @@ class Exchange:
     def expect_steps(self) -> None:
         """The owners may have stepped their shards since the last gather; on all ranks alike."""
 
-    def gather(self, full: Tensor, shard: Tensor, wire: Wire) -> Handle:
-        """Collective. Fills the full buffer, also with this rank's shard.
+    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire) -> Handle:
+        """Collective. Fills the full buffer.
 
-        wire: the shard keeps its precision, whatever arrives.
+        shard: this rank's, which keeps its precision, whatever arrives; None where it lies in the buffer.
         """
-        own = full[self._own]
-        own.copy_(shard.to(own.device, non_blocking=True))
-        return self.gather_in_place(full, wire, keeps_own=False)
-
-    def gather_in_place(self, full: Tensor, wire: Wire, *, keeps_own: bool = True) -> Handle:
-        """Collective. The same where the shard lies in the buffer. keeps_own: it keeps its precision there."""
+        if shard is not None:
+            own = full[self._own]
+            own.copy_(shard.to(own.device, non_blocking=True))
         comm, bounds = self.gathered_by, self._layout.bounds
         if isinstance(wire, torch.dtype):
             if comm.world > 1 and full.is_floating_point() and wire.itemsize < full.element_size():
                 return self._gather_as(wire, full)
             wire = None
-        return comm.gather(full, bounds, self._gather, sent_as=wire, keeps_own=keeps_own)
+        return comm.gather(full, bounds, self._gather, sent_as=wire, keeps_own=shard is None)
 
     def _gather_as(self, dtype: torch.dtype, full: Tensor) -> Handle:
         sent = full.new_empty(full.numel(), dtype=dtype)
@@ -153,8 +150,9 @@ class TwoLevels(Exchange):
     def expect_steps(self) -> None:
         self.stale = True
 
-    def gather(self, full: Tensor, shard: Tensor, wire: Wire) -> Handle:
-        """As of Exchange. wire: how slices go across nodes."""
+    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire) -> Handle:
+        """As of Exchange, of a shard of its own. wire: how slices go across nodes."""
+        assert shard is not None
         if self.node_shard is None:
             self.node_shard = full.new_empty(self._slices[-1])
         if self.stale:

@@ -217,7 +217,7 @@ class ShardGroup:
                     )
                     self._shard_used()
                 else:
-                    self._handle = beside(self.exchange.gather_in_place(self.full, wire), keeps=self.full)
+                    self._handle = beside(self.exchange.gather(self.full, None, wire), keeps=self.full)
         except BaseException:
             self._become(GroupState.LOST)
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import finalize, proxy, ref
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ class Reducer:
         self._numbers: dict[ShardGroup, int] = {}
         self._end = End([comm], f"the end of a backward of ShardedDDP({type(module).__name__})")
         self._hooks: dict[Tensor, RemovableHandle] = {}
+        finalize(self, _remove, self._hooks)
         self._hooks_on_leaves: list[RemovableHandle] = []
         self._ran_trained: set[Tensor] = set()
         """What was trained in some forward since the last backward, and may have been frozen since."""
@@ -101,7 +102,8 @@ class Reducer:
             self._begin()
 
     def _hook_trained(self) -> None:
-        arrived = partial(_arrived, ref(self))
+        # What autograd calls lies where the garbage collector does not look for cycles.
+        arrived = partial(Reducer.arrived, proxy(self))
         for param in self._places:
             if param.requires_grad:
                 self._ran_trained.add(param)
@@ -119,8 +121,9 @@ class Reducer:
     def retire(self, reason: str) -> None:
         """Takes no gradients any more, because the parameters are another's. reason: what a forward raises then."""
         self._retired = reason
-        for hook in [*self._hooks.values(), *self._hooks_on_leaves]:
-            hook.remove()
+        _remove(self._hooks)
+        while self._hooks_on_leaves:
+            self._hooks_on_leaves.pop().remove()
 
     def arrived(self, param: nn.Parameter) -> None:
         """autograd has written all of `param.grad`, which is taken over, and None from here on."""
@@ -238,8 +241,6 @@ _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By parameter, the Reducer that takes its gradients."""
 
 
-def _arrived(reducer: ref[Reducer], param: nn.Parameter) -> None:
-    """The hook on parameters. What autograd calls lies where the garbage collector does not look for cycles."""
-    there = reducer()
-    if there is not None:
-        there.arrived(param)
+def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
