@@ -65,7 +65,7 @@ def _none(*args: Any, **kwargs: Any) -> None:
 PATCHES: list[tuple[Any, str, Any]] = [
     (Comm, "agree", _agree_unseen),
     (Order, "append", lambda *_: False),
-    (Order, "refuse_others", _none),
+    (Order, "refuse_differing", _none),
     (Order, "transfer", lambda *_: _nothing),
     (Scaling, "remember", _none),
     (Scaling, "compare", _none),

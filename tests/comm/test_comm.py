@@ -460,7 +460,7 @@ def test_ranks_out_of_step_are_told_on_every_rank_what_each_is_doing(operations,
 def test_after_ranks_were_out_of_step_the_group_refuses_to_go_on(way):
     for _, second in ranks.run(_out_of_step, 2, args=(("agree", "gather"), way), timeout=20):
         assert second.startswith("RuntimeError: ranks are out of step")
-        assert "tart the process group anew" in second
+        assert "nitialise the process group again" in second
 
 
 # ---------------------------------------------------------------------------------------------------------------------

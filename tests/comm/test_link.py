@@ -18,8 +18,8 @@ import zero
 from ranks import refusal
 from transports import between_hosts
 from zero.comm import Comm, attach, configure
-from zero.comm.meeting import meet
 from zero.comm.process_group import Gloo
+from zero.comm.rendezvous import rendezvous
 
 CPU = torch.device("cpu")
 LENGTH = 20_000
@@ -186,7 +186,7 @@ def met_again(rank: int, world: int) -> list[bool]:
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     found = []
     for _ in range(3):
-        peers, nonce = meet(store, rank, world, timedelta(seconds=10), how="auto")
+        peers, nonce = rendezvous(store, rank, world, timedelta(seconds=10), how="auto")
         found.append(peers is not None)
         nonces: list[str] = [""] * world
         dist.all_gather_object(nonces, nonce)

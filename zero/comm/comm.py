@@ -1,12 +1,12 @@
-"""One process group as the stages use it.
+"""The collectives of one process group, as the three stages use them.
 
-Two operations carry the three stages: `gather` (every shard reaches every rank from its owner) and `reduce` (every
-shard, summed over the ranks, reaches its owner). Which transport runs is chosen once for a group and type of device
-(link.py), and makes no difference to the results: reduce adds up in rank order at the owner, in float32 what travelled
-with 16 bits. Both can quantise what they send (quantised.py).
+All stages send by two operations: `gather` (all-gather: every shard reaches every rank from its owner) and `reduce`
+(reduce-scatter: every shard, summed over the ranks, reaches its owner). The transport is chosen once for each process
+group and type of device (link.py). It does not change the results: over every transport on the CPU, the owner adds in
+rank order, and 16-bit floats are added in float32. Both operations can quantise what they send (quantised.py).
 
-All ranks must call the same operations in the same order. Where they do not, each of them gets an error, and nothing
-that they disagree on is applied (order.py).
+All ranks must call the same operations in the same order. Otherwise each of them raises, and no result that the ranks
+disagree on is applied (order.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero.comm.differences import as_text, refuse_differences
 from zero.comm.handle import Handle
 from zero.comm.link import Link, group_in_order, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
-from zero.comm.packing import batches, room_for, spread, together
+from zero.comm.packing import batches, copy_into, empty_flat, flatten
 from zero.comm.quantised import Int8
 from zero.comm.rehearsal import Observer, Rehearsed, RehearsedLink
 from zero.comm.traffic import count
@@ -32,11 +32,11 @@ from zero.comm.transport import Message
 
 
 class Comm:
-    """One process group, seen from this rank. `rank` and `world` are of the group, never of the whole job.
+    """One process group, seen from this rank. `rank` and `world` count the ranks of the group, not of the job.
 
-    group: None is the default group, or this process alone where torch.distributed is not initialised. A Comm stands
-        for its own ranks: wherever users pass a process group, plans pass a rehearsal.
-    Raises ValueError where this rank is not in the group.
+    group: None means the default group, or this process alone if torch.distributed is not initialised. A Comm means the
+        same ranks as that Comm: plans pass a rehearsal where users pass a process group.
+    Raises ValueError if this rank is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | Comm | None = None) -> None:
@@ -47,31 +47,32 @@ class Comm:
             group = dist.group.WORLD
         if group is not None and dist.get_rank(group) < 0:
             raise ValueError(
-                f"rank {dist.get_rank()} of the job is not in the process group that it was given. "
-                "Build the model and its optimizer only on the ranks of the group, or pass each rank its own group."
+                f"rank {dist.get_rank()} of the job is not in the process group that it was given. Build the model and "
+                "its optimizer only on the ranks of the group, or pass on each rank a group that contains it."
             )
         self._use(group, Link(None) if group is None else link_of(group))
 
     @classmethod
     def alone(cls) -> Comm:
-        """This process by itself, whatever torch.distributed knows."""
+        """Returns a group of this process alone, even if torch.distributed is initialised."""
         comm = cls.__new__(cls)
         comm._use(None, Link(None))
         return comm
 
     @classmethod
     def rehearsal(cls, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> Comm:
-        """One rank of a group that does not exist: nothing is sent. See rehearsal.py."""
+        """Returns one rank of a simulated group that sends nothing. See rehearsal.py."""
         comm = cls.__new__(cls)
         comm._use(None, RehearsedLink(rank, world, like, observer) if world > 1 else Link(None))
         return comm
 
     @classmethod
     def of_both(cls, within: Comm, across: Comm) -> Comm:
-        """Collective over all ranks of the job. The ranks of a grid: those of `within` and of `across` are this rank's
-        row and column of it. Ranks of one column follow one another: rank = within.rank * across.world + across.rank.
+        """Collective over all ranks of the job. Returns the group of all ranks of a grid.
 
-        Raises ValueError, on every rank, where the grid has not all ranks of the job.
+        `within` is this rank's row of the grid, `across` its column. The ranks of a column are consecutive in the new
+        group: rank = within.rank * across.world + across.rank. Raises ValueError, on every rank, if the grid does not
+        contain all ranks of the job.
         """
         if within.world == 1 or across.world == 1:
             return cls(across if within.world == 1 else within)
@@ -83,8 +84,8 @@ class Comm:
         ranks = [int(rank) for text in within.all_gather_text(column) for rank in text.split(",")]
         if sorted(ranks) != [*range(dist.get_world_size())]:
             raise ValueError(
-                f"the groups to shard within and to replicate across have the ranks {sorted(ranks)} together, not all "
-                f"{dist.get_world_size()} of the job. Pass rows and columns of one DeviceMesh of all ranks."
+                f"the shard group and the replicate group contain the ranks {sorted(ranks)} together, but the job has "
+                f"{dist.get_world_size()}. Pass rows and columns of one DeviceMesh of all ranks."
             )
         return cls(group_in_order(ranks))
 
@@ -98,49 +99,50 @@ class Comm:
     # ---------------------------------------------------------------------------------------- the transport
 
     def transport_name(self, device: torch.device) -> str:
-        """Collective the first time. What tensors on such a device are sent by, for logs."""
+        """Returns the name of the transport for tensors on the device. Collective the first time."""
         return self._link.transport(device).name
 
     def reads(self, device: torch.device) -> bool:
-        """Collective the first time. Whether ranks read tensors on the device from one another's memory."""
+        """Returns whether ranks read tensors on the device from one another's memory. Collective the first time."""
         return self.world > 1 and self.transport_name(device) == "host memory"
 
     def runs_beside(self, tensor: Tensor) -> bool:
-        """Collective the first time. Whether such tensors are sent without taking the processor from what computes."""
+        """Returns whether transfers of tensors on this device overlap with computing. Collective the first time."""
         return self.world > 1 and self._link.transport(tensor.device).overlaps
 
     def device_problem(self, devices: Sequence[torch.device]) -> str | None:
-        """Why tensors on these devices cannot be sent in this group, in words for the user; None if they can."""
+        """Returns why this group cannot send tensors on these devices, in words for the user; None if it can."""
         missing = None if self.group is None else self._link.without_backend(devices)
         if missing is None:
             return None
         return (
-            f"parameters are on {missing}, but the process group sends nothing from there (its backend is "
-            f"{dist.get_backend(self.group)}). Call torch.cuda.set_device(local_rank), move the model by "
-            "model.to(device) first, or initialise the group with a backend for both: "
+            f"parameters are on {missing}, but the process group has no backend for that device (its backend is "
+            f"{dist.get_backend(self.group)}). Call torch.cuda.set_device(local_rank) and move the model with "
+            "model.to(device) first, or initialise the group with a backend for both devices: "
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
 
     def refuse_if_broken(self, buffers: object) -> None:
-        """Raises RuntimeError where a transfer has failed: nothing that was in flight counts as arrived.
+        """Raises RuntimeError if a transfer of the group has failed: no transfer that was in flight counts as complete.
 
-        buffers: of one that was, which are kept then: it may still write into them.
+        buffers: those of a transfer that was in flight. They are kept alive then: it may still write into them.
         """
         with self._order.transfer(None, buffers):
             pass
 
-    # ------------------------------------------------------------------------------------------- agreeing
+    # ---------------------------------------------------------------------------------- comparing the ranks
 
     def channel(self, name: str) -> int:
-        """A number for one stream of operations, given out in the same order on every rank; `name` is for errors."""
+        """Returns a new number for one kind of operation. All ranks must call this in the same order. `name` is shown
+        in errors."""
         return self._order.channel(name)
 
     def begin_schedule(self) -> None:
-        """Operations begin here that may have run before in the same order, such as those of a forward."""
+        """Marks the start of a sequence of operations that may have run before in the same order, such as a forward."""
         self._order.begin()
 
     def agree(self, channel: int, *, flag: bool = False) -> bool:
-        """Collective. Raises RuntimeError on every rank unless all ranks have come to this same point, by the same
+        """Collective. Raises RuntimeError on every rank unless all ranks call it with the same channel after the same
         operations. Returns whether any rank has the flag."""
         if self.world > 1:
             flag = self._link.transport().compare(channel, flag=flag)
@@ -150,7 +152,7 @@ class Comm:
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None) -> None:
         """Collective. Raises ValueError on every rank if any rank has a `problem`, or if `lines` differ between ranks.
 
-        Costs one exchange of 32 bytes where all is well. lines: what must be the same, one thing a line.
+        Otherwise it costs one exchange of 32 bytes. lines: the signature that must be the same on all ranks.
         """
         texts = [as_text(lines, problem)]
         if self.world > 1:
@@ -163,22 +165,22 @@ class Comm:
         refuse_differences(what, texts)
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Collective. The text of every rank, by rank."""
+        """Collective. Returns the text of every rank, by rank."""
         if self.world == 1:
             return [text]
         self.agree(COMPARISON)
         data = text.encode()
         lengths = [int.from_bytes(length, "little") for length in self._exchange(len(data).to_bytes(8, "little"))]
         padded = data.ljust(max(lengths), b"\0")
-        found = self._exchange(padded) if padded else [b""] * self.world
-        return [received[:length].decode() for received, length in zip(found, lengths, strict=True)]
+        texts = self._exchange(padded) if padded else [b""] * self.world
+        return [text[:length].decode() for text, length in zip(texts, lengths, strict=True)]
 
     def _exchange(self, data: bytes) -> list[bytes]:
-        """What every rank gives, as many bytes on each, at least one."""
+        """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
         count(other=len(data) * (self.world - 1))
         return self._link.transport().exchange(data)
 
-    # ------------------------------------------------------------------------------------------ the shards
+    # ---------------------------------------------------------------------------------------------- shards
 
     def gather(
         self,
@@ -189,15 +191,15 @@ class Comm:
         sent_as: Int8 | None = None,
         keeps_own: bool = False,
     ) -> Handle:
-        """Collective. Fills the flat `full`: shard [bounds[r], bounds[r + 1]) comes from rank r, which has it there.
+        """Collective. Fills the flat `full`. Rank r sends shard [bounds[r], bounds[r + 1]), which its own `full` holds.
 
-        channel: number of the operation, by which ranks notice that they are out of step: this call, or `wait`, raises
-            RuntimeError then, on every rank.
-        sent_as: how floats of 16 or 32 bits travel, if not as they are; integers do as they are. keeps_own: this rank's
-            shard stays as it is then; otherwise it becomes what the other ranks get. One rank by itself sends nothing,
-            and rounds nothing.
+        channel: number of the operation. If ranks are out of step, this call or `wait` raises RuntimeError on every
+            rank.
+        sent_as: the quantisation of 16-bit and 32-bit floats; by default none. Integers are never quantised, and a
+            group of one rank rounds nothing.
+        keeps_own: with `sent_as`, this rank's shard keeps its values; otherwise it is rounded as on the other ranks.
 
-        `full` must not change until `wait` has returned, which may be when the other ranks have called it too.
+        `full` must not change until `wait` has returned. `wait` may block until the other ranks have called `wait`.
         """
         if sent_as is not None and self.world > 1 and full.is_floating_point():
             return self._gather_quantised(full, bounds, channel, sent_as, keeps_own=keeps_own)
@@ -213,11 +215,11 @@ class Comm:
         wire = full.new_empty(starts[-1], dtype=torch.uint8)
         wire[starts[rank] : starts[rank + 1]] = sent_as.encode(full[bounds[rank] : bounds[rank + 1]], [counts[rank]])
         handle = self.gather(wire, starts, channel)
-        filled = [(0, rank), (rank + 1, self.world)] if keeps_own else [(0, self.world)]
+        decoded = [(0, rank), (rank + 1, self.world)] if keeps_own else [(0, self.world)]
 
         def finish() -> None:
             handle.wait()
-            for first, last in filled:
+            for first, last in decoded:
                 shards = full[bounds[first] : bounds[last]]
                 sent_as.decode(wire[starts[first] : starts[last]], shards, counts[first:last])
 
@@ -232,19 +234,19 @@ class Comm:
         channel: int = REDUCTION,
         sent_as: Int8 | None = None,
     ) -> Handle:
-        """Collective. Sums over the ranks what each has for each owner. `wait` returns this rank's sums, flat.
+        """Collective. Sums the messages over the ranks and sends each owner its sums. `wait` returns this rank's sums.
 
-        messages: flat tensors, all of one dtype, and how many elements of each go to each rank of the group, in the
-        order of ranks; these numbers are the same on all ranks. The tensors must not change until `wait`, which returns
-        a new tensor of the sums of what came here, one message after another; of 16-bit floats in float32. As with
-        `gather`, that may be when the other ranks have called it too.
+        messages: flat tensors of one dtype, and the number of elements of each that go to each rank of the group, in
+            rank order; these numbers are the same on all ranks. The tensors must not change until `wait` has returned.
+        times: factor for the sums, such as 1 / world for averages: it is applied while they are still in the cache.
+        into: a flat tensor that is overwritten with the sums, in its own dtype, and returned instead of a new tensor.
+            It may overlap this rank's own share of the messages.
+        channel: as for `gather`.
+        sent_as: the quantisation of 16-bit and 32-bit floats; by default none. The sums are then a new float32 tensor.
+            A group of one rank rounds nothing.
 
-        times: what sums are multiplied by, such as 1 / world for averages: here they are still in the cache.
-        into: flat, what is overwritten by the sums, and returned, instead of a new tensor; in its own dtype. It may be
-            what this rank has for itself.
-        channel: as of `gather`.
-        sent_as: how floats of 16 or 32 bits travel, if not as they are; sums are then a new tensor of float32. One rank
-            by itself sends nothing, and rounds nothing.
+        The sums are flat, one message after another; those of 16-bit floats are float32 unless `into` is given. `wait`
+        may block until the other ranks have called `wait`.
         """
         if sent_as is not None and self.world > 1:
             return self._reduce_quantised(messages, times, channel, sent_as)
@@ -270,31 +272,31 @@ class Comm:
     # ------------------------------------------------------------------------------------- other tensors
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Collective. Overwrites the tensors by those of rank `source` of the group."""
+        """Collective. Overwrites the tensors with those of rank `source` of the group."""
         if self.world == 1:
             return
         for batch in batches(tensors):
-            flat = together(batch) if self.rank == source else room_for(batch)
+            flat = flatten(batch) if self.rank == source else empty_flat(batch)
             self._link.transport(flat.device).broadcast(flat, source)
             if self.rank == source:
                 count(other=flat.nbytes * (self.world - 1))
             else:
-                spread(flat, batch)
+                copy_into(batch, flat)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, channel: int = SUM) -> None:
-        """Collective. Sums (or takes the maximum of) a contiguous tensor over the ranks, in place.
+        """Collective. Overwrites a contiguous tensor with its sum, or maximum, over the ranks.
 
-        channel: number of the operation, which is compared between ranks; by default that of any such sum.
+        channel: number of the operation, which ranks compare; by default all such sums share one number.
         """
         if self.world > 1:
             count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
             self._link.transport(tensor.device).all_reduce(tensor, channel, maximum=maximum)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
-        """Collective. Brings flat tensors from their owners to rank `to` of the group, or (None) to all.
+        """Collective. Sends flat tensors from their owners to rank `to` of the group, or (None) to all ranks.
 
-        transfers: on every rank the same, in the same order, (owner, tensor): what is sent at the owner, what is filled
-        at those who receive, None elsewhere. All are on one type of device.
+        transfers: pairs (owner, tensor), for the same tensors in the same order on every rank. The owner passes the
+        tensor to send, a receiver the tensor to fill, other ranks None. All tensors are on one type of device.
         """
         if self.world == 1:
             return

@@ -1,8 +1,8 @@
-"""The ranks of one Linux host, which read what they need from one another's memory (attach.py).
+"""The transport between the ranks of one Linux host, which read one another's memory (attach.py).
 
-Every operation begins with a note to each other rank (peers.py): its number, and the address of what the others are to
-read for it. So comparing operations costs nothing beside. It ends when all have read: until then nobody overwrites or
-frees what others still read. Reads happen in `wait`, so nothing overlaps.
+Every operation begins with a note to each other rank (peers.py): the channel, and the address of the data to read. So
+ranks compare operations at no further cost. An operation ends when all ranks have read: until then no rank overwrites
+or frees data that others still read. Reads happen in `wait`, so they do not overlap with computing.
 
 CPU ms of a rank, medians, two loaded cores of an AMD EPYC, against Gloo (process_group.py), November 2026:
 
@@ -13,8 +13,8 @@ CPU ms of a rank, medians, two loaded cores of an AMD EPYC, against Gloo (proces
     reduce of 64 KiB                    0.07    0.24        0.12    0.33
     agree                               0.03    0.31        0.04    0.74
 
-It was less at every size from 4 KiB on, so there is no size from which it is used. What is left of the reduce is the
-sum, and the pages of the buffer that it is read into.
+It was faster at every size from 4 KiB on, so it is used at all sizes. The rest of the reduce's time goes into the sum
+and the pages of the buffer that it reads into.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from torch import Tensor
 from zero.comm.handle import Handle
 from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order
 from zero.comm.peers import Peers
-from zero.comm.process_group import refuse_other_logs
+from zero.comm.process_group import refuse_differing_logs
 from zero.comm.sums import add_in_order, sum_in_rank_order, wide
 from zero.comm.transport import Message, Transport
 
 CHUNK = 1 << 18
-"""Bytes that are read from each rank before they are added up: they are still in the cache then."""
+"""Bytes that are read from each rank before they are added up, while they are still in the cache."""
 
-_DIGEST = (1 << 63) - 1
+_DIGEST_MASK = (1 << 63) - 1
 
 Addresses = Mapping[int, int]
-"""By rank, of each other rank: where it has what is to be read."""
+"""The address of the data to read, by rank, for each other rank."""
 
 
 class HostMemory(Transport):
-    """Of tensors on the CPU."""
+    """The transport for tensors on the CPU, within one host."""
 
     name, overlaps = "host memory", False
 
     def __init__(self, order: Order, peers: Peers, rank: int, world: int) -> None:
         self._order, self._peers, self._rank, self._world = order, peers, rank, world
-        order.at_failure.append(lambda _: peers.close())  # the others wait for this rank to read: now it will not
+        order.at_failure.append(lambda _: peers.close())  # the other ranks wait for this rank to read: it will not
 
     def _launch(self, channel: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Handle:
-        """`wait` returns what `read` does, when all ranks have read.
+        """Announces an operation. `wait` returns the result of `read` after all ranks have read.
 
-        buffers: what holds the memory that is read, here and by the others.
+        buffers: the objects that own the memory which this rank and the others read or write.
         """
         self._announce(channel, address, buffers)
 
@@ -76,19 +76,19 @@ class HostMemory(Transport):
     def _notes(self, channel: int, buffers: object) -> Addresses:
         with self._order.transfer(channel, buffers):
             notes = self._peers.notes()
-        self._order.refuse_others(channel, {peer: note.number for peer, note in notes.items()})
-        return {peer: note.address for peer, note in notes.items()}
+        self._order.refuse_differing(channel, {rank: note.number for rank, note in notes.items()})
+        return {rank: note.address for rank, note in notes.items()}
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
-        digest = self._order.digest & _DIGEST  # of operations by other transports of the group
-        self._announce(channel, digest << 1 | flag, None)
-        notes: Addresses = Handle(lambda: self._notes(channel, None), self._order.queue).wait()
-        if any(said >> 1 != digest for said in notes.values()):
-            refuse_other_logs(self, self._order)
+        digest = self._order.digest & _DIGEST_MASK  # of operations by other transports of the group
+        self._announce(channel, digest << 1 | flag, None)  # in place of an address
+        received: Addresses = Handle(lambda: self._notes(channel, None), self._order.queue).wait()
+        if any(word >> 1 != digest for word in received.values()):
+            refuse_differing_logs(self, self._order)
         self._order.compared()
-        return flag or any(said & 1 for said in notes.values())
+        return flag or any(word & 1 for word in received.values())
 
-    # ------------------------------------------------------------------------------------------ the shards
+    # ---------------------------------------------------------------------------------------------- shards
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         size = full.element_size()
@@ -140,7 +140,7 @@ class HostMemory(Transport):
         return [row.numpy().tobytes() for row in rows]
 
     def _rows(self, flat: Tensor, channel: int) -> Tensor:
-        """What every rank has, one row a rank."""
+        """Returns the tensors of all ranks, one row a rank."""
         rows = flat.new_empty(self._world, len(flat))
         rows[self._rank] = flat
 
@@ -152,8 +152,8 @@ class HostMemory(Transport):
         return rows
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
-        given = [tensor for owner, tensor in transfers if owner == self._rank and tensor is not None]
-        table = _table_of(given)
+        sent = [tensor for owner, tensor in transfers if owner == self._rank and tensor is not None]
+        table = _address_table(sent)
         counts = Counter(owner for owner, _ in transfers)
 
         def read(addresses: Addresses) -> None:
@@ -162,32 +162,32 @@ class HostMemory(Transport):
             tables = {
                 rank: self._peers.read_table(rank, addresses[rank], counts[rank]) for rank in addresses if counts[rank]
             }
-            taken: Counter[int] = Counter()
+            seen: Counter[int] = Counter()
             for owner, tensor in transfers:
                 if owner != self._rank and tensor is not None:
-                    self._peers.read(owner, tables[owner][taken[owner]], tensor.data_ptr(), tensor.nbytes)
-                taken[owner] += 1
+                    self._peers.read(owner, tables[owner][seen[owner]], tensor.data_ptr(), tensor.nbytes)
+                seen[owner] += 1
 
-        self._launch(COLLECTION, ctypes.addressof(table), read, (given, table)).wait()
+        self._launch(COLLECTION, ctypes.addressof(table), read, (sent, table)).wait()
 
 
 class _Shares:
-    """What this rank has of its messages for every rank, and what it reads from the others' for itself."""
+    """Reads this rank's share of the messages of all ranks. Other ranks read theirs from this rank's messages."""
 
     def __init__(self, messages: Sequence[Message], rank: int, peers: Peers) -> None:
         self._messages, self._rank, self._peers = [message for message, _ in messages], rank, peers
         self._bounds = [[0, *accumulate(counts)][rank : rank + 2] for _, counts in messages]
-        self._table = _table_of(self._messages)
+        self._table = _address_table(self._messages)
 
     @property
     def address(self) -> int:
-        """Where the addresses of the messages lie."""
+        """The address of the table of the messages' addresses."""
         return ctypes.addressof(self._table)
 
     def sum(self, addresses: Addresses, times: float, into: Tensor | None) -> Tensor:
-        """What the others have for this rank added to its own, in the order of ranks, one message after another.
+        """Returns the sums of this rank's shares over all ranks, in rank order, flat, one message after another.
 
-        addresses: where the other ranks' tables lie. times, into: as of Transport.reduce.
+        addresses: those of the other ranks' tables. times, into: as for Transport.reduce.
         """
         tables = self._tables(addresses)
         sample, size = self._messages[0], self._messages[0].element_size()
@@ -195,41 +195,41 @@ class _Shares:
         total = sums.new_empty(sum(high - low for low, high in self._bounds)) if into is None else into
         most = min(CHUNK // size, max(1, *(high - low for low, high in self._bounds)))
         chunks = sample.new_empty(len(tables) + 1, most)
-        apart = None if into is None else sums.new_empty(most)  # `into` may be what is being added up
+        buffer = None if into is None else sums.new_empty(most)  # `into` may overlap the messages
         done = 0
-        for place, (low, high) in enumerate(self._bounds):
+        for number, (low, high) in enumerate(self._bounds):
             for start in range(low, high, most):
                 length = min(most, high - start)
                 rows = [*chunks[:, :length]]
-                rows[self._rank] = self._messages[place][start : start + length]
+                rows[self._rank] = self._messages[number][start : start + length]
                 for rank, table in tables.items():
-                    self._peers.read(rank, table[place] + start * size, rows[rank].data_ptr(), length * size)
-                here = total[done : done + length]
-                add_in_order(rows, here if apart is None else apart[:length], times)
-                if apart is not None:
-                    here.copy_(apart[:length])
+                    self._peers.read(rank, table[number] + start * size, rows[rank].data_ptr(), length * size)
+                chunk = total[done : done + length]
+                add_in_order(rows, chunk if buffer is None else buffer[:length], times)
+                if buffer is not None:
+                    chunk.copy_(buffer[:length])
                 done += length
         return total
 
     def rows(self, addresses: Addresses) -> list[Tensor]:
-        """What every rank has for this one, one row a rank, of one message after another."""
+        """Returns for each message this rank's shares from all ranks, one row a rank."""
         tables, received = self._tables(addresses), []
-        for place, (low, high) in enumerate(self._bounds):
-            own = self._messages[place][low:high]
+        for number, (low, high) in enumerate(self._bounds):
+            own = self._messages[number][low:high]
             rows = own.new_empty(len(tables) + 1, len(own))
             rows[self._rank] = own
             for rank, table in tables.items():
-                address = table[place] + low * own.element_size()
+                address = table[number] + low * own.element_size()
                 self._peers.read(rank, address, rows[rank].data_ptr(), own.nbytes)
             received.append(rows)
         return received
 
     def _tables(self, addresses: Addresses) -> dict[int, Sequence[int]]:
-        """Of each other rank the addresses of its messages."""
+        """Returns the addresses of the messages of each other rank, by rank."""
         count = len(self._messages)
         return {rank: self._peers.read_table(rank, address, count) for rank, address in addresses.items()}
 
 
-def _table_of(tensors: Sequence[Tensor]) -> Any:
-    """Their addresses, in memory that others can read."""
+def _address_table(tensors: Sequence[Tensor]) -> Any:
+    """Returns an array of the tensors' addresses, which other ranks can read."""
     return (ctypes.c_uint64 * max(len(tensors), 1))(*(tensor.data_ptr() for tensor in tensors))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero.comm.handle import Handle
-from zero.comm.packing import joined
+from zero.comm.packing import concatenate
 from zero.comm.sums import wide
 from zero.comm.transport import Message, Transport
 
@@ -22,7 +22,7 @@ class Local(Transport):
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         def own() -> Tensor:
-            sums = wide(joined([message for message, _ in messages]))
+            sums = wide(concatenate([message for message, _ in messages]))
             sums = sums if times == 1 else sums * times
             return sums if into is None else into.copy_(sums)
 

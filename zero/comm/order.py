@@ -1,14 +1,14 @@
-"""The order of operations on one process group: whether all ranks do the same, and whether the group can still be used.
+"""The log of operations on one process group: it shows whether all ranks do the same, and whether a transfer failed.
 
-Every rank appends each operation to a log: which one it is, and how many bytes it moves. Over host memory each is
-compared between ranks, because that costs nothing there. Elsewhere ranks compare
+Every rank appends each operation to a log: its channel, and the number of bytes that it moves. Over host memory ranks
+compare every operation, because that costs nothing there. Over other transports they compare
 
-    one operation    before it is launched, where it follows the operations before it for the first time: in the first
-                     steps, and after anything has changed. ZERO_CHECK=each in the environment compares every one.
-    the whole log    wherever the stages agree: at the end of a backward, and before parameters that were stepped are
-                     gathered. What ranks disagree on is never applied.
+    one operation    before its launch, if it follows the operations before it for the first time: in the first steps,
+                     and after any change of the schedule. ZERO_CHECK=each in the environment compares every operation.
+    the log          at the end of a backward, and before stepped parameters are gathered (`Comm.agree`). No result that
+                     the ranks disagree on is applied.
 
-A rank that waits long meanwhile says what for, and reads what the others wait for (watch.py).
+A rank that waits long between comparisons reports its log, and reads the logs of the others (watchdog.py).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from zero.comm.handle import Handle
 from zero.comm.settings import compares_each
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
-"""Operations that every process group knows."""
+"""Channels that every process group has."""
 
 TAIL = 256
-"""Operations of the log that ranks show one another where their logs differ."""
+"""Number of operations at the end of the log that ranks exchange if their logs differ."""
 
-_SETTLED = 1 << 17
-"""Places in schedules that are remembered. A model whose schedule changes all the time begins anew then."""
+_MOST_SETTLED = 1 << 17
+"""Number of settled positions that are remembered. All are forgotten then: the schedule of the model keeps changing."""
 
 
 class Order:
-    """One a process group and process.
+    """The log of one process group in one process.
 
-    queue: the transfers in flight that are to be completed in the order in which they were launched.
-    digest: of the operations since the ranks last compared their logs.
-    comparisons: how often they did.
-    broken: why nothing more can be sent. A transfer that failed breaks the order: nothing that was in flight counts as
-        arrived, and whatever is asked for afterwards raises with the first cause.
-    at_failure: called with what is to be said of a transfer that has failed.
-    absent: called after a failure. Returns which ranks did not come, in words for the user, if that is known.
+    queue: transfers in flight that must be completed in the order in which they were launched.
+    digest: a digest of the operations since the ranks last compared their logs.
+    comparisons: the number of times that they compared them.
+    broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
+        complete, and every later operation raises with the first cause.
+    at_failure: functions to call with the error message after a transfer has failed.
+    absent: returns after a failure which ranks are missing, in words for the user; empty if that is not known.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -50,14 +50,14 @@ class Order:
         self.at_failure: list[Callable[[str], object]] = []
         self.absent: Callable[[], str] = lambda: ""
         self._each = compares_each()
-        self._place = 0
-        """In the schedule: a digest of the operations since it began."""
+        self._position = 0
+        """The position in the schedule: a digest of the operations since it began."""
         self._settled: set[int] = set()
-        """Places at which all ranks were seen together."""
+        """Positions at which all ranks have compared their operations."""
         self._log: deque[int] = deque(maxlen=TAIL)
         self._length = 0
-        self._stranded: list[Any] = []
-        """Buffers of transfers that failed, or were in flight then, into which messages may still be written."""
+        self._kept_alive: list[Any] = []
+        """Buffers of transfers that failed or were in flight at a failure: these may still write into them."""
         self._names = [
             "a comparison of what the ranks were given",
             "a sum over the ranks",
@@ -68,114 +68,117 @@ class Order:
         ]
 
     def channel(self, name: str) -> int:
-        """A number for one stream of operations, given out in the same order on every rank; `name` is for errors."""
+        """Returns a new number for one kind of operation. All ranks must call this in the same order. `name` is shown
+        in errors."""
         self._names.append(name)
         return len(self._names) - 1
 
     def name(self, channel: int) -> str:
-        """What an operation is called."""
+        """Returns the name of a channel, for errors."""
         return self._names[channel] if channel < len(self._names) else f"operation number {channel}"
 
     # ------------------------------------------------------------------------------------------- the log
 
     def begin(self) -> None:
-        """A schedule begins that may have run before, such as a forward."""
-        self._place = 0
+        """Marks the start of a schedule that may have run before, such as a forward."""
+        self._position = 0
 
-    def note(self, channel: int) -> None:
-        """For those who look where this rank waits: it has come to the operation."""
+    def record(self, channel: int) -> None:
+        """Appends an operation to the log that other ranks read while they wait, without its bytes."""
         self._log.append(channel)
         self._length += 1
 
     def append(self, channel: int, nbytes: int) -> bool:
-        """Notes an operation. Returns whether ranks must compare it before it is launched; `settle` follows then."""
-        self.note(channel)
+        """Appends an operation. Returns whether ranks must compare it, and then call `settle`, before its launch."""
+        self.record(channel)
         self.digest = hash((self.digest, channel, nbytes))
-        self._place = hash((self._place, channel, nbytes))
-        return self._each or self._place not in self._settled
+        self._position = hash((self._position, channel, nbytes))
+        return self._each or self._position not in self._settled
 
     def settle(self) -> None:
-        """All ranks have come to the operation that was appended last, by the same log."""
-        if len(self._settled) == _SETTLED:
+        """Marks the last operation as compared: all ranks have reached it with the same log."""
+        if len(self._settled) == _MOST_SETTLED:
             self._settled.clear()
-        self._settled.add(self._place)
+        self._settled.add(self._position)
 
     def compared(self) -> None:
-        """The logs of all ranks are the same, and begin anew."""
+        """Empties the log, after a comparison that found all logs to be the same."""
         self.digest, self._length = 0, 0
         self.comparisons += 1
         self._log.clear()
 
     @property
     def history(self) -> tuple[int, list[int]]:
-        """How many operations there were since the last comparison, and the channels of the last of them."""
+        """The number of operations since the last comparison, and the channels of the last TAIL of them."""
         return self._length, [*self._log]
 
     def difference(self, histories: Mapping[int, tuple[int, Sequence[int]]]) -> str | None:
-        """Where logs first differ, in words for the user; None where they do not, as far as they go. By rank."""
+        """Returns the first difference between histories (by rank), in words for the user; None if there is none in the
+        operations that they share."""
         logs = {rank: dict(zip(range(n - len(log), n), log, strict=True)) for rank, (n, log) in histories.items()}
         first, *others = sorted(logs)
-        places = [at for rank in others for at in logs[first].keys() & logs[rank] if logs[first][at] != logs[rank][at]]
-        if not places:
+        differing = [i for rank in others for i in logs[first].keys() & logs[rank] if logs[first][i] != logs[rank][i]]
+        if not differing:
             return None
-        at = min(places)
-        elsewhere = [f"rank {rank} in {self.name(logs[rank][at])}" for rank in others if at in logs[rank]]
-        return f"rank {first} is in {self.name(logs[first][at])}, but {', '.join(elsewhere)}"
+        i = min(differing)
+        operations = [f"rank {rank} in {self.name(logs[rank][i])}" for rank in others if i in logs[rank]]
+        return f"rank {first} is in {self.name(logs[first][i])}, but {', '.join(operations)}"
 
     # ------------------------------------------------------------------------------------------- failures
 
     def refuse_if_broken(self) -> None:
         if self.broken:
-            raise RuntimeError(f"{self.broken} Start the process group anew before going on.")
+            raise RuntimeError(f"{self.broken} Initialise the process group again before going on.")
 
-    def refuse_others(self, channel: int, channels: Mapping[int, int]) -> None:
-        """channels: by rank, the operation that each other rank has come to; `channel` is this rank's."""
-        different = [peer for peer, theirs in channels.items() if theirs != channel]
-        if different:
-            peers = ", ".join(f"rank {peer} in {self.name(channels[peer])}" for peer in different)
-            self.out_of_step(f"rank {self._rank} is in {self.name(channel)}, but {peers}")
+    def refuse_differing(self, channel: int, channels: Mapping[int, int]) -> None:
+        """Raises RuntimeError if other ranks are in another operation than this rank.
+
+        channel: the operation of this rank. channels: the operations of the other ranks, by rank.
+        """
+        differing = [f"rank {rank} in {self.name(other)}" for rank, other in channels.items() if other != channel]
+        if differing:
+            self.out_of_step(f"rank {self._rank} is in {self.name(channel)}, but {', '.join(differing)}")
 
     def out_of_step(self, difference: str) -> None:
-        """Raises RuntimeError. difference: which rank is where."""
-        said = (
+        """Raises RuntimeError. difference: which operation each rank is in."""
+        reason = (
             f"ranks are out of step: {difference}. All ranks must run the same modules in the same order and take the "
-            "same steps. Modules that ranks choose between must be gathered together: FSDP(as_one_unit=...)."
+            "same steps. If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
         )
-        self.end(said)
-        raise RuntimeError(said)
+        self.mark_broken(reason)
+        raise RuntimeError(reason)
 
-    def end(self, said: str) -> None:
-        """Nothing more can be sent. said: why."""
+    def mark_broken(self, reason: str) -> None:
+        """Has every later operation raise with this reason, unless an earlier one is known."""
         if self.broken is None:
-            self.broken = said
+            self.broken = reason
             for act in self.at_failure:
-                act(said)
+                act(reason)
 
-    def strand(self, buffers: object) -> None:
-        """Keeps the buffers of a transfer that did not arrive, and may still."""
-        self._stranded.append(buffers)
+    def keep_alive(self, buffers: object) -> None:
+        """Keeps the buffers of a transfer that did not complete: it may still read them or write into them."""
+        self._kept_alive.append(buffers)
 
     def transfer(self, channel: int | None, buffers: object) -> Transfer:
-        """A context for the part of a transfer that can fail. It keeps the buffers of one that does alive: they may
-        still be written into, or read."""
+        """Returns a context for code of a transfer that can fail. It keeps the buffers alive if it does."""
         return Transfer(self, channel, buffers)
 
     def fail(self, channel: int | None, buffers: object, error: BaseException) -> str:
-        """After the error of a transfer. Returns what to say of it."""
-        self.strand(buffers)
+        """Records the failure of a transfer. Returns the message for the user."""
+        self.keep_alive(buffers)
         if self.broken:
             return self.broken  # ranks are out of step, or an earlier transfer failed
-        where = "a transfer" if channel is None else self.name(channel)
-        said = (
-            f"rank {self._rank} waited in vain in {where}: another rank of the group of {self._world} has stopped, "
-            f"or never came here{self.absent()}. Look for the first error of any rank. ({error})"
+        operation = "a transfer" if channel is None else self.name(channel)
+        reason = (
+            f"rank {self._rank} failed in {operation}: another rank of the group of {self._world} has stopped, or did "
+            f"not reach this operation{self.absent()}. Look for the first error on any rank. ({error})"
         )
-        self.end(said)
-        return said
+        self.mark_broken(reason)
+        return reason
 
 
 class Transfer:
-    """A context. Not a generator, which takes three times as long: every transfer enters a few."""
+    """The context of `Order.transfer`. A generator would take three times as long, and each transfer enters several."""
 
     __slots__ = ("_buffers", "_channel", "_order")
 
@@ -184,11 +187,11 @@ class Transfer:
 
     def __enter__(self) -> None:
         if self._order.broken:
-            self._order.strand(self._buffers)
+            self._order.keep_alive(self._buffers)
             self._order.refuse_if_broken()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            said = self._order.fail(self._channel, self._buffers, error)
+            reason = self._order.fail(self._channel, self._buffers, error)
             if isinstance(error, (RuntimeError, OSError)):  # not Ctrl-C
-                raise RuntimeError(said) from error
+                raise RuntimeError(reason) from error

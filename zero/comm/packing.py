@@ -1,4 +1,4 @@
-"""Tensors put together into few messages, and taken apart again."""
+"""Packs many small tensors into few flat messages, and unpacks them."""
 
 from __future__ import annotations
 
@@ -10,43 +10,41 @@ from torch import Tensor
 from zero._torch import wraps_others
 
 _BATCH = 1 << 24
-"""Bytes of a message that is put together from several tensors."""
+"""Most bytes of a message that packs several tensors."""
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """What can travel together: of one dtype and device, and not much.
+    """Returns the tensors in batches for one message each, of one dtype and device and of limited size.
 
-    Left out are empty tensors, and those that wrap others: frozen ones that each rank keeps as it has them.
+    Empty tensors are left out, and so are tensors that wrap others: these are frozen, and each rank keeps its own.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     for tensor in tensors:
         if tensor.numel() and not wraps_others(tensor):
-            of_kind = kinds.setdefault((tensor.dtype, tensor.device), [[]])
-            if of_kind[-1] and sum(one.nbytes for one in of_kind[-1]) + tensor.nbytes > _BATCH:
-                of_kind.append([])
-            of_kind[-1].append(tensor)
-    return [batch for of_kind in kinds.values() for batch in of_kind]
+            same_kind = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
+            if same_kind[-1] and sum(batched.nbytes for batched in same_kind[-1]) + tensor.nbytes > _BATCH:
+                same_kind.append([])
+            same_kind[-1].append(tensor)
+    return [batch for same_kind in by_kind.values() for batch in same_kind]
 
 
-def together(batch: Sequence[Tensor]) -> Tensor:
-    """One after another, flat, as a copy."""
-    return joined([tensor.detach().reshape(-1) for tensor in batch])
+def flatten(batch: Sequence[Tensor]) -> Tensor:
+    """Returns a flat copy of the tensors, one after another."""
+    return concatenate([tensor.detach().reshape(-1) for tensor in batch])
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Flat tensors of one dtype, one after another. As torch.cat, which refuses some dtypes under the user's autocast.
-
-    What torch.cat writes into `out` autocast leaves alone.
-    """
-    return torch.cat([*tensors], out=tensors[0].new_empty(sum(one.numel() for one in tensors)))
+def concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenates flat tensors of one dtype. Plain torch.cat refuses some dtypes under the user's autocast; autocast
+    does not apply to torch.cat with `out`."""
+    return torch.cat([*tensors], out=tensors[0].new_empty(sum(tensor.numel() for tensor in tensors)))
 
 
-def room_for(batch: Sequence[Tensor]) -> Tensor:
-    """A tensor like that, of whatever values."""
+def empty_flat(batch: Sequence[Tensor]) -> Tensor:
+    """Returns an uninitialised tensor of the size of the flattened batch."""
     return batch[0].detach().new_empty(sum(tensor.numel() for tensor in batch))
 
 
-def spread(flat: Tensor, batch: Sequence[Tensor]) -> None:
-    """Overwrites the tensors by what was put together."""
+def copy_into(batch: Sequence[Tensor], flat: Tensor) -> None:
+    """Overwrites the tensors with the values of the flattened batch."""
     for tensor, values in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
         tensor.detach().copy_(values.view(tensor.shape))

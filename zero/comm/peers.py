@@ -1,11 +1,11 @@
-"""The ranks of a process group that all run on one host and may read one another's memory.
+"""The connections between the ranks of a process group on one host, which may read one another's memory.
 
-Each rank has a socket to each other one. Two kinds of notes go over it, of 16 bytes:
+Each rank has a socket to each other rank, over which they send two kinds of notes, of 16 bytes:
 
-    operation   which operation the sender has come to, and the address of what the others are to read for it
-    done        the sender has read all that it needed for the oldest operation for which it has not said so
+    operation   the channel of the sender's next operation, and the address of the data that the other ranks read
+    done        the sender has read all its data of the oldest operation for which it has not sent this note yet
 
-What is in the tensors does not go over the sockets: `attach.read` copies it from the other's memory.
+Tensors do not go over the sockets: `attach.read` copies their values from the memory of the other rank.
 """
 
 from __future__ import annotations
@@ -25,75 +25,78 @@ from weakref import finalize
 from zero.comm import attach
 
 _DONE = -1
-"""Where the number of an operation stands in other notes."""
+"""The number of a `done` note, in place of a channel."""
 
 _NOTE = struct.Struct("=qQ")
 
-_PATIENCE = 3600
-"""Seconds that one call waits; the system takes no more than some weeks."""
+_LONGEST_POLL = 3600
+"""Seconds of one call of poll(2), which accepts no more than some weeks."""
 
 
 class Note(NamedTuple):
-    """What a rank says about an operation."""
+    """A note about an operation: its channel and an address."""
 
     number: int
     address: int
 
 
 class Peer:
-    """Another rank, and what has come from it and is not yet used."""
+    """The connection to another rank, with the notes that have arrived and are not used yet.
 
-    def __init__(self, pid: int, line: socket.socket) -> None:
-        self.pid, self.line = pid, line
-        self.alive = os.pidfd_open(pid)  # a socket may outlive its process, in one that was forked from it
+    notes: of kind `operation`. done: number of notes of kind `done`. closed: whether the rank has ended or hung up.
+    """
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid, self.socket = pid, connection
+        self.pidfd = os.pidfd_open(pid)  # the socket may outlive the process, in a process that was forked from it
         self.notes: deque[Note] = deque()
         self.done = 0
-        self.gone = False
+        self.closed = False
 
     def take_notes(self) -> None:
-        """Everything that has arrived."""
-        while not self.gone:
+        """Takes all notes that have arrived, without blocking."""
+        while not self.closed:
             try:
-                note = self.line.recv(_NOTE.size)
+                data = self.socket.recv(_NOTE.size)
             except BlockingIOError:
                 return
             except OSError:
-                note = b""
-            if not note:
-                self.gone = True
+                data = b""
+            if not data:
+                self.closed = True
                 return
-            said = Note(*_NOTE.unpack(note))
-            if said.number == _DONE:
+            note = Note(*_NOTE.unpack(data))
+            if note.number == _DONE:
                 self.done += 1
             else:
-                self.notes.append(said)
+                self.notes.append(note)
 
     def send(self, note: bytes) -> None:
-        """Returns at once but where the other has hundreds of notes to read; it may then itself be waiting to send.
+        """Sends a note. Blocks only if the peer has hundreds of unread notes; it may then be blocked in a send itself.
 
-        One that is gone is missed where something is expected of it.
+        Does nothing if the peer has ended: this rank raises when it next waits for a note of the peer.
         """
-        while not self.gone:
+        while not self.closed:
             try:
-                self.line.send(note, socket.MSG_NOSIGNAL)
+                self.socket.send(note, socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:
                 self.take_notes()
-                waiting = select.poll()
-                waiting.register(self.line, select.POLLIN | select.POLLOUT)
-                waiting.register(self.alive, select.POLLIN)
-                if self.alive in dict(waiting.poll()):
-                    self.gone = True
+                poll = select.poll()
+                poll.register(self.socket, select.POLLIN | select.POLLOUT)
+                poll.register(self.pidfd, select.POLLIN)
+                if self.pidfd in dict(poll.poll()):
+                    self.closed = True
             except OSError:
                 self.take_notes()
-                self.gone = True
+                self.closed = True
 
 
 class Peers:
-    """All ranks of one process group, seen from one of them.
+    """The connections of one rank to all other ranks of its process group.
 
-    peers: by rank; None at this one.
-    timeout: seconds after which a rank that says nothing is given up.
+    peers: by rank; None for this rank.
+    timeout: seconds to wait for a note of a rank before OSError is raised.
     """
 
     def __init__(self, peers: Sequence[Peer | None], timeout: float) -> None:
@@ -103,36 +106,36 @@ class Peers:
         self._poll = select.poll()
         self._by_descriptor: dict[int, Peer] = {}
         for peer in self._peers.values():
-            for descriptor in (peer.line.fileno(), peer.alive):
+            for descriptor in (peer.socket.fileno(), peer.pidfd):
                 self._poll.register(descriptor, select.POLLIN)
                 self._by_descriptor[descriptor] = peer
         self.close = finalize(self, close, [*self._peers.values()], self._pid)
 
     def announce(self, number: int, address: int = 0) -> None:
-        """Says which operation this rank has come to, and the address of what it has there for the others.
+        """Sends all ranks the channel of this rank's operation, and the address of its data.
 
-        What lies there must not change until `finish` has returned for this operation.
+        The data must not change until the function that `finish` returns for this operation has returned.
         """
         self._send(_NOTE.pack(number, address))
 
     def notes(self) -> dict[int, Note]:
-        """By rank, the note of each other rank on the oldest operation that was not taken yet. Blocks until then."""
+        """Waits for the oldest note of each other rank that was not returned yet, and returns them by rank."""
         self._wait(lambda peer: bool(peer.notes))
         return {rank: peer.notes.popleft() for rank, peer in self._peers.items()}
 
     def read(self, rank: int, address: int, into: int, nbytes: int) -> None:
-        """Copies from an address on another rank to the address `into` on this one."""
+        """Copies from an address on another rank to the address `into` on this rank."""
         if nbytes:
             attach.read(self._peers[rank].pid, address, into, nbytes)
 
     def read_table(self, rank: int, address: int, count: int) -> Sequence[int]:
-        """So many addresses that lie at an address on another rank."""
+        """Returns a table of `count` addresses, read from an address on another rank."""
         table = (ctypes.c_uint64 * count)()
         self.read(rank, address, ctypes.addressof(table), ctypes.sizeof(table))
         return list(table)
 
     def finish(self) -> Callable[[], None]:
-        """Says that this rank has read what it needs. The result, called, blocks until all others have."""
+        """Tells all ranks that this rank has read its data. Returns a function that waits until all others have."""
         self._send(_NOTE.pack(_DONE, 0))
 
         def wait() -> None:
@@ -144,40 +147,40 @@ class Peers:
 
     def _send(self, note: bytes) -> None:
         if os.getpid() != self._pid:
-            raise OSError("this process was forked from a rank, and is none itself")
+            raise OSError("this process was forked from a rank and is not a rank itself; use zero in the rank only")
         for peer in self._peers.values():
             peer.send(note)
 
     def _wait(self, satisfied: Callable[[Peer], bool]) -> None:
-        until = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout
         while missing := [(rank, peer) for rank, peer in self._peers.items() if not satisfied(peer)]:
             for rank, peer in missing:
-                if peer.gone:
-                    raise OSError(f"rank {rank} of the group, process {peer.pid}, has left")
-            left = max(until - time.monotonic(), 0)
-            ready = self._poll.poll(min(left, _PATIENCE) * 1000)
+                if peer.closed:
+                    raise OSError(f"rank {rank} of the group, process {peer.pid}, has ended or closed its connection")
+            left = max(deadline - time.monotonic(), 0)
+            ready = self._poll.poll(min(left, _LONGEST_POLL) * 1000)
             if not ready and left == 0:
                 silent = ", ".join(str(rank) for rank, _ in missing)
-                raise OSError(f"of rank {silent} of the group nothing came for {self._timeout:g} s")
+                raise OSError(f"rank {silent} of the group sent nothing for {self._timeout:g} s")
             for descriptor, _ in ready:
                 peer = self._by_descriptor[descriptor]
                 peer.take_notes()
-                if peer.gone or descriptor == peer.alive:
-                    self._give_up(peer)
+                if peer.closed or descriptor == peer.pidfd:
+                    self._mark_closed(peer)
 
-    def _give_up(self, peer: Peer) -> None:
-        peer.gone = True
-        for descriptor in (peer.line.fileno(), peer.alive):
+    def _mark_closed(self, peer: Peer) -> None:
+        peer.closed = True
+        for descriptor in (peer.socket.fileno(), peer.pidfd):
             with contextlib.suppress(KeyError):
                 self._poll.unregister(descriptor)
 
 
 def close(peers: Sequence[Peer], pid: int) -> None:
-    """pid: of the process that opened them. One that was forked from it leaves them alone."""
+    """Closes the connections. Does nothing in a process that was forked from the process `pid` that opened them."""
     if os.getpid() != pid:
         return
     for peer in peers:
         with contextlib.suppress(OSError):
-            peer.line.shutdown(socket.SHUT_RDWR)
-        peer.line.close()
-        os.close(peer.alive)
+            peer.socket.shutdown(socket.SHUT_RDWR)
+        peer.socket.close()
+        os.close(peer.pidfd)

@@ -1,13 +1,14 @@
-"""Sending by torch.distributed's process groups: Gloo, and backends that overlap, such as NCCL.
+"""Transports over torch.distributed's process groups: Gloo, and backends that overlap with computing, such as NCCL.
 
-                Gloo                                       backends that overlap
-    gather      a broadcast a shard                        one all-gather; shards that differ are padded to the longest
-    reduce      an all-to-all from where gradients were    of one message: a reduce-scatter, or an all-to-all and one
-                written, and a sum in rank order           sum in float32 where 16 bits travel or shards differ
+                Gloo                                    backends that overlap
+    gather      one broadcast a shard                   one all-gather; shards of unequal length are padded
+    reduce      one all-to-all from where the           one message of equal shards in the dtype of the sums: one
+                gradients lie, and a sum in             reduce-scatter; otherwise one all-to-all a message, and sums in
+                rank order                              float32 of 16-bit floats
 
 CPU ms of a rank on two cores over Gloo, 4M float32 at 2 and 4 ranks: a broadcast a shard 3.8, 4.2, all-gather 6.3, 6.4
 (as much as one of 1 KiB to 128 KiB); all-to-all and sum 4.2, 5.6, a reduce a shard 8.7, 7.3, reduce-scatter 12.9, 12.0.
-Plain messages from each rank to each other took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's tick (4
+Point-to-point messages between all ranks took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's tick (4
 ms, half of it spinning) whenever cores were scarce: Gloo's event loop spins while the sending thread is preempted with
 its lock held.
 """
@@ -35,31 +36,31 @@ from zero._torch import (
 )
 from zero.comm.handle import Handle
 from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order
-from zero.comm.packing import joined
+from zero.comm.packing import concatenate
 from zero.comm.sums import sum_in_rank_order, wide
 from zero.comm.transport import Message, Transport
-from zero.comm.watch import Watch
+from zero.comm.watchdog import Watchdog
 
-_LOOKS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
-"""After which a rank that waits says so, and looks what the others wait for, again and again; the last stays."""
+_INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
+"""Times between the checks of the watchdog while a rank waits; the last one is repeated."""
 
-_SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
-_SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8}
-"""Dtypes that NCCL and Gloo have. Others move as bytes."""
+_SUPPORTED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
+_SUPPORTED |= {torch.int64, torch.int32, torch.int8, torch.uint8}
+"""Dtypes that NCCL and Gloo support. Tensors of other dtypes are sent as bytes."""
 
 
 class ProcessGroupTransport(Transport):
-    """What both have in common.
+    """The common base of both transports.
 
     group: a ProcessGroup, or a Backend such as ProcessGroupGloo.
-    watch: looks around where waiting keeps the host; None where it does not.
+    watchdog: checks the other ranks while the host waits; None if waiting does not block the host.
     """
 
-    def __init__(self, order: Order, group: Any, rank: int, world: int, watch: Watch | None = None) -> None:
-        self._order, self._group, self._rank, self._world, self._watch = order, group, rank, world, watch
+    def __init__(self, order: Order, group: Any, rank: int, world: int, watchdog: Watchdog | None = None) -> None:
+        self._order, self._group, self._rank, self._world, self._watchdog = order, group, rank, world, watchdog
         self._reduces_by = group
-        if watch is not None:
-            order.at_failure.append(lambda _: _keep_for_ever(group))
+        if watchdog is not None:
+            order.at_failure.append(lambda _: _never_drop(group))
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         received = self.all_to_all(messages, channel)
@@ -89,7 +90,7 @@ class ProcessGroupTransport(Transport):
         return sum_in_rank_order([[*rows] for rows in received], times)
 
     def _all_to_all(self, rows: Tensor, message: Tensor, counts: Sequence[int]) -> dist.Work:
-        """rows: what is received, one row a rank."""
+        """Launches the all-to-all of one message. rows: filled with the received elements, one row a rank."""
         received = [counts[self._rank]] * self._world
         return all_to_all_of_one_tensor(self._reduces_by, _real(rows.view(-1)), _real(message), received, [*counts])
 
@@ -97,9 +98,9 @@ class ProcessGroupTransport(Transport):
         self._run(BROADCAST, flat, lambda: self._broadcast(flat, source))
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
-        how = in_stream_order(dist.AllreduceOptions())
-        how.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
-        self._run(channel, tensor, lambda: self._group.allreduce([_real(tensor)], how))
+        options = in_stream_order(dist.AllreduceOptions())
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+        self._run(channel, tensor, lambda: self._group.allreduce([_real(tensor)], options))
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         self.compare(COLLECTION)
@@ -112,34 +113,34 @@ class ProcessGroupTransport(Transport):
         if to is None:
             self._await(self._broadcast(tensor, owner))
         elif self._rank == owner != to:
-            self._group.send([_moved(tensor)], to, 0).wait()
+            self._group.send([_as_sent(tensor)], to, 0).wait()
         elif self._rank == to != owner:
-            self._group.recv([_moved(tensor)], owner, 0).wait()
+            self._group.recv([_as_sent(tensor)], owner, 0).wait()
 
     def exchange(self, data: bytes) -> list[bytes]:
-        given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        received = [torch.empty_like(given) for _ in range(self._world)]
-        with self._order.transfer(COMPARISON, (received, given)):
-            self._await(self._group.allgather([received], [given]))
-        return [one.numpy().tobytes() for one in received]
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self._world)]
+        with self._order.transfer(COMPARISON, (received, sent)):
+            self._await(self._group.allgather([received], [sent]))
+        return [row.numpy().tobytes() for row in received]
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
-        self._order.note(channel)
-        said = torch.tensor([channel, self._order.digest, flag], device="cpu")
-        received = said.new_empty(self._world * len(said))
-        with self._order.transfer(channel, (said, received)):
-            self._await(all_gather_of_one_tensor(self._group, received, said))
+        self._order.record(channel)
+        signature = torch.tensor([channel, self._order.digest, flag], device="cpu")
+        received = signature.new_empty(self._world * len(signature))
+        with self._order.transfer(channel, (signature, received)):
+            self._await(all_gather_of_one_tensor(self._group, received, signature))
         channels, digests, flags = zip(*received.view(self._world, -1).tolist(), strict=True)
-        self._order.refuse_others(channel, dict(enumerate(channels)))
+        self._order.refuse_differing(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
-            refuse_other_logs(self, self._order)
+            refuse_differing_logs(self, self._order)
         self._order.compared()
         return any(flags)
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
-        how = in_stream_order(dist.BroadcastOptions())
-        how.rootRank, how.rootTensor = source, 0
-        return self._group.broadcast([_moved(flat)], how)  # type: ignore[no-any-return]
+        options = in_stream_order(dist.BroadcastOptions())
+        options.rootRank, options.rootTensor = source, 0
+        return self._group.broadcast([_as_sent(flat)], options)  # type: ignore[no-any-return]
 
     def _launch(
         self, channel: int, nbytes: int, buffers: object, launch: Callable[[], Sequence[dist.Work]]
@@ -160,22 +161,22 @@ class ProcessGroupTransport(Transport):
                 self._await(work)
 
     def _await(self, work: dist.Work) -> None:
-        if self._watch is None:
+        if self._watchdog is None:
             work.wait()
             return
-        for until_look in chain(_LOOKS, repeat(_LOOKS[-1])):
+        for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])):
             try:
-                work.wait(until_look)
+                work.wait(interval)
                 return
             except RuntimeError:
-                if work.is_completed():  # it failed, or was complete just after the time was up
+                if work.is_completed():  # it failed, or completed just after the interval
                     break
-                self._watch.look()
+                self._watchdog.check()
         work.wait()
 
 
 class Gloo(ProcessGroupTransport):
-    """Of tensors on the CPU, between hosts."""
+    """The transport for tensors on the CPU, between hosts."""
 
     name, overlaps = "gloo", False
 
@@ -185,17 +186,17 @@ class Gloo(ProcessGroupTransport):
         return Handle(lambda: self._wait(works, channel, full))
 
     def _broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work]:
-        """Every rank's shard to every rank."""
+        """Launches a broadcast of every shard from its owner."""
         return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
 
 
 class Overlapping(ProcessGroupTransport):
-    """By a backend that sends beside the computing, such as NCCL, in the stream that it is called on (streams.py):
-    neither launching nor waiting keeps the host.
+    """The transport for a backend that overlaps with computing, such as NCCL. It runs on the current stream
+    (streams.py): neither a launch nor a wait blocks the host.
 
-    checks: the transport by which the ranks compare what they do, on the CPU.
-    reduces_by: communicators for reductions alone, so that they need not wait for gathers; by default those of `group`.
-    abort: ends what was launched, after a failure: other operations on the device would wait for it.
+    checks: the transport on the CPU by which the ranks compare their operations.
+    reduces_by: a process group for reductions alone, so that these need not wait for gathers; by default `group`.
+    abort: aborts the launched operations after a failure: other operations on the device would wait for them.
     """
 
     overlaps = True
@@ -206,14 +207,14 @@ class Overlapping(ProcessGroupTransport):
         group: Any,
         rank: int,
         world: int,
-        watch: Watch | None,
+        watchdog: Watchdog | None,
         *,
         checks: Transport,
         name: str,
         reduces_by: Any = None,
         abort: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__(order, group, rank, world, watch)
+        super().__init__(order, group, rank, world, watchdog)
         self._checks, self.name = checks, name
         if reduces_by is not None:
             self._reduces_by = reduces_by
@@ -228,12 +229,12 @@ class Overlapping(ProcessGroupTransport):
         longest = _longest(tuple(bounds))
         equal = longest * self._world == len(full)
         rows = full if equal else full.new_empty(self._world * longest)
-        sent = own if equal or len(own) == longest else joined([own, own.new_empty(longest - len(own))])
+        sent = own if equal or len(own) == longest else concatenate([own, own.new_empty(longest - len(own))])
         works = self._launch(
             channel,
             full.nbytes,
             (full, rows, sent),
-            lambda: [all_gather_of_one_tensor(self._group, _moved(rows), _moved(sent))],
+            lambda: [all_gather_of_one_tensor(self._group, _as_sent(rows), _as_sent(sent))],
         )
 
         def finish() -> None:
@@ -263,47 +264,47 @@ class Overlapping(ProcessGroupTransport):
         return Handle(finish)
 
     def _sum(self, received: Sequence[Tensor], times: float) -> Tensor:
-        """One kernel a message, whatever the number of ranks."""
+        """Sums by one kernel a message, whatever the number of ranks."""
         sums = [rows.sum(0, dtype=wide(rows[:0]).dtype) for rows in received]
-        total = sums[0] if len(sums) == 1 else joined(sums)
+        total = sums[0] if len(sums) == 1 else concatenate(sums)
         return total if times == 1 else total.mul_(times)
 
 
-@lru_cache(maxsize=64)  # units that are alike are cut alike, and there may be thousands of ranks
+@lru_cache(maxsize=64)  # similar units have the same bounds, and there may be thousands of ranks
 def _longest(bounds: tuple[int, ...]) -> int:
     return max(high - low for low, high in pairwise(bounds))
 
 
 def scatters(messages: Sequence[Message]) -> bool:
-    """Whether a backend that overlaps reduces these by a reduce-scatter: one message, of equal shards, whose sums are
-    of the dtype that travels."""
+    """Returns whether a backend that overlaps reduces these by a reduce-scatter: one message of equal shards, whose
+    sums have the dtype of the message."""
     message, counts = messages[0]
     return len(messages) == 1 and counts.count(counts[0]) == len(counts) and wide(message[:0]).dtype == message.dtype
 
 
-def refuse_other_logs(transport: Transport, order: Order) -> None:
-    """Collective. Raises RuntimeError on every rank: their logs differ."""
+def refuse_differing_logs(transport: Transport, order: Order) -> None:
+    """Collective. Raises RuntimeError on every rank, after their logs were found to differ."""
     length, tail = order.history
     received = transport.exchange(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
     histories = {}
     for rank, history in enumerate(received):
         length, *channels = array("q", history)
         histories[rank] = length, [channel for channel in channels if channel >= 0]
-    order.out_of_step(order.difference(histories) or "their last operations moved other numbers of bytes")
+    order.out_of_step(order.difference(histories) or "their last operations moved different numbers of bytes")
 
 
-def _keep_for_ever(group: object) -> None:
-    """After a failure. What was launched may never arrive, dropping the group would wait for it, and Gloo has no way to
-    end it."""
+def _never_drop(group: object) -> None:
+    """Keeps the group for the life of the process, after a failure: dropping it would wait for launched transfers,
+    which may never complete, and Gloo cannot abort them."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs, in one more dimension: backends know none."""
+    """Returns complex numbers as pairs of real ones, in one more dimension: backends do not support them."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _moved(tensor: Tensor) -> Tensor:
-    """As what a flat tensor is moved, where nothing is computed with it."""
+def _as_sent(tensor: Tensor) -> Tensor:
+    """Returns the tensor, as bytes if backends do not support its dtype. Only for operations that do not compute."""
     real = _real(tensor)
-    return real if real.dtype in _SENT else real.view(torch.uint8)
+    return real if real.dtype in _SUPPORTED else real.view(torch.uint8)

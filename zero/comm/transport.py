@@ -1,6 +1,6 @@
-"""The interface of every way of sending. Nobody above it knows which one runs.
+"""The interface of all transports. Code above it does not know which transport runs.
 
-`channel` is the number of an operation (order.py), by which ranks out of step get an error on each of them.
+`channel` is the number of an operation (order.py). Ranks compare it, so that all raise when they are out of step.
 """
 
 from __future__ import annotations
@@ -13,55 +13,54 @@ from torch import Tensor
 from zero.comm.handle import Handle
 
 Message = tuple[Tensor, Sequence[int]]
-"""A flat tensor, and how many elements of it go to each rank, in the order of ranks: the same numbers on all ranks."""
+"""A flat tensor, and the number of its elements that go to each rank, in rank order: the same numbers on all ranks."""
 
 
 class Transport(ABC):
-    """How the ranks of one group send tensors that lie on one type of device.
+    """Sends tensors on one type of device between the ranks of one group.
 
-    All but `overlaps` and `name` is collective. Tensors that were given must not change until the call, or the handle's
-    `wait`, has returned. Each call is compared between ranks as order.py says, and raises RuntimeError on every rank
-    where they differ.
+    All methods are collective. The tensors passed in must not change until the call, or `wait` of the returned handle,
+    has returned. Ranks compare each call as order.py says; where they differ, it raises RuntimeError on every rank.
     """
 
     name: str
-    """For logs."""
+    """The name shown in logs."""
     overlaps: bool
-    """Whether transfers run beside the computing, without taking the processor from it. A reduce then costs as many
-    kernels whatever the number of ranks where it is of one message."""
+    """Whether transfers run beside the computing, without taking the processor from it. The number of kernels of a
+    reduce of one message then does not depend on the number of ranks."""
 
     @abstractmethod
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        """Fills the flat `full`: elements [bounds[r], bounds[r + 1]) come from rank r, which has them there."""
+        """Fills the flat `full`. Rank r sends elements [bounds[r], bounds[r + 1]), which its own `full` holds."""
 
     @abstractmethod
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
-        """Sums over the ranks what each has for this rank. `wait` returns the sums, flat, one message after another: a
-        new tensor, float32 of 16-bit floats, or `into`. On the CPU they are added in rank order.
+        """Sums over the ranks the elements sent to this rank. `wait` returns the sums, flat, one message after another:
+        a new tensor (float32 for 16-bit floats), or `into`. On the CPU they are added in rank order.
 
-        times: what sums are multiplied by. into: flat, may be what this rank has for itself.
+        times: factor for the sums. into: a flat tensor; it may overlap this rank's own share of the messages.
         """
 
     @abstractmethod
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
-        """`wait` returns, of one message after another, what every rank has for this rank, one row a rank."""
+        """Sends each rank its elements. `wait` returns for each message the elements from all ranks, one row a rank."""
 
     @abstractmethod
     def broadcast(self, flat: Tensor, source: int) -> None:
-        """Overwrites the tensor by that of rank `source`."""
+        """Overwrites the tensor with that of rank `source`."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
-        """Overwrites the contiguous tensor by the sum, or the maximum, over the ranks."""
+        """Overwrites the contiguous tensor with the sum, or the maximum, over the ranks."""
 
     @abstractmethod
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
-        """Brings flat tensors from their owners to rank `to`, or (None) to all. See Comm.collect."""
+        """Sends flat tensors from their owners to rank `to`, or (None) to all ranks. See Comm.collect."""
 
     @abstractmethod
     def exchange(self, data: bytes) -> list[bytes]:
-        """What every rank gives, as many bytes on each, at least one; by rank."""
+        """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
 
     @abstractmethod
     def compare(self, channel: int, *, flag: bool = False) -> bool:
-        """Compares the operation that ranks have come to, and their logs. Returns whether any rank has the flag."""
+        """Compares between ranks this operation and the logs. Returns whether any rank has the flag."""

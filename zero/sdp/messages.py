@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero._torch import copy_all
-from zero.comm.packing import joined
+from zero.comm.packing import concatenate
 from zero.comm.transport import Message
 from zero.oss.layout import Span
 from zero.oss.shard_group import ShardGroup
@@ -91,7 +91,7 @@ class ByOwner:
             elif stop - start < gradient.numel():
                 gradient = gradient[start:stop]
             shares.append(gradient)
-        return joined(shares).to(self._dtype), self._routes.together.counts
+        return concatenate(shares).to(self._dtype), self._routes.together.counts
 
     def cut(self, sums: Tensor) -> list[Tensor]:
         """What came of each parameter that is `owned`, flat."""
