@@ -23,7 +23,7 @@ def test_bytes_are_copied_from_any_address_of_a_process():
 
 def test_more_than_one_call_can_copy_is_copied_in_several():
     source, target = ctypes.create_string_buffer(b"0123456789", 10), ctypes.create_string_buffer(10)
-    with mock.patch.object(attach, "_AT_ONCE", 3):
+    with mock.patch.object(attach, "_BYTES_A_CALL", 3):
         attach.read(os.getpid(), ctypes.addressof(source), ctypes.addressof(target), 10)
     assert target.raw == b"0123456789"
 

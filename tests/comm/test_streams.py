@@ -172,5 +172,5 @@ def test_a_step_is_not_recorded_into_a_graph(there, stage):
     net = Net()
     model, optimizer = wrapped(net, comm) if stage == 3 else (net, zero.OSS(net.parameters(), sgd, comm))
     there.device.recording = True
-    with pytest.raises(RuntimeError, match="a CUDA graph is being recorded"):
+    with pytest.raises(RuntimeError, match="a CUDA graph is being captured"):
         step(model, optimizer)

@@ -1,8 +1,8 @@
-"""What ranks send to one another. No other folder calls torch.distributed's collectives.
+"""Communication between ranks. No other folder calls torch.distributed's collectives.
 
-Comm        one process group as the stages use it: gather, reduce, and checks that ranks do the same
-Link        what all Comms of one process group share: the order of operations, a transport for each device type
-Transport   one way of sending: host_memory, process_group (Gloo, and backends that overlap), local
+Comm        the collectives of one process group: gather, reduce, and checks that all ranks do the same
+Link        the state that all Comms of one process group share: the log of operations, a transport for each device type
+Transport   the interface of host_memory, process_group (Gloo, and backends that overlap), local and rehearsal
 """
 
 from zero.comm.comm import Comm

@@ -1,11 +1,11 @@
-"""Reading the memory of another process of this host: Linux's cross memory attach, process_vm_readv(2).
+"""Reads the memory of another process of this host by Linux's cross memory attach, process_vm_readv(2).
 
-It copies once, straight from where the other has its tensor to where this process wants it, with no buffer on either
-side. MPI libraries and UCX send between the processes of one host in the same way.
+It copies once, directly from a tensor of the other process into a tensor of this process, without a buffer in between.
+MPI libraries and UCX send between the processes of one host in the same way.
 
-The system permits it between processes of one user that may trace one another. Where Yama restricts tracing to one's
-own descendants (/proc/sys/kernel/yama/ptrace_scope is 1, as on Ubuntu), ranks are siblings and may not, until
-`permit_siblings` says otherwise.
+The system permits it between processes of one user that may trace one another. Where Yama restricts tracing to
+descendants (/proc/sys/kernel/yama/ptrace_scope is 1, as on Ubuntu), ranks may not read one another, as they are
+siblings, unless each has called `permit_siblings`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import os
 import sys
 from pathlib import Path
 
-_AT_ONCE = 1 << 30
-"""Bytes asked for in one call; the system ends a call at 2 GiB."""
+_BYTES_A_CALL = 1 << 30
+"""Bytes to read in one call. The system reads at most 2 GiB in one."""
 
 _PR_SET_PTRACER = 0x59616D61
 
 
 class _Range(ctypes.Structure):
-    """struct iovec"""
+    """struct iovec."""
 
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
 
@@ -42,17 +42,17 @@ if _process_vm_readv is not None:
 
 
 def read(pid: int, address: int, into: int, nbytes: int) -> None:
-    """Copies `nbytes` from an address in process `pid` to the address `into` in this one.
+    """Copies `nbytes` from an address in process `pid` to the address `into` in this process.
 
-    Raises OSError where not all of it can be had: no such process any more, no such memory, not permitted.
+    Raises OSError if not all bytes can be read: the process has ended, has no such memory, or does not permit it.
     """
     if _process_vm_readv is None:
         raise OSError("this system has no process_vm_readv")
     done = 0
     while done < nbytes:
-        length = min(nbytes - done, _AT_ONCE)
-        here, there = _Range(into + done, length), _Range(address + done, length)
-        copied = _process_vm_readv(pid, here, 1, there, 1, 0)
+        length = min(nbytes - done, _BYTES_A_CALL)
+        local, remote = _Range(into + done, length), _Range(address + done, length)
+        copied = _process_vm_readv(pid, local, 1, remote, 1, 0)
         if copied <= 0:
             number = ctypes.get_errno()
             raise OSError(number, f"process {pid} cannot be read: {os.strerror(number)}")
@@ -60,10 +60,10 @@ def read(pid: int, address: int, into: int, nbytes: int) -> None:
 
 
 def permit_siblings() -> None:
-    """Lets the processes that the parent of this one started read this one's memory, where Yama would forbid it.
+    """Permits the parent of this process and its descendants to read this process's memory, where Yama forbids it.
 
-    That is the parent itself and its descendants, of this user: with a launcher, the ranks. It holds as long as this
-    process lives. Nothing is permitted where the parent is the first process of the system, whose descendants are all.
+    With a launcher, these are the ranks. The permission is for processes of this user, and lasts as long as this
+    process. Does nothing if the parent is the first process of the system, because all processes descend from it.
     """
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if _libc is not None and scope.exists() and scope.read_text().strip() == "1" and os.getppid() > 1:
@@ -71,9 +71,9 @@ def permit_siblings() -> None:
 
 
 def host() -> str:
-    """What two processes have in common if each knows the other by its process id: kernel and namespaces.
+    """Returns kernel and namespaces, which are equal in two processes if each finds the other by its process id.
 
-    Raises OSError where there is no telling.
+    Raises OSError if the system does not provide it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])

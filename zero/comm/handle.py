@@ -1,4 +1,4 @@
-"""A transfer between its launch and the moment that what it brings is needed."""
+"""The handle of a transfer, from its launch until its result is needed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Handle:
-    """A transfer in flight. It owns the buffers until `wait` returned what the transfer brought.
+    """A transfer in flight. It owns the buffers until `wait` has returned the result.
 
-    queue: the transfers that compare or launch something when they are waited for. They are completed in the order in
-        which they were launched, so that the order is the same on every rank whatever each waits for first.
+    queue: the transfers that compare or launch operations in `wait`. They are completed in the order of their launches,
+        so that this order is the same on every rank, whichever handle a rank waits for first.
     """
 
     def __init__(self, finish: Callable[[], Any], queue: list[Handle] | None = None) -> None:
@@ -23,9 +23,9 @@ class Handle:
             queue.append(self)
 
     def wait(self) -> Any:
-        """Blocks until the transfer is complete; to be called until it has returned.
+        """Waits for the transfer and returns its result. Must not be called again after it has returned.
 
-        Raises what kept it from arriving, also where that was found while another transfer was waited for.
+        Raises the error of the transfer, also if it came up in the `wait` of another handle.
         """
         assert not self._waited, "this transfer was waited for before"
         while self._queue and self in self._queue:

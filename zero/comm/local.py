@@ -1,4 +1,4 @@
-"""One process by itself: nothing is sent."""
+"""The transport of a group of one rank, which sends nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero.comm.transport import Message, Transport
 
 
 class Local(Transport):
-    """Of a group of one rank."""
+    """The transport of a group of one rank."""
 
     name, overlaps = "this process alone", False
 

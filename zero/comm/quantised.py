@@ -1,11 +1,11 @@
-"""Tensors that travel as 8-bit integers, block by block (ZeRO++: qwZ, qgZ; Wang et al., arXiv 2306.10209, section 3).
+"""Quantises tensors to 8-bit integers, block by block (ZeRO++: qwZ, qgZ; Wang et al., arXiv 2306.10209, section 3).
 
-    share    flat: a shard of parameters, or what one rank gives another of a gradient
-    wire     a share as bytes: one record after another, each of `block` codes (int8) and their scale (float32). The
-             last block of a share is filled up with zeros, so every share begins with a record
+    share    a flat tensor that one rank sends another: a shard of parameters, or of a gradient
+    wire     the shares as uint8: one record after another, each of `block` codes (int8) and their scale (float32). The
+             last block of a share is padded with zeros, so every share begins with a record
 
-A code is the multiple of the scale that is nearest to an element; the scale is 1/127 of the largest element of the
-block. So each element is off by at most 1/254 of the largest one, and by the rounding of the dtype that it arrives in.
+An element is rounded to the nearest multiple of the scale, its code; the scale is 1/127 of the largest magnitude in the
+block. So the error is at most 1/254 of that magnitude, plus the rounding of the dtype into which it is decoded.
 """
 
 from __future__ import annotations
@@ -20,102 +20,102 @@ from torch import Tensor
 from zero.comm.sums import add_in_order
 
 QUANTISED = (torch.float32, torch.bfloat16, torch.float16)
-"""Of other dtypes 8 bits would be too few, or the range of a scale too small."""
+"""The dtypes that can be quantised. For others 8 bits are too few, or the range of the scale is too small."""
 
 _SCALE = 4
 """Bytes of a scale."""
 
 _STEP = (1 - 2**-22) / 127
-"""Rounded down, so that nothing arrives larger than the largest element of its block, and overflows."""
+"""Scale of a block by its largest magnitude. Rounded down, so that no decoded element exceeds that and overflows."""
 
 _SMALLEST = 2.0**-118
-"""Blocks below it have the scale of this, which is a normal number."""
+"""Smallest magnitude from which a scale is computed, so that scales are normal numbers."""
 
 _IN_CACHE, _ON_GPU = 1 << 18, 1 << 24
-"""Elements that are computed with at a time, so that what lies in between is small; on GPUs few kernels do it."""
+"""Elements to process at a time, which keeps temporaries small; more on GPUs, so that few kernels are launched."""
 
 
 @dataclass(frozen=True)
 class Int8:
-    """Stands where a dtype of what travels is asked for: 8-bit integers with a float32 scale a block of `block`
-    elements, which is (1 + 4 / block) bytes an element.
+    """Quantisation for transfers, in place of a dtype: 8-bit integers with one float32 scale for each block of `block`
+    elements, so (1 + 4 / block) bytes an element.
 
-    A block that holds NaN arrives as NaN. One that holds infinities arrives with these in their places and NaN in all
-    others. Raises ValueError for a block that is no positive multiple of 8.
+    A block that contains NaN is received as NaN. A block that contains infinities is received with these infinities and
+    NaN elsewhere. Raises ValueError unless `block` is a positive multiple of 8.
     """
 
     block: int = 256
 
     def __post_init__(self) -> None:
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1 or self.block % 8:
-            raise ValueError(f"Int8(block={self.block!r}): a block is a positive multiple of 8 elements, such as 256.")
+            raise ValueError(f"Int8(block={self.block!r}): pass a block of a positive multiple of 8, such as 256.")
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element, but for its part of a scale; as of a dtype."""
+        """Bytes of an element without its scale, as for a dtype."""
         return 1
 
     def lengths(self, counts: Iterable[int]) -> list[int]:
-        """Bytes of shares of so many elements."""
+        """Returns the encoded bytes of shares of `counts` elements."""
         return [-(-count // self.block) * (self.block + _SCALE) for count in counts]
 
     def encode(self, flat: Tensor, counts: Sequence[int]) -> Tensor:
-        """Shares of so many elements, one after another, as bytes."""
+        """Returns the wire of a flat tensor that consists of shares of `counts` elements."""
         wire = flat.new_zeros(sum(self.lengths(counts)), dtype=torch.uint8)
-        for shares, sent in self._rows(flat, wire, counts):
-            for place, codes, scales in self._pieces(shares.shape[-1], sent):
-                values = shares[..., place].view(codes.shape)
+        for shares, encoded in self._rows(flat, wire, counts):
+            for elements, codes, scales in self._chunks(shares.shape[-1], encoded):
+                values = shares[..., elements].view(codes.shape)
                 largest = values.abs().amax(-1, keepdim=True).float()  # torch.aminmax takes ten times as long
                 scales.copy_(largest.clamp_(min=_SMALLEST).mul_(_STEP))
-                finite = scales.clamp(max=torch.finfo(scales.dtype).max)  # by which infinities stay what they are
+                finite = scales.clamp(max=torch.finfo(scales.dtype).max)  # infinities divided by it stay infinite
                 codes.copy_(values.div(finite).round_().clamp_(-127, 127))
         return wire
 
     def decode(self, wire: Tensor, into: Tensor, counts: Sequence[int]) -> None:
-        """Overwrites `into` by what was encoded."""
-        for shares, sent in self._rows(into, wire, counts):
-            for place, codes, scales in self._pieces(shares.shape[-1], sent):
-                shares[..., place].view(codes.shape).copy_(codes).mul_(scales)
+        """Overwrites `into` with the decoded shares of `counts` elements."""
+        for shares, encoded in self._rows(into, wire, counts):
+            for elements, codes, scales in self._chunks(shares.shape[-1], encoded):
+                shares[..., elements].view(codes.shape).copy_(codes).mul_(scales)
 
     def rounded(self, flat: Tensor) -> Tensor:
-        """What arrives of a share, as a new tensor."""
-        arrived = torch.empty_like(flat)
-        self.decode(self.encode(flat, [len(flat)]), arrived, [len(flat)])
-        return arrived
+        """Returns a share as the other ranks receive it, as a new tensor."""
+        decoded = torch.empty_like(flat)
+        self.decode(self.encode(flat, [len(flat)]), decoded, [len(flat)])
+        return decoded
 
     def add(self, rows: Tensor, into: Tensor, times: float) -> None:
-        """Overwrites `into`, float32, by the sum of the ranks' shares times a number; on the CPU added in rank order.
+        """Overwrites `into` (float32) with `times` the sum of all ranks' shares; on the CPU added in rank order.
 
-        rows: of each rank its share as bytes.
+        rows: (ranks, bytes), the encoded share of each rank.
         """
-        for place, codes, scales in self._pieces(len(into), rows):
-            values, total = codes * scales, into[place].view(codes.shape[1:])
+        for elements, codes, scales in self._chunks(len(into), rows):
+            values, total = codes * scales, into[elements].view(codes.shape[1:])
             if values.is_cpu:
                 add_in_order([*values], total, times)
-            else:  # as many kernels whatever the number of ranks
+            else:  # the number of kernels does not depend on the number of ranks
                 torch.sum(values, 0, out=total).mul_(times)
 
     def _rows(self, flat: Tensor, wire: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shares of so many elements and their bytes; all together as rows where they are of one length."""
+        """Yields each share with its bytes, or all of them as the rows of two matrices if they have the same length."""
         lengths = self.lengths(counts)
         if len(set(counts)) == 1:
             yield flat.view(len(counts), counts[0]), wire.view(len(counts), lengths[0])
         elif counts:
             yield from zip(flat.split([*counts]), wire.split(lengths), strict=True)
 
-    def _pieces(self, count: int, wire: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of shares of `count` elements some blocks at a time, and then what is left: where they lie in a share, their
-        codes (..., block) and scales (..., 1).
+    def _chunks(self, count: int, wire: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yields several full blocks of shares of `count` elements at a time, and the last incomplete block: their
+        slice of a share, their codes (..., block) and their scales (..., 1).
 
-        wire: (..., bytes), the shares in its last dimension.
+        wire: (..., bytes), with the shares in its last dimension.
         """
-        whole, left = divmod(count, self.block)
+        full, left = divmod(count, self.block)
         records = wire.unflatten(-1, (-(-count // self.block), self.block + _SCALE))
         codes, scales = records[..., : self.block].view(torch.int8), records[..., self.block :].view(torch.float32)
         step = max((_IN_CACHE if wire.is_cpu else _ON_GPU) // (self.block * math.prod(wire.shape[:-1])), 1)
-        for first in range(0, whole, step):
-            last = min(first + step, whole)
-            place = slice(first * self.block, last * self.block)
-            yield place, codes[..., first:last, :], scales[..., first:last, :]
+        for first in range(0, full, step):
+            last = min(first + step, full)
+            elements = slice(first * self.block, last * self.block)
+            yield elements, codes[..., first:last, :], scales[..., first:last, :]
         if left:
-            yield slice(whole * self.block, count), codes[..., whole, :left], scales[..., whole, :]
+            yield slice(full * self.block, count), codes[..., full, :left], scales[..., full, :]

@@ -1,9 +1,9 @@
-"""Ranks that are not there: one rank of a group of any size goes through its operations, and nothing is sent.
+"""A simulated transport: one rank of a group of any size runs its operations, and nothing is sent.
 
-Tensors may be without values. What the transport that is rehearsed would hold meanwhile is allocated, so that whoever
-counts memory finds it; what it would write stays as it is. The others are taken to do what this rank does.
+It allocates the buffers that the rehearsed transport would allocate, so that memory can be metered, but does not write
+received values. Tensors may have no values (meta or fake). All other ranks are assumed to do the same as this rank.
 
-A transfer takes no time here. Pass an `Observer` to learn how long one takes.
+A transfer takes no time here. An `Observer` can model its time.
 """
 
 from __future__ import annotations
@@ -25,69 +25,72 @@ from zero.comm.sums import wide
 from zero.comm.transport import Message, Transport
 
 Rehearsed = Literal["gloo", "host memory", "nccl"]
-"""The transport that is rehearsed, by its name; "nccl" stands for all that overlap."""
+"""The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
 
 Kind = Literal["gather", "reduce", "all-to-all", "all-reduce", "broadcast", "exchange"]
-"""Of transfers. An exchange is of few bytes, and keeps the host until it has all of them."""
+"""The kind of a transfer. An exchange moves few bytes, and blocks the host until it has received all of them."""
 
 
 class Observer(Protocol):
-    """Sees the transfers of one group."""
+    """Is called with the transfers of one group."""
 
     def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Any:
-        """A transfer is launched. buffers: those that it reads or writes. nbytes: in a gather of the full buffer, else
-        of all that this rank gives. Returns what `wait` is called with."""
+        """Called at the launch of a transfer. Returns an object that is passed to `wait`.
+
+        buffers: the tensors that the transfer reads or writes. nbytes: of the full buffer in a gather, otherwise of all
+        data that this rank passes in.
+        """
 
     def wait(self, transfer: Any) -> None:
-        """What is computed from here on waits for the transfer."""
+        """Called where the computing waits for the transfer."""
 
 
 class Rehearsal(Transport):
-    """like: the transport that this one allocates memory as. observer: sees every transfer, if there is one."""
+    """The simulated transport. like: the transport whose buffers are allocated. observer: is called with transfers."""
 
     def __init__(self, order: Order, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> None:
         self._observer = observer
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
         self._order, self._rank, self._world = order, rank, world
-        self._reads = like == "host memory"
+        self._host_memory = like == "host memory"
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         longest = max(high - low for low, high in pairwise(bounds))
         padded = self.overlaps and longest * self._world != len(full)
         rows = full.new_empty(self._world * longest) if padded else None
-        arrive = self._launch("gather", [full] if rows is None else [full, rows], full.nbytes)
+        wait = self._launch("gather", [full] if rows is None else [full, rows], full.nbytes)
 
         def finish(held: Tensor | None = rows) -> None:
-            arrive()
+            wait()
 
-        return Handle(finish, self._order.queue if self._reads else None)
+        return Handle(finish, self._order.queue if self._host_memory else None)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         own = [counts[self._rank] for _, counts in messages]
         if self.overlaps and scatters(messages):
             sums = messages[0][0].new_empty(own[0]) if into is None else into
-            scattered = self._launch("reduce", [messages[0][0], sums], messages[0][0].nbytes)
+            wait = self._launch("reduce", [messages[0][0], sums], messages[0][0].nbytes)
 
-            def arrived(held: Sequence[Message] = messages) -> Tensor:
-                scattered()
+            def finish(held: Sequence[Message] = messages) -> Tensor:
+                wait()
                 return sums
 
-            return Handle(arrived)
+            return Handle(finish)
 
         def summed(rows: Sequence[Tensor]) -> Tensor:
             total = wide(rows[0][:0]).new_empty(sum(own))
             if self.overlaps:
-                for each, share in zip(rows, total.split(own), strict=True):
-                    torch.sum(each, 0, dtype=total.dtype, out=share)
-            for each in rows if total.dtype is not rows[0].dtype and not self.overlaps else ():
-                _widened(each)
+                for message_rows, share in zip(rows, total.split(own), strict=True):
+                    torch.sum(message_rows, 0, dtype=total.dtype, out=share)
+            for message_rows in rows if total.dtype is not rows[0].dtype and not self.overlaps else ():
+                _allocate_widened(message_rows)
             return total if into is None else into.copy_(total)
 
-        if self._reads:
-            arrive = self._launch_messages(messages, ())
+        if self._host_memory:
+            wait = self._launch_messages(messages, ())
 
             def read() -> Tensor:
-                arrive()
+                wait()
                 return summed(self._read_in_chunks(messages[0][0], own))
 
             return Handle(read, self._order.queue)
@@ -98,19 +101,19 @@ class Rehearsal(Transport):
         def received() -> list[Tensor]:
             return [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
 
-        if self._reads:
-            arrive = self._launch_messages(messages, ())
+        if self._host_memory:
+            wait = self._launch_messages(messages, ())
 
             def read() -> list[Tensor]:
-                arrive()
+                wait()
                 return received()
 
             return Handle(read, self._order.queue)
         rows = received()
-        arrive = self._launch_messages(messages, rows)
+        wait = self._launch_messages(messages, rows)
 
         def finish(held: Sequence[Message] = messages) -> list[Tensor]:
-            arrive()
+            wait()
             return rows
 
         return Handle(finish)
@@ -121,7 +124,7 @@ class Rehearsal(Transport):
         return self._launch(kind, [*sent, *rows], sum(message.nbytes for message in sent))
 
     def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
-        """Of so many elements of each message, what is read of it from all ranks at a time."""
+        """Allocates the chunks that HostMemory reads from all ranks at a time. own: this rank's elements by message."""
         chunk = min(CHUNK // sample.element_size(), max(1, *own))
         chunks = sample.new_empty(self._world, chunk)
         return [chunks[:, : min(chunk, n)] for n in own]
@@ -130,7 +133,7 @@ class Rehearsal(Transport):
         self._launch("broadcast", [flat], flat.nbytes)()
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
-        if self._reads:
+        if self._host_memory:
             tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))
         self._launch("all-reduce", [tensor], tensor.nbytes)()
 
@@ -145,22 +148,22 @@ class Rehearsal(Transport):
         return flag
 
     def _launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Callable[[], None]:
-        """Returns what to call where the transfer is waited for."""
+        """Reports a launch to the observer. Returns the function that reports the wait."""
         if self._observer is None:
-            return _nothing
+            return _no_wait
         return partial(self._observer.wait, self._observer.launch(kind, buffers, nbytes))
 
 
-def _nothing() -> None: ...
+def _no_wait() -> None: ...
 
 
-def _widened(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Two ranks' rows as they are added up, and freed again."""
+def _allocate_widened(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocates two ranks' rows in float32, as the sum in rank order does."""
     return wide(rows[0]), wide(rows[-1])
 
 
 class RehearsedLink(Link):
-    """Of a group without a process group of torch's, on which every device sends by a rehearsal."""
+    """The link of a simulated group, whose transport for every device is a rehearsal."""
 
     def __init__(self, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> None:
         self.rank, self.world, self.like, self.observer = rank, world, like, observer

@@ -1,14 +1,14 @@
-"""What users may say of the way in which ranks send.
+"""The user's settings of transports.
 
 ZERO_HOST_MEMORY in the environment, on every rank, before the first model is built:
 
-    (unset)   ranks of one host read one another's memory where the system permits it
-    0         never; what is on the CPU goes by Gloo, as between hosts
+    (unset)   ranks of one host read one another's memory if the system permits it
+    0         they do not; tensors on the CPU are sent over Gloo, as between hosts
     ptracer   as unset, and where Yama restricts tracing (ptrace_scope 1), each rank permits its launcher and the
-              launcher's descendants to read its memory, as long as it lives (prctl(2), PR_SET_PTRACER)
+              launcher's descendants to read its memory as long as it lives (prctl(2), PR_SET_PTRACER)
 
-ZERO_CHECK=each in the environment compares every operation between ranks before it is launched, also between hosts,
-where otherwise only new schedules are compared so (order.py).
+ZERO_CHECK=each in the environment makes ranks compare every operation before its launch, over all transports. Otherwise
+ranks on several hosts compare only operations of new schedules (order.py).
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ _configured: HostMemory | None = None
 
 
 def configure(*, host_memory: HostMemory | None) -> None:
-    """Says what ZERO_HOST_MEMORY says: "auto", "off" (0) or "ptracer". None goes by the environment again.
+    """Sets in place of ZERO_HOST_MEMORY how ranks of one host send: "auto" (unset), "off" (0) or "ptracer".
 
-    To be called on every rank, before the first model or optimizer is built on a process group. Raises ValueError for
-    anything else.
+    None uses the environment again. Call it on every rank, before the first model or optimizer is built on a process
+    group. Raises ValueError for other values.
     """
     global _configured
     if host_memory not in (None, *_BY_ENVIRONMENT.values()):
         raise ValueError(
-            f"host_memory={host_memory!r}: choose 'auto', 'off', 'ptracer', or None for the environment's."
+            f"host_memory={host_memory!r}: choose 'auto', 'off', 'ptracer', or None for the environment's setting."
         )
     _configured = host_memory
 
 
 def host_memory() -> HostMemory:
-    """Raises ValueError where the environment says something that is not known."""
+    """Returns the setting of `configure` or of ZERO_HOST_MEMORY. Raises ValueError if that has an unknown value."""
     if _configured is not None:
         return _configured
-    given = os.environ.get("ZERO_HOST_MEMORY", "")
-    if given not in _BY_ENVIRONMENT:
-        raise ValueError(f"ZERO_HOST_MEMORY={given!r} in the environment: choose 0, ptracer, or leave it out.")
-    return _BY_ENVIRONMENT[given]
+    value = os.environ.get("ZERO_HOST_MEMORY", "")
+    if value not in _BY_ENVIRONMENT:
+        raise ValueError(f"ZERO_HOST_MEMORY={value!r} in the environment: choose 0, ptracer, or leave it out.")
+    return _BY_ENVIRONMENT[value]
 
 
 def compares_each() -> bool:
-    """Raises ValueError where the environment says something that is not known."""
-    given = os.environ.get("ZERO_CHECK", "")
-    if given not in ("", "each"):
-        raise ValueError(f"ZERO_CHECK={given!r} in the environment: choose each, or leave it out.")
-    return given == "each"
+    """Returns whether ZERO_CHECK is "each". Raises ValueError if it has an unknown value."""
+    value = os.environ.get("ZERO_CHECK", "")
+    if value not in ("", "each"):
+        raise ValueError(f"ZERO_CHECK={value!r} in the environment: choose each, or leave it out.")
+    return value == "each"

@@ -1,20 +1,20 @@
-"""What runs beside the computing of a GPU, and what is ordered after what.
+"""The streams of a GPU on which transfers run beside the computing, and the order between them.
 
-    computing   torch's current stream: forward, backward, the optimizer, and what else is sent
-    gathers     all-gathers, with all that makes full buffers: room for them, shards from the memory of the CPU
-    reductions  sums of gradients, and what of them goes to the memory of the CPU
+    computing   torch's current stream: forward, backward, the optimizer, and all other transfers
+    gathers     all-gathers, with the allocation of full buffers and copies of shards from the memory of the CPU
+    reductions  sums of gradients, and their copies to the memory of the CPU
 
-A transfer is launched and completed on its stream; `wait` of its handle has the computing stream run what it is given
-next after the transfer. Events on the device order all this: the host waits only for what it is to read or write itself
-(`settle`). Backends of torch launch what is not to be waited for asynchronously on the current stream (torch 2.8).
+A transfer is launched and completed on its stream; `wait` of its handle makes the computing stream wait for the
+transfer. Events on the device do this: the host waits only before it reads or writes memory itself (`settle`). Backends
+of torch (2.8) run operations with asyncOp=False on the current stream.
 
-Memory belongs to the stream that it was allocated on, which may use it for something else once the host has dropped it:
+Memory belongs to the stream that allocated it. That stream may use it again as soon as the host has dropped it:
 
-    full buffers  gathers      which wait, where one is released, for what was computed with it
-    what is sent  computing    kept until that waits for the transfer
-    sums          reductions   which wait, before they allocate, for what was computed until then
+    full buffers  gathers      this stream waits, when a buffer is released, for the computing that used it
+    messages      computing    they are kept until the computing stream waits for the transfer
+    sums          reductions   this stream waits, before it allocates them, for all computing so far
 
-So nothing needs `record_stream`, by which memory would be free only when the host finds the device to be done with it.
+So `record_stream` is not needed: it would free memory only once the host has found that the device no longer uses it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from zero.comm.comm import Comm
 from zero.comm.handle import Handle
 
 
-class Beside(Protocol):
-    """What is called, within a context of a stream, with the handle of what was launched there."""
+class OnStream(Protocol):
+    """Turns the handle of a transfer, launched within the context of a stream, into one for the computing stream."""
 
     def __call__(self, launched: Handle, *, keeps: object = None) -> Handle:
-        """The handle that what is computed waits by. keeps: what was sent, which is not freed until then."""
+        """Returns a handle whose `wait` makes the computing stream wait. keeps: tensors to keep alive until then."""
 
 
 def _in_place(launched: Handle, *, keeps: object = None) -> Handle:
@@ -46,43 +46,43 @@ _IN_PLACE = nullcontext(_in_place)
 
 
 class NoStreams:
-    """Of devices that have none, such as the CPU: everything runs where it is launched."""
+    """The interface, for devices without streams such as the CPU: everything runs where it is launched."""
 
-    def gathers(self, comm: Comm, *, ahead: bool, from_host: bool) -> AbstractContextManager[Beside]:
-        """A context in which an all-gather is launched beside the computing.
+    def gathers(self, comm: Comm, *, ahead: bool, from_host: bool) -> AbstractContextManager[OnStream]:
+        """Returns a context in which an all-gather is launched beside the computing.
 
-        ahead: it need not wait for what was computed since `begin`, but for what was done with buffers until they were
-            released. from_host: it reads the memory of the CPU.
+        ahead: the all-gather does not wait for the computing since `begin`, only for the uses of released buffers.
+        from_host: it reads the memory of the CPU.
         """
         return _IN_PLACE
 
-    def reductions(self, comm: Comm) -> AbstractContextManager[Beside]:
-        """A context in which a reduction of what was computed so far is launched beside the computing."""
+    def reductions(self, comm: Comm) -> AbstractContextManager[OnStream]:
+        """Returns a context in which a reduction of tensors computed so far is launched beside the computing."""
         return _IN_PLACE
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
-        """In the dtype of `like`, where that lies. To the CPU it is on its way until the host has waited for
-        `departure`, or has called `settle`."""
+        """Returns `source` in the dtype and on the device of `like`. A copy to the CPU is complete only after the host
+        has waited for `departure`, or has called `settle`."""
         return source.to(like.device, like.dtype)
 
     def departure(self) -> Any:
-        """An event after all that was brought to the CPU so far; None where nothing is on its way."""
+        """Returns an event after all copies to the CPU so far; None if copies are synchronous."""
         return None
 
     def release(self) -> None:
-        """A full buffer is dropped: what was computed so far was the last that reads or writes it."""
+        """Orders later all-gathers after the computing so far, which was the last use of a full buffer."""
 
     def settle(self) -> None:
-        """The host waits until nothing reads or writes the memory of the CPU any more."""
+        """Waits on the host until no stream reads or writes the memory of the CPU any more."""
 
 
 class Streams(NoStreams):
-    """Those of one device. See `streams_of`."""
+    """The streams of one device. See `streams_of`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        self._records: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
+        self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._current
         self._at_host: set[Any] = set()
@@ -93,43 +93,43 @@ class Streams(NoStreams):
         return self._module.current_stream(self._device)
 
     def begin(self) -> None:
-        """A forward or backward begins. What it gathers ahead was written before."""
+        """Marks the start of a forward or backward. Its all-gathers `ahead` wait for all computing until here."""
         self.compute_here()
         self._gathers.wait_stream(self._computing)
 
     def compute_here(self) -> None:
-        """The current stream is the one that `expect_computing` expects from here on."""
+        """Makes the current stream the computing stream."""
         self._computing = self._current
 
     def expect_computing(self, what: str) -> None:
-        """Raises RuntimeError where the current stream is not the one on which the forward or backward began: what is
-        sent is ordered with that one only. what: it runs here, in words for the user."""
+        """Raises RuntimeError if the current stream is not the one on which the forward or backward began: transfers
+        are ordered with that stream only. what: the code that runs here, in words for the user."""
         if self._current != self._computing:
             raise RuntimeError(
                 f"{what} on another stream ({self._current}) than the forward or backward that it is part of began on "
-                f"({self._computing}). Run whole steps on one stream; inside of a wrapped module others may be used, "
-                "if they wait for this one and this one waits for them."
+                f"({self._computing}). Run whole steps on one stream. Code inside of a wrapped module may use other "
+                "streams, if they wait for this one and this one waits for them."
             )
 
     @contextmanager
-    def gathers(self, comm: Comm, *, ahead: bool, from_host: bool) -> Iterator[Beside]:
-        self._refuse_recording()
+    def gathers(self, comm: Comm, *, ahead: bool, from_host: bool) -> Iterator[OnStream]:
+        self._refuse_capture()
         if not ahead:
             self._gathers.wait_stream(self._current)
         if from_host:
             self._at_host.add(self._gathers)
-        with self._on(self._gathers, comm) as beside:
-            yield beside
+        with self._on(self._gathers, comm) as on_stream:
+            yield on_stream
 
     @contextmanager
-    def reductions(self, comm: Comm) -> Iterator[Beside]:
-        self._refuse_recording()
+    def reductions(self, comm: Comm) -> Iterator[OnStream]:
+        self._refuse_capture()
         self._reductions.wait_stream(self._current)
-        with self._on(self._reductions, comm) as beside:
-            yield beside
+        with self._on(self._reductions, comm) as on_stream:
+            yield on_stream
 
     @contextmanager
-    def _on(self, stream: Any, comm: Comm) -> Iterator[Beside]:
+    def _on(self, stream: Any, comm: Comm) -> Iterator[OnStream]:
         launched_on = self._current
 
         def beside(launched: Handle, *, keeps: object = None) -> Handle:
@@ -150,11 +150,12 @@ class Streams(NoStreams):
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         if not apart(source, like) or like.device.type != "cpu":
             return super().bring(source, like)
-        there = torch.empty(source.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_pinned())
-        self.to_host(source, there)
-        return there
+        copy = torch.empty(source.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_pinned())
+        self.to_host(source, copy)
+        return copy
 
     def to_host(self, source: Tensor, to: Tensor) -> None:
+        """Launches a copy to a tensor on the CPU, after the computing so far."""
         self._reductions.wait_stream(self._current)
         with self._module.stream(self._reductions):
             to.copy_(source.to(to.dtype), non_blocking=True)
@@ -163,11 +164,11 @@ class Streams(NoStreams):
     def departure(self) -> Any:
         return self._reductions.record_event()
 
-    def _refuse_recording(self) -> None:
-        if self._records():
+    def _refuse_capture(self) -> None:
+        if self._is_capturing():
             raise RuntimeError(
-                "a CUDA graph is being recorded, but what zero sends cannot be part of one: its buffers are freed in "
-                "between, and hosts compare what they send. Record only what runs inside of wrapped modules."
+                "a CUDA graph is being captured, but transfers of zero cannot be part of a CUDA graph: their buffers "
+                "are freed in between, and hosts compare their operations. Capture only code inside of wrapped modules."
             )
 
     def release(self) -> None:
@@ -182,19 +183,19 @@ class Streams(NoStreams):
 NONE = NoStreams()
 
 
-def apart(one: Tensor, other: Tensor) -> bool:
-    """Whether they lie on two devices."""
-    return one.device != other.device
+def apart(first: Tensor, second: Tensor) -> bool:
+    """Returns whether the tensors are on different devices."""
+    return first.device != second.device
 
 
-_known: dict[torch.device, Streams] = {}
+_by_device: dict[torch.device, Streams] = {}
 
 
 def streams_of(tensor: Tensor) -> NoStreams:
-    """Those of the device that the tensor is on: the same for all that is sent from there."""
+    """Returns the streams of the tensor's device: one object for each device."""
     device = tensor.device
     if device.type == "cpu" or not has_values(tensor) or not hasattr(torch.get_device_module(device), "Stream"):
         return NONE
-    if device not in _known:
-        _known[device] = Streams(device)
-    return _known[device]
+    if device not in _by_device:
+        _by_device[device] = Streams(device)
+    return _by_device[device]

@@ -1,4 +1,4 @@
-"""Sums over the ranks, added up in the order of ranks, so that they do not depend on timing."""
+"""Sums over the ranks, added in rank order, so that they do not depend on timing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def sum_in_rank_order(received: Sequence[Sequence[Tensor]], times: float = 1) -> Tensor:
-    """received: what every rank has, by rank, of one message after another. Returns one sum after another, flat.
+    """Returns the sums over the ranks, flat, one message after another.
 
-    times: what sums are multiplied by.
+    received: for each message the tensors of all ranks, in rank order. times: factor for the sums.
     """
     total = wide(received[0][0][:0]).new_empty(sum(len(rows[0]) for rows in received))
     low = 0
@@ -22,7 +22,7 @@ def sum_in_rank_order(received: Sequence[Sequence[Tensor]], times: float = 1) ->
 
 
 def add_in_order(rows: Sequence[Tensor], into: Tensor, times: float = 1) -> None:
-    """`into` is overwritten by the sum of two tensors or more, all of one length, times a number."""
+    """Overwrites `into` with `times` the sum of two tensors or more, all of one length."""
     torch.add(wide(rows[0]), wide(rows[1]), out=into)
     for row in rows[2:]:
         into += row
@@ -31,5 +31,5 @@ def add_in_order(rows: Sequence[Tensor], into: Tensor, times: float = 1) -> None
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """16-bit floats as float32, to be added up; all else as it is."""
+    """Returns the tensor in the dtype in which it is summed: float32 for 16-bit floats, else its own."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

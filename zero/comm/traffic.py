@@ -1,4 +1,4 @@
-"""Bytes that this process sent."""
+"""Counts the bytes that this process has sent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of payload that this rank sent. A segment that goes to W - 1 other ranks counts W - 1 times.
+    """Bytes of payload that this rank sent. A tensor that goes to W - 1 other ranks counts W - 1 times.
 
-    What the other ranks of a host read from this rank's memory counts as sent. Not counted: how a process group's ranks
-    first learn of each other, by which they see that they are in step, and what frames or pads a message.
+    Bytes that other ranks of the host read from this rank's memory count as sent. Not counted are the rendezvous of a
+    process group's ranks, the comparison of their operations, and the headers and the padding of messages.
     """
 
     gather: int = 0
@@ -35,15 +35,16 @@ _sent: Counter[str] = Counter()
 
 
 def traffic() -> Traffic:
-    """What this process has sent through `zero` so far; subtract two readings to see what lies between.
+    """Returns the bytes that this process has sent through `zero` so far. The difference of two results is the traffic
+    between them.
 
-    What others send, such as the all-reduce of `DistributedDataParallel`, is not in it.
+    Transfers of other libraries, such as the all-reduce of `DistributedDataParallel`, are not counted.
     """
     return Traffic(**_sent)
 
 
 def count(*, gather: int = 0, reduce: int = 0, other: int = 0) -> None:
-    """Adds to what this process has sent; some thousand times a step where layers are small."""
+    """Adds to the bytes that this process has sent. Called thousands of times a step in models of small layers."""
     _sent["gather"] += gather
     _sent["reduce"] += reduce
     _sent["other"] += other
@@ -51,7 +52,7 @@ def count(*, gather: int = 0, reduce: int = 0, other: int = 0) -> None:
 
 @contextmanager
 def rehearsed_traffic() -> Iterator[None]:
-    """What is sent in here is sent by nobody: `traffic` shows it from 0 on, and forgets it afterwards."""
+    """Returns a context that counts the traffic of a rehearsal from 0 on, and restores the count afterwards."""
     global _sent
     before, _sent = _sent, Counter()
     try:
