@@ -120,8 +120,8 @@ def in_two_ranks(rank: int, world: int, function: Callable[..., None], *args: ob
         (trained_parameter_in_no_optimizer_on_one_rank, ["1 trained param", "'2.bias'", r"\(on rank 1\)"]),
         (not_an_oss, ["SGD", r"zero\.OSS\(model\.parameters"]),
         (no_optimizer, ["no optimizer", r"zero\.OSS"]),
-        (other_process_group, ["process group", "same one"]),
-        (other_process_group_of_one_of_two_optimizers, ["process group", "same one"]),
+        (other_process_group, ["process group", "same group"]),
+        (other_process_group_of_one_of_two_optimizers, ["process group", "same group"]),
         (optimizer_used_twice, ["already belongs to another ShardedDDP", "one OSS for each"]),
     ],
 )

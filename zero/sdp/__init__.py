@@ -1,4 +1,4 @@
-"""Stage 2: stage 1, and gradients that live only with their owner."""
+"""Stage 2: optimizer state and gradients are sharded."""
 
 from zero.sdp.sharded_ddp import ShardedDDP
 

@@ -1,10 +1,10 @@
-"""One group's gradients on their way to their owners.
+"""The bucket of one shard group, which reduces the group's gradients to their owners.
 
-    taken   the gradients of this backward, in their own memory, as autograd wrote them: up to one bucket
-    sums    what came to this rank, summed and averaged: what stays, 1/W of a bucket
+    taken   this rank's gradients of one backward, in the memory in which autograd wrote them: up to one bucket
+    sums    the received gradients of this rank's shard, averaged over the ranks: 1/W of a bucket
 
-A parameter that no rank used has no gradient; one that some ranks used has the average with zeros. Where this rank has
-not used what it owns, that is known at the end of the backward only (usage.py).
+A parameter that no rank used has no gradient. If only some ranks used it, the others count as zeros in the average. If
+this rank did not use a parameter, it learns only at the end of the backward whether another rank did (usage.py).
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ from zero.sdp.messages import messages_of
 
 
 class Destination(Protocol):
-    """Who keeps the gradients of this rank's shards."""
+    """Holds the gradients of this rank's shards."""
 
     def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
-        """Gradients of the group's shard, float32 where they travelled with 16 bits, in the dtype and on the device in
-        which they are kept; perhaps still on their way."""
+        """Returns the sums (float32 if 16-bit floats were sent) in the dtype and on the device of the gradients. A copy
+        to another device may still be in flight."""
 
     def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
-        """Takes gradients that were brought, by position of the parameter, in the shape of its shard, and adds them to
-        those that are there; None where it is not known yet whether there is one."""
+        """Adds gradients, as `bring` returned them, to the held ones. They come by position of the parameter, in the
+        shape of its shard; None if it is not known yet whether the parameter has a gradient."""
 
 
 class Phase(enum.Enum):
-    """Of one backward."""
+    """The phase of a bucket within a backward."""
 
     FILLING = "waiting for gradients"
-    REDUCING = "on the way to the owners"
+    REDUCING = "being reduced to the owners"
 
 
 class GradBucket:
-    """Takes the gradients of one group, reduces them to their owners, and hands those of this rank's shard on.
+    """Takes the gradients of one shard group, reduces them to their owners, and passes on those of this rank's shard.
 
-    sent_as: the dtype in which gradients travel, by default their own; or how they are quantised.
+    destination: receives the gradients of this rank's shard.
+    sent_as: the dtype in which gradients are sent, or their quantisation; by default their own dtype.
     `trained`: positions of the parameters that have gradients.
-    `used`: parameters of which this rank had gradients among those that were sent since the last `decide`.
-    `missing`: whether this rank had no gradient of some parameter when its gradients were sent.
+    `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
+    `missing`: whether this rank has sent zeros for some parameter since then.
     """
 
     def __init__(
@@ -63,18 +64,18 @@ class GradBucket:
         self.used: set[int] = set()
         self.missing = False
         self._sent: frozenset[int] = frozenset()
-        """Parameters of which this rank had gradients among those that are on their way."""
+        """Positions of the parameters that this rank sent gradients of in the reduce in flight."""
         self._undecided: dict[int, list[Tensor]] = {}
-        """What came of parameters that this rank had no gradients of."""
+        """Received gradients of parameters that this rank sent no gradients of, by position."""
         self._handle: Handle | None = None
         self.trained: tuple[int, ...] = ()
         self._messages = messages_of(group, (), self._sent_as)
         self.notice_trained()
 
     def notice_trained(self, also: Collection[Tensor] = ()) -> bool:
-        """Looks anew which parameters are trained, and returns whether they are others; between backwards only.
+        """Updates which parameters are trained, and returns whether they have changed. Only between backwards.
 
-        also: parameters that count as trained whatever they say of themselves now.
+        also: parameters that count as trained even if they do not require gradients now.
         """
         params = enumerate(self.group.params)
         trained = tuple(index for index, param in params if param.requires_grad or param in also)
@@ -88,10 +89,11 @@ class GradBucket:
 
     @property
     def complete(self) -> bool:
+        """Whether the bucket has taken the gradients of all trained parameters."""
         return len(self._taken) == len(self.trained)
 
     def take(self, index: int, gradient: Tensor | None) -> None:
-        """Takes over the full gradient of a parameter, if there is one; nothing else should keep it."""
+        """Takes the full gradient of a parameter, if it is not None. The caller should keep no reference to it."""
         if gradient is None:
             return
         if self.phase is Phase.REDUCING or index in self._taken:
@@ -100,22 +102,23 @@ class GradBucket:
         refuse_sparse(gradient, name)
         if gradient.requires_grad:
             raise RuntimeError(
-                f"the gradient of {name} is itself part of a graph (create_graph=True), which ends where it is "
-                "reduced. Take inner derivatives by torch.autograd.grad(..., create_graph=True), and call backward() "
-                "without."
+                f"the gradient of {name} is itself part of a graph (create_graph=True), but a reduced gradient cannot "
+                "be differentiated. Compute inner derivatives by torch.autograd.grad(..., create_graph=True), and call "
+                "backward() without create_graph."
             )
         self._taken[index] = self.group.shapes.in_memory_order(index, gradient)
         self.taken_bytes += gradient.nbytes
 
     def refuse_late(self, index: int) -> NoReturn:
+        """Raises RuntimeError for a gradient that came after the launch."""
         raise RuntimeError(
             f"{self.group.names[index]} got a gradient after its gradients were sent to their owner, in one backward. "
-            "Re-entrant checkpointing does this where a parameter is used twice, or where the model returns no tensor "
-            "that needs a gradient: use use_reentrant=False."
+            "Re-entrant checkpointing causes this if a parameter is used twice, or if the model returns no tensor that "
+            "requires a gradient: use checkpoint(..., use_reentrant=False)."
         )
 
-    def take_leftovers(self) -> None:
-        """Takes what lies in `grad` of parameters that this backward did not reach, from backwards under no_sync."""
+    def take_accumulated(self) -> None:
+        """Takes gradients accumulated under no_sync of parameters that this backward did not reach."""
         for index in self.trained:
             if index not in self._taken:
                 param = self.group.params[index]
@@ -125,7 +128,7 @@ class GradBucket:
     # -------------------------------------------------------------------------------------------- reducing
 
     def launch(self) -> None:
-        """Collective. Sends every gradient to its owner; zeros where this rank has none."""
+        """Collective. Launches the reduce of all gradients to their owners; missing ones are sent as zeros."""
         assert self.phase is Phase.FILLING
         self.phase = Phase.REDUCING
         group, messages = self.group, self._messages.messages(self._taken)
@@ -135,40 +138,40 @@ class GradBucket:
         self._forget_taken()
         with (
             shown("reduce", group.label, group.comm.rank),
-            group.streams.reductions(group.exchange.gathered_by) as beside,
+            group.streams.reductions(group.exchange.gathered_by) as on_stream,
         ):
-            self._handle = beside(group.exchange.reduce(messages, self._quantised), keeps=messages)
+            self._handle = on_stream(group.exchange.reduce(messages, self._quantised), keeps=messages)
 
     def finish(self) -> None:
-        """Waits, and hands on of each parameter that this rank owns something of the averaged gradient of its shard:
-        None where this rank has not used it, until `decide`."""
+        """Waits for the reduce, and passes the averaged gradients of this rank's shard to the destination: None for
+        parameters that this rank has not used, whose gradients it keeps until `decide`."""
         assert self._handle is not None
         handle, self._handle = self._handle, None
         group = self.group
         with shown("wait_for_reduce", group.label, group.comm.rank):
             sums: Tensor = handle.wait()
         self.phase = Phase.FILLING
-        arrived: dict[int, Tensor | None] = {}
+        received: dict[int, Tensor | None] = {}
         brought = self._destination.bring(group, sums)
         for span, flat in zip(self._messages.owned, self._messages.cut(brought), strict=True):
-            shard = group.shapes.shaped(span.index, flat, span)
-            arrived[span.index] = shard if span.index in self._sent else None
+            gradient = group.shapes.shaped(span.index, flat, span)
+            received[span.index] = gradient if span.index in self._sent else None
             if span.index not in self._sent:
-                self._undecided.setdefault(span.index, []).append(shard)
-        self._destination.receive(group, arrived)
+                self._undecided.setdefault(span.index, []).append(gradient)
+        self._destination.receive(group, received)
 
     def decide(self, used: Mapping[int, bool]) -> None:
-        """At the end of a backward: hands on what came of parameters that this rank has not used, but others have.
+        """Passes on, at the end of a backward, gradients of parameters that only other ranks have used.
 
-        used: by index, whether any rank has; of none where this rank has nothing to ask for.
+        used: whether any rank has used a parameter, by position. May be empty if no rank sent zeros.
         """
-        for index, shards in self._undecided.items():
-            for shard in shards if used[index] else ():
-                self._destination.receive(self.group, {index: shard})
+        for index, gradients in self._undecided.items():
+            for gradient in gradients if used[index] else ():
+                self._destination.receive(self.group, {index: gradient})
         self._forget_usage()
 
     def abandon(self) -> None:
-        """Forgets a backward that was interrupted, once what it sent has arrived."""
+        """Waits for the reduce in flight, and forgets a backward that was interrupted."""
         self._forget_taken()
         if self._handle is not None:
             handle, self._handle = self._handle, None

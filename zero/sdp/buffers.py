@@ -1,4 +1,4 @@
-"""Buffers, such as BatchNorm's statistics: those of the first rank count, as with DistributedDataParallel."""
+"""Broadcasts buffers, such as BatchNorm's statistics, from the first rank, as DistributedDataParallel does."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zero.comm import Comm
 
 
 class BufferSync:
-    """Broadcasts a module's buffers from rank 0 of the group (of each in turn) before a forward.
+    """Broadcasts a module's buffers from rank 0 of each group, one group after another, before a forward.
 
-    Like DistributedDataParallel, before each forward that follows one which will be reduced, and before the first:
-    forwards under `no_sync` and `no_grad` leave the buffers of the next forward alone.
+    Like DistributedDataParallel, it broadcasts before the first forward, and before each forward that follows one whose
+    gradients are reduced: after forwards under `no_sync` or `no_grad` it does not.
 
-    Raises, on every rank, where buffers have become other ones than on other ranks: a cache that grew with a rank's own
-    batch, say.
+    Raises, on every rank, if names, shapes or dtypes of buffers have come to differ between ranks, such as those of a
+    cache that grows with a rank's own batch.
     """
 
     def __init__(self, module: nn.Module, comms: Sequence[Comm]) -> None:
@@ -30,7 +30,7 @@ class BufferSync:
         return [(buffer.shape, buffer.dtype) for buffer in self._module.buffers()]
 
     def before_forward(self) -> None:
-        """Collective."""
+        """Collective. Broadcasts the buffers if that is due."""
         if not self._due:
             return
         shapes = self._shapes()
@@ -41,21 +41,23 @@ class BufferSync:
         for comm in self._comms:
             comm.broadcast(buffers)
         if any(comm.world > 1 for comm in self._comms):
-            # Backward refuses a graph that read a buffer before it was overwritten; on rank 0, where nothing was
-            # written, it would go on, and wait for ranks that have raised.
+            # Backward raises for a graph that read a buffer before it was overwritten. Rank 0, whose buffers are not
+            # overwritten, must raise, too: it would wait for the other ranks otherwise.
             increment_version([buffer for buffer in buffers if not buffer.is_inference()])
 
     def _compare(self) -> None:
-        """Collective, for ranks where shapes have changed. Others, in a broadcast, then raise."""
+        """Collective over the ranks on which shapes have changed. Ranks that broadcast meanwhile raise."""
         shapes = [f"{name}: {list(buffer.shape)}, {buffer.dtype}" for name, buffer in self._module.named_buffers()]
         try:
             for comm in self._comms:
                 comm.compare("the buffers of the model, which have changed since it was wrapped,", shapes)
         except RuntimeError as error:
             raise RuntimeError(
-                f"buffers have changed on this rank, but not on all; they are now {', '.join(shapes)}. Before a "
-                "forward all become those of the first rank: give them one shape, or pass broadcast_buffers=False."
+                f"buffers have changed on this rank, but not on all ranks; they are now {', '.join(shapes)}. They are "
+                "broadcast from the first rank before a forward: give them the same shape on all ranks, or pass "
+                "broadcast_buffers=False."
             ) from error
 
     def after_forward(self, *, reduced: bool) -> None:
+        """Notes whether the next broadcast is due. reduced: whether this forward's gradients will be reduced."""
         self._due = reduced and torch.is_grad_enabled()

@@ -1,7 +1,8 @@
-"""Parameters that a step left on their way, waited for where the next forward reads them.
+"""All-gathers of parameters that `step` has left in flight, until the next forward reads the parameters.
 
-Between step and forward they are NaN. In ShardedDDP's forward each operator that is given one waits for its shard group
-first. Whoever runs, saves, loads or lists the module's parameters otherwise waits for all of them before.
+Until a gather has finished, its parameters are NaN. In the forward of ShardedDDP, each operator that takes such a
+parameter waits for its shard group first. Any other access through the wrapper or the module's own methods (forward,
+state dicts, listing of parameters) waits for all gathers first.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from zero.oss.shard_group import ShardGroup
 
 
 class PendingGathers:
-    """Those of all the optimizers of one module.
+    """The gathers in flight of all optimizers of one module.
 
-    While any are in flight, the modules that own parameters have hooks; at rest nothing is on them.
+    While gathers are in flight, all modules that own parameters have hooks; otherwise they have none.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[OSS]) -> None:
@@ -34,16 +35,17 @@ class PendingGathers:
             optimizer.register_step_post_hook(lambda *_: self._guard())
 
     def finish(self) -> None:
-        """Waits for all."""
+        """Waits for all gathers."""
         self._unguard()
         finish_all(self._optimizers)
 
     @contextmanager
     def finished_as_read(self) -> Iterator[None]:
-        """For a forward: waits for each shard group when one of its parameters is read, and at the end for the rest.
+        """Returns a context for a forward that waits for each shard group when an operator first reads one of its
+        parameters, and at the end for all others.
 
-        It waits for all at once where a mode must not be around: without gradients torch has faster kernels, which it
-        does not use under one, and a compiled module would be compiled anew.
+        It waits for all at once if a TorchFunctionMode would do harm: without gradients torch has faster kernels, which
+        it does not use under a mode, and a compiled module would be compiled again.
         """
         if not self._guards or not torch.is_grad_enabled() or any(map(is_compiled, self._module.modules())):
             self.finish()
@@ -57,7 +59,7 @@ class PendingGathers:
             self.finish()
 
     def _guard(self) -> None:
-        """After a step, on every module that owns parameters."""
+        """Registers hooks that wait, on every module that owns parameters. Called after each step."""
         self._unguard()
         guard = _Guard(self._optimizers)
         for module in self._module.modules():
@@ -74,7 +76,7 @@ class PendingGathers:
 
 
 class _Guard:
-    """A hook that waits before the module that it is on is run, saved or loaded. A copy of it does nothing."""
+    """A hook that waits for all gathers before its module runs, is saved or loaded. A copy of it does nothing."""
 
     def __init__(self, optimizers: Sequence[OSS] = ()) -> None:
         self._optimizers = optimizers
@@ -83,48 +85,49 @@ class _Guard:
         finish_all(self._optimizers)
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
-        if any(flat.gathering for optimizer in self._optimizers for flat in optimizer.shard_groups):
+        if any(group.gathering for optimizer in self._optimizers for group in optimizer.shard_groups):
             raise RuntimeError(
-                "the module was copied or pickled while its parameters were on their way (overlap_param_gather=True), "
-                "and past ShardedDDP. Copy or pickle the wrapper's .module, which waits for them."
+                "the module was copied or pickled while its parameters were gathered (overlap_param_gather=True). Copy "
+                "or pickle the .module of the ShardedDDP: reading that attribute waits for the parameters."
             )
         return _Guard, ()
 
 
 def finish_all(optimizers: Sequence[OSS]) -> None:
+    """Waits for all gathers of the optimizers."""
     for optimizer in optimizers:
         optimizer.finish_gathers()
 
 
 class _FinishAsRead(TorchFunctionMode):
-    """Finishes the gather of a parameter's shard group before any operator that is given the parameter."""
+    """Finishes the gather of a parameter's shard group before any operator that takes the parameter."""
 
     def __init__(self, optimizers: Sequence[OSS]) -> None:
         super().__init__()
-        self._missing: dict[Tensor, tuple[OSS, ShardGroup]] = {
-            param: (optimizer, flat)
+        self._pending: dict[Tensor, tuple[OSS, ShardGroup]] = {
+            param: (optimizer, group)
             for optimizer in optimizers
-            for flat in optimizer.shard_groups
-            if flat.gathering
-            for param in flat.params
+            for group in optimizer.shard_groups
+            if group.gathering
+            for param in group.params
         }
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._missing:
+        if self._pending:
             self._finish_for(args)
             self._finish_for(kwargs)
         return function(*args, **kwargs)
 
     def _finish_for(self, value: Any) -> None:
         if isinstance(value, Tensor):
-            if value in self._missing:
-                optimizer, flat = self._missing[value]
-                optimizer.finish_gathers([flat])
-                for param in flat.params:
-                    self._missing.pop(param)
+            if value in self._pending:
+                optimizer, group = self._pending[value]
+                optimizer.finish_gathers([group])
+                for param in group.params:
+                    self._pending.pop(param)
         elif isinstance(value, Mapping):
             self._finish_for([*value.values()])
         elif isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""The backward of ShardedDDP: gradients on their way into buckets, and buckets on their way to the owners."""
+"""The backward of ShardedDDP: puts gradients into buckets, and reduces the buckets to the owners."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from zero.sdp.usage import End
 
 
 class Reducer:
-    """Drives the buckets through a backward.
+    """Takes gradients during backward, launches their buckets in order, and waits for them.
 
-    `active`: whether gradients are reduced now, or left where they are (no_sync).
+    `active`: whether gradients are reduced, or accumulated in `param.grad` (no_sync).
     """
 
     def __init__(
@@ -46,23 +46,23 @@ class Reducer:
         self._hooks: dict[Tensor, RemovableHandle] = {}
         finalize(self, _remove, self._hooks)
         self._hooks_on_leaves: list[RemovableHandle] = []
-        self._ran_trained: set[Tensor] = set()
-        """What was trained in some forward since the last backward, and may have been frozen since."""
+        self._trained_in_forward: set[Tensor] = set()
+        """Parameters that required gradients in a forward since the last backward; they may be frozen by now."""
         self._retired: str | None = None
-        """Why it takes no gradients any more."""
+        """The error message of a forward, after `retire`."""
         self._in_backward = False
         self._launched = 0
         self._in_flight: int | None = None
-        self._notice_groups()
+        self._update_buckets()
         for param in self._places:
             before = _reducers[param]() if param in _reducers else None
             if before is not None:
                 before.retire(_REPLACED)
             _reducers[param] = ref(self)
-        self._hook_trained()
+        self._register_hooks()
 
-    def _notice_groups(self) -> None:
-        """Makes a bucket of each shard group that the optimizers have now (add_param_group, set_bucket_size)."""
+    def _update_buckets(self) -> None:
+        """Makes a bucket for each shard group, if the groups have changed (add_param_group, set_bucket_size)."""
         owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shard_groups}
         if [bucket.group for bucket in self._buckets] == list(owners):
             return
@@ -71,7 +71,7 @@ class Reducer:
         self._numbers = {group: number for number, group in enumerate(owners)}
         self._places = {param: place for optimizer in self._optimizers for param, place in optimizer.places.items()}
         streams = {group.streams for group in owners}
-        self._streams = [one for one in streams if isinstance(one, Streams)]
+        self._streams = [device_streams for device_streams in streams if isinstance(device_streams, Streams)]
         self._largest_bucket = max(group.full.nbytes for group in owners)
         self._largest_param = max(param.nbytes for param in self._places)
 
@@ -84,49 +84,49 @@ class Reducer:
             self._comm.begin_schedule()
             while self._hooks_on_leaves:
                 self._hooks_on_leaves.pop().remove()
-            self._notice_groups()
-            self._hook_trained()
+            self._update_buckets()
+            self._register_hooks()
 
     def after_forward(self, output: Any) -> None:
-        """Backward begins at the outputs: from there its end can be awaited, also where it is entered anew within."""
+        """Registers hooks on the outputs, where backward begins: so its end is known, also in a re-entrant backward."""
         if self.active:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    hook = tensor.register_hook(partial(self._reached, nearest_leaf(tensor)))
+                    hook = tensor.register_hook(partial(self._output_reached, nearest_leaf(tensor)))
                     if tensor.is_leaf:  # it outlives the graph
                         self._hooks_on_leaves.append(hook)
 
-    def _reached(self, leaf: Node | None, _: Tensor) -> None:
-        """A backward is at an output: one that leaves gradients, on all ranks, or an inner torch.autograd.grad."""
+    def _output_reached(self, leaf: Node | None, _: Tensor) -> None:
+        """Begins a backward, unless this is an inner torch.autograd.grad, which writes no gradients into leaves."""
         if leaf is None or writes_into(leaf):
             self._begin()
 
-    def _hook_trained(self) -> None:
-        # What autograd calls lies where the garbage collector does not look for cycles.
+    def _register_hooks(self) -> None:
+        # A weak reference: the garbage collector does not find cycles through hooks of autograd.
         arrived = partial(Reducer.arrived, proxy(self))
         for param in self._places:
             if param.requires_grad:
-                self._ran_trained.add(param)
+                self._trained_in_forward.add(param)
             if param.requires_grad and param not in self._hooks:
                 self._hooks[param] = param.register_post_accumulate_grad_hook(arrived)
 
-    def _notice_trained(self) -> None:
-        """Collective where other parameters are trained than in the last backward."""
-        changed = [bucket.notice_trained(self._ran_trained) for bucket in self._buckets]
-        self._ran_trained.clear()
+    def _update_trained(self) -> None:
+        """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
+        changed = [bucket.notice_trained(self._trained_in_forward) for bucket in self._buckets]
+        self._trained_in_forward.clear()
         if any(changed):
             trained = [bucket.group.names[index] for bucket in self._buckets for index in bucket.trained]
             self._comm.compare("the parameters that are trained", trained)
 
     def retire(self, reason: str) -> None:
-        """Takes no gradients any more, because the parameters are another's. reason: what a forward raises then."""
+        """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""
         self._retired = reason
         _remove(self._hooks)
         while self._hooks_on_leaves:
             self._hooks_on_leaves.pop().remove()
 
     def arrived(self, param: nn.Parameter) -> None:
-        """autograd has written all of `param.grad`, which is taken over, and None from here on."""
+        """Moves the gradient, which autograd has accumulated, from `param.grad` into its bucket."""
         if not self.active:
             return
         self._begin()
@@ -139,13 +139,13 @@ class Reducer:
             bucket.refuse_late(index)
         gradient, param.grad = param.grad, None
         bucket.take(index, gradient)
-        self._make_room(bucket)
+        self._limit_memory(bucket)
         if bucket.complete:
             self._launch()
 
     def _begin(self) -> None:
         if not self._in_backward:
-            finish_all(self._optimizers)  # of a graph from before the last step
+            finish_all(self._optimizers)  # the graph may be older than the last step
             self._begin_reducing()
             self._in_backward = True
             for streams in self._streams:
@@ -153,14 +153,14 @@ class Reducer:
             at_end_of_backward(self._finish)
 
     def _launch(self, *, incomplete: bool = False) -> None:
-        """Launches, in the order that is the same on all ranks, what is complete up to the first bucket that is not.
+        """Launches buckets, in the same order on all ranks, up to the first incomplete bucket.
 
-        incomplete: with what lies in `grad` from backwards under no_sync, and zeros.
+        incomplete: launches incomplete buckets, too, with gradients accumulated under no_sync, and zeros for the rest.
         """
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if incomplete:
-                bucket.take_leftovers()
+                bucket.take_accumulated()
             elif not bucket.complete:
                 return
             self._finish_in_flight()
@@ -169,13 +169,14 @@ class Reducer:
                 self._in_flight = self._launched
             self._launched += 1
             if self._launched < len(self._buckets):
-                self._make_room(self._buckets[self._launched])
+                self._limit_memory(self._buckets[self._launched])
 
-    def _make_room(self, filling: GradBucket) -> None:
-        """Waits for the bucket in flight while what fills the next is little: two buckets' bytes are all there may be.
+    def _limit_memory(self, filling: GradBucket) -> None:
+        """Waits for the bucket in flight before the next one has taken 1/W of a bucket, so that gradients and receive
+        buffers never take more than two buckets.
 
-        A bucket in flight takes its gradients and as much to receive them in; in their place 1/W of it stays, and as
-        much of the next is not there yet. Where transfers run beside the computing, waiting would cost their overlap.
+        A bucket in flight needs its gradients and receive buffers of the same size; after the wait only 1/W of it, the
+        sums, is left. Does nothing where transfers overlap with computing, because waiting would end the overlap.
         """
         upcoming = filling.taken_bytes + self._largest_param
         if (
@@ -192,7 +193,7 @@ class Reducer:
             self._owners[number].gradients_arrived(self._buckets[number].group)
 
     def _finish(self) -> None:
-        """At the end of backward, on every rank, whatever it used."""
+        """Ends the backward. Called on every rank, whichever parameters it has used."""
         if self._launched < len(self._buckets):
             self._refuse_replaced()
         self._launch(incomplete=True)
@@ -204,27 +205,28 @@ class Reducer:
         self._in_backward = False
 
     def reduce_now(self) -> None:
+        """Collective. Reduces the gradients accumulated under no_sync."""
         self.before_forward()
         self._begin_reducing()
         self._finish()
 
     def _begin_reducing(self) -> None:
-        self._notice_trained()
+        self._update_trained()
         for optimizer in self._optimizers:
             optimizer.backward_begins()
 
     def _refuse_replaced(self) -> None:
-        """Where a gradient did not come, the parameter may be one that the module no longer has."""
+        """Raises RuntimeError if a gradient is missing because its parameter was replaced in the module."""
         for name, param in self._module.named_parameters():
             if param.requires_grad and param not in self._places:
                 raise RuntimeError(
-                    f"{name!r} is in no optimizer of this ShardedDDP: it was replaced (by load_state_dict with "
-                    "assign=True, say) or added since, and its gradient would be nobody's. Wrap the model again, "
-                    "with an OSS built from its present parameters, or add it by add_param_group."
+                    f"{name!r} is in no optimizer of this ShardedDDP: it was added or replaced (for example by "
+                    "load_state_dict with assign=True) after wrapping, so its gradient would not be reduced. Wrap the "
+                    "model again, with an OSS built from its present parameters, or add it by add_param_group."
                 )
 
     def _abandon(self) -> None:
-        """An exception ended the last backward before its end."""
+        """Forgets a backward that an exception ended."""
         for bucket in self._buckets:
             bucket.abandon()
         self._launched = 0
@@ -233,12 +235,12 @@ class Reducer:
 
 
 _REPLACED = (
-    "this {} was replaced by another around the same parameters, which has their gradients now. Call the new one, and "
-    "drop this one and its optimizer."
+    "this {} was replaced by another wrapper of the same parameters, which takes their gradients now. Use the new "
+    "wrapper, and drop this one and its optimizer."
 )
 
 _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By parameter, the Reducer that takes its gradients."""
+"""The Reducer that takes the gradients of a parameter, by parameter."""
 
 
 def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:

@@ -1,6 +1,6 @@
-"""Which rank gets what of a bucket's gradients: arithmetic over the layout, nothing is sent.
+"""The owners of a bucket's gradients: arithmetic over the layout, without communication.
 
-It is as long as the world, so it is worked out when the first gradients are sent, and not where none are.
+Its size grows with the number of ranks, so it is computed only when the first gradients are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zero.oss.layout import Layout
 
 
 class Share(NamedTuple):
-    """Elements [start, stop) of a parameter. param: its index in the layout."""
+    """Elements [start, stop) of a parameter. param: the position of the parameter in the layout."""
 
     param: int
     start: int
@@ -24,17 +24,17 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """What goes to the ranks in one message, in the order of ranks, and how many elements of it go to each."""
+    """The shares in one message, in rank order, and the number of elements that go to each rank."""
 
     shares: list[Share]
     counts: list[int]
 
 
 class Routes:
-    """Of one layout.
+    """The owners of the gradients of one layout.
 
-    trained: indices of the parameters that have gradients.
-    alone: of them, those whose gradients travel by themselves.
+    trained: positions of the parameters that have gradients.
+    alone: positions of those whose gradients are messages by themselves.
     """
 
     def __init__(self, layout: Layout, trained: Sequence[int] = (), alone: Sequence[int] = ()) -> None:
@@ -42,7 +42,7 @@ class Routes:
 
     @cached_property
     def counts(self) -> dict[int, list[int]]:
-        """Of each parameter that travels alone how many elements go to each rank."""
+        """The number of elements that go to each rank, for each parameter in `alone`."""
         counts = {index: [0] * self._layout.world for index in self._alone}
         for index, to_ranks in counts.items():
             for rank, start, stop in self._owners(index):
@@ -51,7 +51,7 @@ class Routes:
 
     @cached_property
     def together(self) -> Message:
-        """Shares of the other parameters, in the order of ranks."""
+        """The message of all other gradients, in rank order."""
         by_rank: list[list[Share]] = [[] for _ in range(self._layout.world)]
         alone = set(self._alone)
         for index in self._trained:
@@ -62,7 +62,7 @@ class Routes:
         return Message([share for shares in by_rank for share in shares], counts)
 
     def _owners(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """The ranks that own something of a parameter, from where to where. One without elements has an owner, too."""
+        """Yields (rank, start, stop) for each owner of a parameter. An empty parameter has an owner, too."""
         bounds, offset, numel = self._layout.bounds, self._layout.offsets[index], self._layout.numels[index]
         rank = min(bisect_right(bounds, offset), self._layout.world) - 1
         yield rank, 0, min(bounds[rank + 1] - offset, numel)

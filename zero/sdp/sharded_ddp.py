@@ -1,9 +1,9 @@
-"""Stage 2: gradients, too, live only with their owner.
+"""Stage 2: optimizer state and gradients are sharded. Each gradient is reduced to its owner and freed elsewhere.
 
 A backward, on every rank:
-    a gradient is ready    its bucket takes it over; `param.grad` is None again
-    a bucket is complete   it is sent to the owners while backward goes on; the bucket before it is waited for
-    backward ends          what is incomplete is sent with zeros, everything is waited for, shards are with their owners
+    a gradient is ready    its bucket takes it, and sets `param.grad` to None
+    a bucket is complete   waits for the bucket in flight, and launches the reduce of this one while backward goes on
+    backward ends          launches incomplete buckets with zeros for missing gradients, and waits for all buckets
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ class ShardedDDP(Wrapper):
         optimizer = OSS(model.parameters(), optim=torch.optim.Adam, lr=1e-3)
         model = ShardedDDP(model, optimizer)
 
-    After backward `param.grad` is None on every rank; the averaged gradient of what this rank owns is with the
-    optimizer (`optimizer.part(param).grad`), whose `step` and `zero_grad` are called as ever.
+    After backward `param.grad` is None on every rank. The optimizer holds the averaged gradient of this rank's shards
+    (`optimizer.part(param).grad`); call its `step` and `zero_grad` as usual.
 
-    module: its forward is called by this one's; its attributes can be read through this one.
-    sharded_optimizer: the OSS, or several, that together hold every trained parameter of the module.
-    process_group: as given to OSS, which is the default.
-    broadcast_buffers: before a forward, buffers are those of rank 0, as with DistributedDataParallel.
-    sync_models_at_startup: parameters and buffers start as those of rank 0, but for those that wrap other tensors
-        (quantised), which stay as they are.
-    reduce_buffer_size: elements that are reduced at a time, one parameter at least; 0 reduces each by itself. By
-        default an eighth of the model, between 1 and 32 MiB.
-    reduce_fp16: gradients travel as float16 (True) or as the dtype given, torch.bfloat16 or zero.Int8(), and are added
-        up in float32.
-    overlap_param_gather: where transfers run beside the computing (NCCL; over Gloo it changes nothing), `step` leaves
-        its gathers in flight, and the next forward waits for what it reads, when it reads it. Until then parameters are
-        NaN to those who read them past this wrapper and past the module's own methods: by references that were kept,
-        such as the optimizer's `param_groups`. Reading through the wrapper (`parameters()`, `.module`, ...) waits, and
-        so do forwards and state dicts of the inner module.
+    module: the model. Its attributes can be read through the wrapper.
+    sharded_optimizer: the OSS, or several OSS that together hold every trained parameter of the module.
+    process_group: the process group that OSS was given; by default that of the (first) OSS.
+    broadcast_buffers: broadcasts the buffers from rank 0 before a forward, as DistributedDataParallel does.
+    sync_models_at_startup: broadcasts parameters and buffers from rank 0 in the constructor, except for tensors that
+        wrap other tensors (quantised ones).
+    reduce_buffer_size: number of elements of a bucket, which has at least one parameter; 0 reduces each parameter by
+        itself. By default an eighth of the model, between 1 and 32 MiB.
+    reduce_fp16: sends gradients as float16 (True), as the given dtype (torch.bfloat16), or quantised (zero.Int8()), and
+        sums them in float32.
+    overlap_param_gather: `step` leaves its all-gathers in flight, and the next forward waits for each shard group when
+        it first reads one of its parameters. This has an effect only where transfers overlap with computing (NCCL, not
+        Gloo). Between `step` and the wait, parameters are NaN if they are read through references kept elsewhere, such
+        as the optimizer's `param_groups`. Access through the wrapper (`parameters()`, `.module`, ...) waits, and so do
+        forwards and state dicts of the inner module.
 
     Collective: the constructor, forward (if there are buffers), backward, `reduce`, `sync_buffers`.
-    Raises ValueError, on every rank, where the module and the optimizer do not belong together or ranks differ.
+    Raises ValueError, on every rank, if module and optimizer do not belong together, or if they differ between ranks.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class ShardedDDP(Wrapper):
         self._optimizers: list[OSS] = (
             [*sharded_optimizer] if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
         )
-        known = process_group is None and bool(self._optimizers) and isinstance(self._optimizers[0], OSS)
-        self._comm = self._optimizers[0].comm if known else Comm(process_group)
+        of_optimizer = process_group is None and bool(self._optimizers) and isinstance(self._optimizers[0], OSS)
+        self._comm = self._optimizers[0].comm if of_optimizer else Comm(process_group)
         names = {param: name for name, param in module.named_parameters()}
         options = f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}"
         signature = [f"{options}, overlap_param_gather {overlap_param_gather}", *describe(module)]
@@ -90,7 +90,7 @@ class ShardedDDP(Wrapper):
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
         self.broadcast_buffers = broadcast_buffers
-        self._buffers_in_step = BufferSync(module, [self._comm]) if broadcast_buffers else None
+        self._buffer_sync = BufferSync(module, [self._comm]) if broadcast_buffers else None
         for optimizer in self._optimizers:
             optimizer.expect_sharded_gradients()
             if reduce_buffer_size is not None:
@@ -102,49 +102,49 @@ class ShardedDDP(Wrapper):
         self._announce(names)
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
-        """What is wrong between module, optimizers and group, in words for the user."""
+        """Returns why module, optimizers and group do not belong together, in words for the user; None if they do."""
         if not self._optimizers:
-            return "ShardedDDP was given no optimizer. Pass the zero.OSS that steps the module's parameters."
+            return "ShardedDDP was given no optimizer. Pass the zero.OSS that holds the module's parameters."
         for optimizer in self._optimizers:
             if not isinstance(optimizer, OSS):
                 return (
-                    f"ShardedDDP was given a {type(optimizer).__name__}. It needs the zero.OSS that shards the state: "
+                    f"ShardedDDP was given a {type(optimizer).__name__}. Pass an optimizer that shards its state: "
                     "zero.OSS(model.parameters(), optim=..., ...)."
                 )
             if optimizer.comm.group is not self._comm.group:
-                return "ShardedDDP and its optimizers were given different process groups. Pass the same one to both."
+                return "ShardedDDP and its optimizers were given different process groups. Pass the same group to both."
             if optimizer.gradients_arrive_sharded:
-                return "this OSS already belongs to another ShardedDDP. Build one OSS for each."
-            strangers = [
+                return "this OSS already belongs to another ShardedDDP. Build one OSS for each ShardedDDP."
+            foreign = [
                 name
-                for flat in optimizer.shard_groups
-                for name, param in zip(flat.names, flat.params, strict=True)
+                for group in optimizer.shard_groups
+                for name, param in zip(group.names, group.params, strict=True)
                 if param not in names
             ]
-            if strangers:
+            if foreign:
                 return (
-                    f"the optimizer has {len(strangers)} parameters that are not in the module, such as "
-                    f"{strangers[0]}. Build OSS from the parameters of the same module object that is wrapped."
+                    f"the optimizer has {len(foreign)} parameters that are not in the module, such as {foreign[0]}. "
+                    "Build OSS from the parameters of the same module object that is wrapped."
                 )
-        wrapped = ddp_within(self._inner)
-        if wrapped is not None:
-            return wrapped
-        held = {param for optimizer in self._optimizers for flat in optimizer.shard_groups for param in flat.params}
+        problem = ddp_within(self._inner)
+        if problem is not None:
+            return problem
+        held = {param for optimizer in self._optimizers for group in optimizer.shard_groups for param in group.params}
         missing = [name for param, name in names.items() if param.requires_grad and param not in held]
         if missing:
             return (
-                f"{len(missing)} trained parameters are in no optimizer, such as {missing[0]!r}: nobody would average "
-                "their gradients. Add them to OSS, or freeze them with requires_grad_(False)."
+                f"{len(missing)} trained parameters are in no optimizer, such as {missing[0]!r}: their gradients would "
+                "not be averaged. Add them to OSS, or freeze them with requires_grad_(False)."
             )
         return None
 
     def _announce(self, names: dict[nn.Parameter, str]) -> None:
-        flats = [flat for optimizer in self._optimizers for flat in optimizer.shard_groups]
-        held = {param for flat in flats for param in flat.params}
-        others = len(names.keys() - held)
-        left_out = f"{others} parameters that are frozen and in no optimizer" if others else ""
+        groups = [group for optimizer in self._optimizers for group in optimizer.shard_groups]
+        held = {param for group in groups for param in group.params}
+        frozen = len(names.keys() - held)
+        left_out = f"{frozen} parameters that are frozen and in no optimizer" if frozen else ""
         title = f"ShardedDDP({type(self._inner).__name__})"
-        announce(title, self._comm, flats, left_out, sharded="gradients")
+        announce(title, self._comm, groups, left_out, sharded="gradients")
 
     @property
     def comm(self) -> Comm:
@@ -152,29 +152,30 @@ class ShardedDDP(Wrapper):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False within no_sync, as of DistributedDataParallel."""
+        """Whether backward reduces gradients: False within no_sync, as for DistributedDataParallel."""
         return self._reducer.active
 
     # --------------------------------------------------------------------------------------------- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward. Collective where the module has buffers."""
+        """Calls the module. Collective if the module has buffers."""
         self._reducer.before_forward()
-        if self._buffers_in_step is not None:
-            self._buffers_in_step.before_forward()
+        if self._buffer_sync is not None:
+            self._buffer_sync.before_forward()
         with nullcontext() if self._gathers is None else self._gathers.finished_as_read():
             output = self._inner(*args, **kwargs)
-        if self._buffers_in_step is not None:
-            self._buffers_in_step.after_forward(reduced=self._reducer.active)
+        if self._buffer_sync is not None:
+            self._buffer_sync.after_forward(reduced=self._reducer.active)
         if torch.is_grad_enabled():
             self._reducer.after_forward(output)
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here leave full gradients in `param.grad` on every rank, to be added to by later ones.
+        """Returns a context in which backward accumulates full gradients in `param.grad` on every rank, unreduced.
 
-        The first backward outside sends them along. Forward and backward both belong in here.
+        The first backward outside of it reduces them, too. Run both forward and backward inside. Raises RuntimeError if
+        the optimizer steps in backward.
         """
         if any(map(steps_in_backward, self._optimizers)):
             refuse("no_sync()", "Step after backward to accumulate.")
@@ -185,54 +186,56 @@ class ShardedDDP(Wrapper):
             self._reducer.active = before
 
     def reduce(self) -> None:
-        """Collective. Reduces now what backwards under no_sync left in `param.grad`, without another backward."""
+        """Collective. Reduces the gradients accumulated under no_sync now, without another backward."""
         self._reducer.reduce_now()
 
     def step_in_backward(self, optimizer: OSS) -> None:
         """See zero.step_in_backward. Raises ValueError as it does."""
-        if all(optimizer is not one for one in self._optimizers):
-            raise ValueError("zero.step_in_backward was given an optimizer of another ShardedDDP. Pass this one's OSS.")
+        if all(optimizer is not own for own in self._optimizers):
+            raise ValueError(
+                "zero.step_in_backward was given an optimizer of another model. Pass the OSS of this ShardedDDP."
+            )
         optimizer.step_in_backward()
 
     def sync_buffers(self) -> None:
-        """Collective. Overwrites the buffers by those of rank 0 now."""
+        """Collective. Broadcasts the buffers from rank 0 now."""
         self._comm.broadcast([*self._inner.buffers()])
 
     def unwrap(self) -> nn.Module:
-        """Collective. The module, plain again and without gradients; see zero.unwrap."""
+        """Collective. Returns the plain module, without gradients and hooks; see zero.unwrap."""
         self.zero_grad()
-        module = self.module  # whose parameters have arrived
+        module = self.module  # waits for gathers in flight
         self._reducer.retire(UNWRAPPED)
         refuse_steps(self._optimizers)
         return module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients everywhere: the parameters' and the optimizers' shards."""
+        """Clears the gradients of the parameters and those of the optimizers' shards."""
         self._inner.zero_grad(set_to_none)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
-        """For torch's Join, which calls it on every rank before anything is sent. Raises RuntimeError."""
+        """Raises RuntimeError. torch's Join calls it on every rank before it sends anything."""
         raise RuntimeError(NO_JOIN.format("ShardedDDP"))
 
     # ------------------------------------------------------------------------------------------ the module
 
     @property
     def _inner(self) -> nn.Module:
-        """The module, whether or not its parameters have arrived."""
+        """The module, without waiting for gathers in flight."""
         inner = children_of(self)["module"]
         assert inner is not None
         return inner
 
     def __getattr__(self, name: str) -> Any:
-        if name in children_of(self):  # `.module`, whose parameters are anybody's from now on
+        if name in children_of(self):  # `.module`: the caller may read its parameters at any time
             self._finish_gathers()
             return super().__getattr__(name)
         return getattr(self.module, name)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; `parameters()` and `modules()` come from here, too."""
+        """Waits for gathers in flight first. `parameters()` and `modules()` call this, too."""
         self._finish_gathers()
         yield from super().named_modules(*args, **kwargs)
 
@@ -241,21 +244,21 @@ class ShardedDDP(Wrapper):
             self._gathers.finish()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, under the module's own names."""
+        """Returns the module's own state dict, under the module's own names."""
         return self.module.state_dict(*args, **kwargs)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("a ShardedDDP cannot be copied or pickled. Copy or pickle its .module, and wrap the copy.")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """The module's own. Raises ValueError for assign=True, which would leave the optimizer with other tensors."""
+        """Loads into the module. Raises ValueError for assign=True, which would replace the optimizer's parameters."""
         if assign:
             raise ValueError("assign=True replaces the parameters that the optimizer holds. Load with assign=False.")
         return self.module.load_state_dict(state_dict, strict)
 
 
 def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[str]:
-    """What must be the same on every rank: names, types and shapes of parameters and buffers.
+    """Returns the signature of a module: names, dtypes and shapes of parameters and buffers, one a line.
 
     without: parameters to leave out.
     """
@@ -271,12 +274,14 @@ def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[
 
 
 def _refuse_within_ddp(module: nn.Module, left_out: Collection[str]) -> str | None:
-    held = {param for one in module.modules() if isinstance(one, ShardedDDP) for param in one.parameters()}
+    """Returns an error if DistributedDataParallel would wrap a parameter of a ShardedDDP. left_out: ignored names."""
+    wrappers = [child for child in module.modules() if isinstance(child, ShardedDDP)]
+    held = {param for wrapper in wrappers for param in wrapper.parameters()}
     for name, param in module.named_parameters() if held else ():
         if param in held and param.requires_grad and name not in left_out:
             return (
-                f"DistributedDataParallel was put around {name!r}, whose gradient ShardedDDP reduces to its owner. Use "
-                "the model without DistributedDataParallel: ShardedDDP averages gradients itself."
+                f"DistributedDataParallel wraps {name!r}, whose gradient ShardedDDP reduces to its owner. Remove "
+                "DistributedDataParallel: ShardedDDP averages gradients itself."
             )
     return None
 

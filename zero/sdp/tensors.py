@@ -1,4 +1,4 @@
-"""Tensors inside what a module takes and returns, and the backward that they are in."""
+"""Finds and replaces the tensors in a module's inputs and outputs, and finds the leaves of their graphs."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-_HOLD_NONE = (str, bytes, int, float, type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType)
-"""What is not searched for tensors."""
+_NOT_SEARCHED = (str, bytes, int, float, type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType)
+"""Types of objects that are not searched for tensors."""
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """Every tensor in nested tuples, lists, sets, deques, dicts, dataclasses, and attributes of other objects."""
+    """Returns all tensors in nested tuples, lists, sets, deques, dicts, dataclasses and attributes of other objects."""
     return (value,) if isinstance(value, Tensor) else _search(value)
 
 
 def _search(value: Any) -> Iterator[Tensor]:
-    seen: list[Any] = []  # objects may hold one another, in circles too
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
+    seen: list[Any] = []  # objects may refer to one another in cycles
+    stack = [value]
+    while stack:
+        value = stack.pop()
         if isinstance(value, Tensor):
             yield value
-        elif value is not None and not isinstance(value, _HOLD_NONE) and not any(value is one for one in seen):
+        elif value is not None and not isinstance(value, _NOT_SEARCHED) and not any(value is other for other in seen):
             seen.append(value)
-            waiting += [*_inside(value)][::-1]
+            stack += [*_children(value)][::-1]
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[Any]:
     if type(value) is dict:
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    inside = [*vars(value).values()] if hasattr(value, "__dict__") else []
+    attributes = [*vars(value).values()] if hasattr(value, "__dict__") else []
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
-        inside += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
-    return [*inside, *value.values()] if isinstance(value, Mapping) else inside
+        attributes += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
+    return [*attributes, *value.values()] if isinstance(value, Mapping) else attributes
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with each tensor in tuples, lists, mappings and dataclasses replaced.
+    """Returns a copy of the structure in which each tensor in tuples, lists, mappings and dataclasses is replaced.
 
-    What holds no tensor, and objects of other kinds, are returned as they are, not as copies.
+    Objects without tensors and objects of other types are returned themselves, not as copies.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -61,12 +61,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         fields = {field.name: map_tensors(function, getattr(value, field.name)) for field in present}
         if isinstance(value, Mapping):
             return type(value)(**{field.name: fields[field.name] for field in present if field.init})
-        replaced: Any = copy.copy(value)  # without its __post_init__, which has run
+        replaced: Any = copy.copy(value)  # does not call __post_init__, which has run already
         for name, item in fields.items():
-            object.__setattr__(replaced, name, item)  # also of frozen ones
+            object.__setattr__(replaced, name, item)  # works for frozen dataclasses, too
         return replaced
     if isinstance(value, MutableMapping):
-        mapped = copy.copy(value)  # which keeps what a mapping has besides items, such as a default
+        mapped = copy.copy(value)  # keeps the other attributes of the mapping, such as a default factory
         for key, item in value.items():
             mapped[key] = map_tensors(function, item)
         return mapped
@@ -77,14 +77,15 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def nearest_leaf(tensor: Tensor) -> Node | None:
-    """The node by which a backward from the tensor writes into the `grad` of some leaf, such as a parameter."""
+    """Returns the autograd node by which a backward from the tensor accumulates the `grad` of the nearest leaf; None if
+    it reaches no leaf."""
     nodes = deque([get_gradient_edge(tensor).node])
     seen: set[Node] = set()
     while nodes:
         node = nodes.popleft()
         if hasattr(node, "variable"):
             return node
-        following = [each for each, _ in node.next_functions if each is not None and each not in seen]
-        seen.update(following)
-        nodes += following
+        unseen = [parent for parent, _ in node.next_functions if parent is not None and parent not in seen]
+        seen.update(unseen)
+        nodes += unseen
     return None

@@ -1,4 +1,4 @@
-"""What ShardedDDP and FSDP have in common: to tools they look like the module that they wrap, under its own names."""
+"""The base class of ShardedDDP and FSDP: other code sees the names of the wrapped module, as if it were not wrapped."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Wrapper(nn.Module):
-    """Around one module, `module`. Names of parameters and buffers are the module's, as in its state_dict()."""
+    """A wrapper of one module, `module`. Names of parameters and buffers are those of the module's state_dict()."""
 
     module: nn.Module
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, under its names."""
+        """Returns those of the module, under its own names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The module's own, under its names."""
+        """Returns those of the module, under its own names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For torch.distributed.checkpoint.state_dict: the child `module` is not part of any name."""
+        """Tells torch.distributed.checkpoint.state_dict that the child `module` is not part of any name."""
         return {"": "module"}
 
-    # Of a module that is a container, such as nn.Sequential; of others these raise as they do.
+    # The methods of a module that is a container, such as nn.Sequential. For other modules they raise as these do.
 
     def __len__(self) -> int:
         return len(self._contained)
 
     def __bool__(self) -> bool:
-        return True  # as of any module, also where it has no length
+        return True  # as any module, also if the module's length is 0 or not defined
 
     def __getitem__(self, key: Any) -> Any:
         return self._contained[key]
@@ -48,7 +48,7 @@ class Wrapper(nn.Module):
     def _contained(self) -> Any:
         return self.module
 
-    # The module's state_dict() is this one's, so hooks on it belong to the module.
+    # state_dict() is that of the module, so its hooks are registered on the module.
 
     def register_state_dict_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return cast(RemovableHandle, self.module.register_state_dict_pre_hook(hook))
