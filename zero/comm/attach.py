@@ -71,9 +71,7 @@ def permit_siblings() -> None:
 
 
 def host() -> str:
-    """Returns kernel and namespaces, which are equal in two processes if each finds the other by its process id.
-
-    Raises OSError if the system does not provide it.
-    """
+    """Returns kernel and namespaces, which are equal in two processes if each finds the other by its process id. Raises
+    OSError if the system does not tell."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])

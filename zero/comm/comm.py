@@ -123,18 +123,15 @@ class Comm:
         )
 
     def refuse_if_broken(self, buffers: object) -> None:
-        """Raises RuntimeError if a transfer of the group has failed: no transfer that was in flight counts as complete.
-
-        buffers: those of a transfer that was in flight. They are kept alive then: it may still write into them.
-        """
+        """Raises RuntimeError if a transfer of the group has failed. Then no transfer that was in flight counts as
+        complete, and `buffers` are kept alive: such a transfer may still write into them."""
         with self._order.transfer(None, buffers):
             pass
 
     # ---------------------------------------------------------------------------------- comparing the ranks
 
     def channel(self, name: str) -> int:
-        """Returns a new number for one kind of operation. All ranks must call this in the same order. `name` is shown
-        in errors."""
+        """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order."""
         return self._order.channel(name)
 
     def begin_schedule(self) -> None:
@@ -150,10 +147,8 @@ class Comm:
         return flag
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None) -> None:
-        """Collective. Raises ValueError on every rank if any rank has a `problem`, or if `lines` differ between ranks.
-
-        Otherwise it costs one exchange of 32 bytes. lines: the signature that must be the same on all ranks.
-        """
+        """Collective. Raises ValueError on every rank if any rank has a `problem`, or if the signature `lines` differs
+        between ranks. Otherwise it costs one exchange of 32 bytes."""
         texts = [as_text(lines, problem)]
         if self.world > 1:
             self.agree(COMPARISON)
@@ -284,10 +279,8 @@ class Comm:
                 copy_into(batch, flat)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, channel: int = SUM) -> None:
-        """Collective. Overwrites a contiguous tensor with its sum, or maximum, over the ranks.
-
-        channel: number of the operation, which ranks compare; by default all such sums share one number.
-        """
+        """Collective. Overwrites a contiguous tensor with its sum, or maximum, over the ranks. channel: number of the
+        operation, which ranks compare; by default all such sums share one number."""
         if self.world > 1:
             count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
             self._link.transport(tensor.device).all_reduce(tensor, channel, maximum=maximum)

@@ -13,10 +13,7 @@ def as_text(lines: Sequence[str], problem: str | None) -> str:
 
 
 def refuse_differences(what: str, texts: Sequence[str]) -> None:
-    """Raises ValueError if any rank has a problem, or if signatures differ.
-
-    what: the name of the compared objects, for the message. texts: those of all ranks, or of this one if it is alone.
-    """
+    """Raises ValueError if any rank has a problem, or if signatures differ. texts: of all ranks, or of this one."""
     ranks = [json.loads(text) for text in texts]
     problems = [(rank, sent["problem"]) for rank, sent in enumerate(ranks) if sent["problem"] is not None]
     if problems:

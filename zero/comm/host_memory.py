@@ -54,10 +54,8 @@ class HostMemory(Transport):
         order.at_failure.append(lambda _: peers.close())  # the other ranks wait for this rank to read: it will not
 
     def _launch(self, channel: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Handle:
-        """Announces an operation. `wait` returns the result of `read` after all ranks have read.
-
-        buffers: the objects that own the memory which this rank and the others read or write.
-        """
+        """Announces an operation. `wait` returns the result of `read` after all ranks have read. buffers: the owners of
+        the memory that any rank reads or writes."""
         self._announce(channel, address, buffers)
 
         def finish() -> Any:
@@ -185,10 +183,7 @@ class _Shares:
         return ctypes.addressof(self._table)
 
     def sum(self, addresses: Addresses, times: float, into: Tensor | None) -> Tensor:
-        """Returns the sums of this rank's shares over all ranks, in rank order, flat, one message after another.
-
-        addresses: those of the other ranks' tables. times, into: as for Transport.reduce.
-        """
+        """Returns the sums of Transport.reduce for this rank. addresses: those of the other ranks' tables."""
         tables = self._tables(addresses)
         sample, size = self._messages[0], self._messages[0].element_size()
         sums = wide(sample[:0])

@@ -35,10 +35,8 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class Link:
-    """The order and the transports of one process group, or (None) of this process alone.
-
-    The link holds the group weakly: the users of the group keep it alive, and the link ends with it.
-    """
+    """The order and the transports of one process group, or (None) of this process alone. The link does not keep the
+    group alive, and ends with it."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -132,8 +130,7 @@ def group_in_order(ranks: list[int]) -> dist.ProcessGroup:
     """
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise ValueError(
-            f"this needs a process group whose ranks are not sorted, and torch {torch.__version__} always sorts them. "
-            "Install a newer torch."
+            f"torch {torch.__version__} sorts the ranks of every group, but this needs another order. Take a newer one."
         )
     group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False)
     return group

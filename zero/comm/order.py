@@ -68,8 +68,7 @@ class Order:
         ]
 
     def channel(self, name: str) -> int:
-        """Returns a new number for one kind of operation. All ranks must call this in the same order. `name` is shown
-        in errors."""
+        """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order."""
         self._names.append(name)
         return len(self._names) - 1
 
@@ -113,8 +112,7 @@ class Order:
         return self._length, [*self._log]
 
     def difference(self, histories: Mapping[int, tuple[int, Sequence[int]]]) -> str | None:
-        """Returns the first difference between histories (by rank), in words for the user; None if there is none in the
-        operations that they share."""
+        """Returns the first difference of histories (by rank) where they overlap, in words for the user, if any."""
         logs = {rank: dict(zip(range(n - len(log), n), log, strict=True)) for rank, (n, log) in histories.items()}
         first, *others = sorted(logs)
         differing = [i for rank in others for i in logs[first].keys() & logs[rank] if logs[first][i] != logs[rank][i]]
@@ -131,10 +129,7 @@ class Order:
             raise RuntimeError(f"{self.broken} Initialise the process group again before going on.")
 
     def refuse_differing(self, channel: int, channels: Mapping[int, int]) -> None:
-        """Raises RuntimeError if other ranks are in another operation than this rank.
-
-        channel: the operation of this rank. channels: the operations of the other ranks, by rank.
-        """
+        """Raises RuntimeError if another rank's channel, in `channels` by rank, differs from this rank's `channel`."""
         differing = [f"rank {rank} in {self.name(other)}" for rank, other in channels.items() if other != channel]
         if differing:
             self.out_of_step(f"rank {self._rank} is in {self.name(channel)}, but {', '.join(differing)}")

@@ -41,10 +41,8 @@ class Note(NamedTuple):
 
 
 class Peer:
-    """The connection to another rank, with the notes that have arrived and are not used yet.
-
-    notes: of kind `operation`. done: number of notes of kind `done`. closed: whether the rank has ended or hung up.
-    """
+    """The connection to another rank. Notes that are not used yet: `notes` about operations, and the number of `done`
+    notes. `closed`: whether the rank has ended or closed its connection."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid, self.socket = pid, connection
@@ -93,11 +91,8 @@ class Peer:
 
 
 class Peers:
-    """The connections of one rank to all other ranks of its process group.
-
-    peers: by rank; None for this rank.
-    timeout: seconds to wait for a note of a rank before OSError is raised.
-    """
+    """The connections of one rank to all other ranks of its process group. peers: by rank; None for this rank.
+    timeout: seconds to wait for a note of a rank before OSError is raised."""
 
     def __init__(self, peers: Sequence[Peer | None], timeout: float) -> None:
         self._peers = {rank: peer for rank, peer in enumerate(peers) if peer is not None}

@@ -35,11 +35,8 @@ class Observer(Protocol):
     """Is called with the transfers of one group."""
 
     def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Any:
-        """Called at the launch of a transfer. Returns an object that is passed to `wait`.
-
-        buffers: the tensors that the transfer reads or writes. nbytes: of the full buffer in a gather, otherwise of all
-        data that this rank passes in.
-        """
+        """Called at a launch. Returns the argument of `wait`. buffers: the tensors that the transfer reads or writes.
+        nbytes: of the full buffer in a gather, otherwise of all data that this rank passes in."""
 
     def wait(self, transfer: Any) -> None:
         """Called where the computing waits for the transfer."""

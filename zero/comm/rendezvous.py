@@ -28,10 +28,8 @@ _TOKEN = 16
 def rendezvous(
     store: dist.Store, rank: int, world: int, timeout: timedelta, *, how: HostMemory
 ) -> tuple[Peers | None, str]:
-    """Collective. Connects the ranks of one host. Returns this rank's peers, and a new nonce, the same on all ranks.
-
-    The peers are None, on every rank, unless all ranks run on one host and each may read the memory of all others.
-    """
+    """Collective. Returns this rank's peers, and a new nonce, the same on all ranks. The peers are None, on every rank,
+    unless all ranks run on one host and each may read the memory of all others."""
     exchange = _StoreExchange(store, rank, world, timeout)
     try:
         nonce = exchange.all_gather(secrets.token_hex(8).encode())[0].decode()
@@ -94,8 +92,7 @@ def _or_empty(step: Callable[[], bytes]) -> bytes:
 class _Handshake:
     """Connects this rank to each other rank by a socket. Each step returns the bytes to exchange before the next step.
 
-    permit: whether to permit sibling processes to read this one's memory if the system forbids it otherwise.
-    peers: the connected ranks. `close` closes those that are still in it.
+    permit: whether to call `attach.permit_siblings`. peers: the connected ranks; `close` closes those still in it.
     """
 
     def __init__(self, rank: int, *, permit: bool) -> None:

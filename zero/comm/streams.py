@@ -49,11 +49,8 @@ class NoStreams:
     """The interface, for devices without streams such as the CPU: everything runs where it is launched."""
 
     def gathers(self, comm: Comm, *, ahead: bool, from_host: bool) -> AbstractContextManager[OnStream]:
-        """Returns a context in which an all-gather is launched beside the computing.
-
-        ahead: the all-gather does not wait for the computing since `begin`, only for the uses of released buffers.
-        from_host: it reads the memory of the CPU.
-        """
+        """Returns a context in which an all-gather is launched beside the computing. from_host: it reads the memory of
+        the CPU. ahead: it does not wait for the computing since `begin`, only for the uses of released buffers."""
         return _IN_PLACE
 
     def reductions(self, comm: Comm) -> AbstractContextManager[OnStream]:

@@ -9,10 +9,8 @@ from torch import Tensor
 
 
 def sum_in_rank_order(received: Sequence[Sequence[Tensor]], times: float = 1) -> Tensor:
-    """Returns the sums over the ranks, flat, one message after another.
-
-    received: for each message the tensors of all ranks, in rank order. times: factor for the sums.
-    """
+    """Returns `times` the sums over the ranks, flat, one message after another. received: for each message the tensors
+    of all ranks, in rank order."""
     total = wide(received[0][0][:0]).new_empty(sum(len(rows[0]) for rows in received))
     low = 0
     for rows in received:

@@ -35,8 +35,7 @@ _sent: Counter[str] = Counter()
 
 
 def traffic() -> Traffic:
-    """Returns the bytes that this process has sent through `zero` so far. The difference of two results is the traffic
-    between them.
+    """Returns the bytes that this process has sent through `zero` so far; subtract two results for those in between.
 
     Transfers of other libraries, such as the all-reduce of `DistributedDataParallel`, are not counted.
     """

@@ -35,11 +35,9 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
-        """Sums over the ranks the elements sent to this rank. `wait` returns the sums, flat, one message after another:
-        a new tensor (float32 for 16-bit floats), or `into`. On the CPU they are added in rank order.
-
-        times: factor for the sums. into: a flat tensor; it may overlap this rank's own share of the messages.
-        """
+        """Sums over the ranks the elements sent to this rank. `wait` returns `times` the sums, flat, one message after
+        another: a new tensor (float32 for 16-bit floats), or the flat `into`, which may overlap this rank's share of
+        the messages. On the CPU they are added in rank order."""
 
     @abstractmethod
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:

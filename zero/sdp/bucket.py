@@ -45,7 +45,6 @@ class Phase(enum.Enum):
 class GradBucket:
     """Takes the gradients of one shard group, reduces them to their owners, and passes on those of this rank's shard.
 
-    destination: receives the gradients of this rank's shard.
     sent_as: the dtype in which gradients are sent, or their quantisation; by default their own dtype.
     `trained`: positions of the parameters that have gradients.
     `used`: positions of the parameters that this rank sent gradients of since the last `decide`.

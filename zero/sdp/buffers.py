@@ -53,9 +53,8 @@ class BufferSync:
                 comm.compare("the buffers of the model, which have changed since it was wrapped,", shapes)
         except RuntimeError as error:
             raise RuntimeError(
-                f"buffers have changed on this rank, but not on all ranks; they are now {', '.join(shapes)}. They are "
-                "broadcast from the first rank before a forward: give them the same shape on all ranks, or pass "
-                "broadcast_buffers=False."
+                f"buffers have changed on this rank, but not on all; they are now {', '.join(shapes)}. The first rank "
+                "broadcasts them before a forward: give them one shape on all ranks, or pass broadcast_buffers=False."
             ) from error
 
     def after_forward(self, *, reduced: bool) -> None:

@@ -1,8 +1,7 @@
 """All-gathers of parameters that `step` has left in flight, until the next forward reads the parameters.
 
-Until a gather has finished, its parameters are NaN. In the forward of ShardedDDP, each operator that takes such a
-parameter waits for its shard group first. Any other access through the wrapper or the module's own methods (forward,
-state dicts, listing of parameters) waits for all gathers first.
+Until then the parameters are NaN. In the forward of ShardedDDP, each operator that takes one waits for its shard group
+first. Other forwards, state dicts and listings of parameters wait for all gathers first.
 """
 
 from __future__ import annotations

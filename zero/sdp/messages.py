@@ -30,11 +30,8 @@ Gradients = Mapping[int, Tensor]
 
 
 class InOneMessage:
-    """Packs all gradients into one message.
-
-    trained: positions of the parameters that have gradients. dtype: the dtype in which gradients are sent.
-    `owned`: this rank's spans of these parameters, in the order of the sums.
-    """
+    """All gradients in one message. trained: positions of the parameters that have gradients. dtype: the dtype in which
+    they are sent. `owned`: this rank's spans of these parameters, in the order of the sums."""
 
     def __init__(self, group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype

@@ -173,8 +173,7 @@ class Reducer:
                 self._limit_memory(self._buckets[self._launched])
 
     def _limit_memory(self, filling: GradBucket) -> None:
-        """Waits for the bucket in flight before the next one has taken 1/W of a bucket, so that gradients and receive
-        buffers never take more than two buckets.
+        """Waits for the bucket in flight before the next one has taken 1/W of a bucket: both use two buckets at most.
 
         A bucket in flight needs its gradients and receive buffers of the same size; after the wait only 1/W of it, the
         sums, is left. Does nothing where transfers overlap with computing, because waiting would end the overlap.

@@ -51,10 +51,10 @@ class ShardedDDP(Wrapper):
     reduce_fp16: sends gradients as float16 (True), as the given dtype (torch.bfloat16), or quantised (zero.Int8()), and
         sums them in float32.
     overlap_param_gather: `step` leaves its all-gathers in flight, and the next forward waits for each shard group when
-        it first reads one of its parameters. This has an effect only where transfers overlap with computing (NCCL, not
-        Gloo). Between `step` and the wait, parameters are NaN if they are read through references kept elsewhere, such
-        as the optimizer's `param_groups`. Access through the wrapper (`parameters()`, `.module`, ...) waits, and so do
-        forwards and state dicts of the inner module.
+        it first reads one of its parameters. Only where transfers overlap with computing (NCCL, not Gloo). Between
+        `step` and the wait, parameters are NaN if they are read through references such as the optimizer's
+        `param_groups`. Access through the wrapper (`parameters()`, `.module`, ...) waits, and so do forwards and state
+        dicts of the inner module.
 
     Collective: the constructor, forward (if there are buffers), backward, `reduce`, `sync_buffers`.
     Raises ValueError, on every rank, if module and optimizer do not belong together, or if they differ between ranks.
@@ -174,8 +174,7 @@ class ShardedDDP(Wrapper):
     def no_sync(self) -> Iterator[None]:
         """Returns a context in which backward accumulates full gradients in `param.grad` on every rank, unreduced.
 
-        The first backward outside of it reduces them, too. Run both forward and backward inside. Raises RuntimeError if
-        the optimizer steps in backward.
+        The first backward outside reduces them, too. Run both forward and backward inside.
         """
         if any(map(steps_in_backward, self._optimizers)):
             refuse("no_sync()", "Step after backward to accumulate.")
@@ -192,9 +191,7 @@ class ShardedDDP(Wrapper):
     def step_in_backward(self, optimizer: OSS) -> None:
         """See zero.step_in_backward. Raises ValueError as it does."""
         if all(optimizer is not own for own in self._optimizers):
-            raise ValueError(
-                "zero.step_in_backward was given an optimizer of another model. Pass the OSS of this ShardedDDP."
-            )
+            raise ValueError("zero.step_in_backward was given the optimizer of another model. Pass this model's OSS.")
         optimizer.step_in_backward()
 
     def sync_buffers(self) -> None:
@@ -258,10 +255,7 @@ class ShardedDDP(Wrapper):
 
 
 def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[str]:
-    """Returns the signature of a module: names, dtypes and shapes of parameters and buffers, one a line.
-
-    without: parameters to leave out.
-    """
+    """Returns the signature of a module: names, dtypes and shapes of buffers and of parameters not in `without`."""
     tensors = [
         (name, param, "trained" if param.requires_grad else "frozen")
         for name, param in module.named_parameters()
@@ -275,8 +269,7 @@ def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[
 
 def _refuse_within_ddp(module: nn.Module, left_out: Collection[str]) -> str | None:
     """Returns an error if DistributedDataParallel would wrap a parameter of a ShardedDDP. left_out: ignored names."""
-    wrappers = [child for child in module.modules() if isinstance(child, ShardedDDP)]
-    held = {param for wrapper in wrappers for param in wrapper.parameters()}
+    held = {param for child in module.modules() if isinstance(child, ShardedDDP) for param in child.parameters()}
     for name, param in module.named_parameters() if held else ():
         if param in held and param.requires_grad and name not in left_out:
             return (
