@@ -120,12 +120,17 @@ def link_of(group: dist.ProcessGroup) -> Link:
     return _links[group]
 
 
+def orders_groups() -> bool:
+    """Whether torch makes groups whose ranks are not sorted: torch 2.11 does not."""
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
 def group_in_order(ranks: list[int]) -> dist.ProcessGroup:
     """Collective over all ranks of the job. A group of these, of the backend of all, whose order is that of the list.
 
     Raises ValueError where torch can only sort them.
     """
-    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+    if not orders_groups():
         raise ValueError(
             f"torch {torch.__version__} makes no group whose ranks have another order. Take a newer torch."
         )
