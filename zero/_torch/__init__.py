@@ -26,7 +26,14 @@ from zero._torch.modules import (
     recomputed_in_backward,
     state_dict_hooks_of,
 )
-from zero._torch.optimizers import GradScaler, SteppedByScaler, call_stepped, follow, takes_state_hooks
+from zero._torch.optimizers import (
+    GradScaler,
+    SteppedByScaler,
+    call_stepped,
+    follow,
+    takes_state_hooks,
+    without_optimizer_hooks,
+)
 from zero._torch.process_groups import (
     abort,
     all_gather_of_one_tensor,
@@ -112,6 +119,7 @@ __all__ = [
     "timeout_of",
     "uncompiled",
     "warn_if_untested",
+    "without_optimizer_hooks",
     "without_values",
     "wrap_others",
     "wraps_others",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from weakref import ref
@@ -9,6 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
 from torch.optim.lr_scheduler import LRScheduler
 
 
@@ -24,6 +27,20 @@ def takes_state_hooks(optimizer: Optimizer) -> bool:
 def call_stepped(optimizer: Optimizer) -> None:
     """Keeps schedulers from warning that the optimizer was never stepped. What they read has no public name."""
     vars(optimizer)["_opt_called"] = True
+
+
+@contextmanager
+def without_optimizer_hooks() -> Iterator[None]:
+    """In this context the hooks on the steps of all optimizers are not called. Public methods remove them one by one.
+
+    The tables are replaced rather than emptied: this may run in a hook, which is called in a loop over a table.
+    """
+    before, after = hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
+    try:
+        hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks = type(before)(), type(after)()
+        yield
+    finally:
+        hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks = before, after
 
 
 def follow(scheduler: LRScheduler, optimizer: Optimizer) -> None:
