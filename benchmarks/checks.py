@@ -40,9 +40,9 @@ from measure import WARM_UP, Settings, Training
 from zero.comm import Comm
 from zero.comm.order import Order
 from zero.fsdp.guard import Guard
-from zero.oss import OSS
 from zero.oss.joining import Joining
 from zero.oss.scaling import Scaling
+from zero.oss.step_checks import StepChecks
 from zero.sdp.reducer import Reducer
 
 OUT = Path(__file__).parent / "out"
@@ -72,9 +72,9 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (Guard, "before_step", lambda guard, optimizer, closure: closure),
     (Guard, "after_step", _none),
     (Guard, "refuse_moved", _none),
-    (OSS, "_refuse_moved", _none),
-    (OSS, "_refuse_edits", _none),
-    (OSS, "_refuse_replaced", _none),
+    (StepChecks, "refuse_moved", _none),
+    (StepChecks, "refuse_edits", _none),
+    (StepChecks, "refuse_replaced", _none),
     (Joining, "before_step", _none),
     (Reducer, "_refuse_replaced", _none),
     (zero.oss.stepping, "refuse_unreduced", _none),

@@ -265,12 +265,12 @@ def _forks(rank, world):
     near, far = (Peers([Peer(os.getpid(), line), None], timeout=10) for line in lines)
     child = fork()
     if child == 0:
-        refused = "forked from a rank" in refusal(lambda: near.tell(1))
+        refused = "forked from a rank" in refusal(lambda: near.announce(1))
         near.close()
         os._exit(0 if refused else 1)
     _, status = os.waitpid(child, 0)
-    near.tell(2)
-    return os.waitstatus_to_exitcode(status), far.hear()[0].number
+    near.announce(2)
+    return os.waitstatus_to_exitcode(status), far.notes()[0].number
 
 
 def test_a_process_forked_from_a_rank_is_refused_and_leaves_the_ranks_alone():
@@ -288,7 +288,7 @@ def _never_comes(rank, world):
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says():
     told, _ = ranks.run(_never_comes, 2)
     assert "waited in vain in a gather" in told
-    assert "of rank 1 of the group nothing was heard for 1 s" in told
+    assert "of rank 1 of the group nothing came for 1 s" in told
 
 
 def _interrupted(rank, world):

@@ -67,7 +67,7 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("fsdp/beside.py", "begin", "streams.begin()"): "3, no parameters in the root",
     ("fsdp/guard.py", "_problem", "unit.settle()"): "3 offloaded, interrupted",
     ("fsdp/in_backward.py", "_step", "unit.settle()"): "3 offloaded, stepped in backward",
-    ("oss/masters.py", "arrive", "self._on_their_way.pop(flat).synchronize()"): "2 offloaded",
+    ("oss/masters.py", "arrive", "self._on_their_way.pop(group).synchronize()"): "2 offloaded",
     ("fsdp/schedule.py", "_enter", "self._beside.begin()"): "3, no parameters in the root",
     ("fsdp/beside.py", "settle", "streams.settle()"): "3 offloaded, a block by itself",
     ("fsdp/schedule.py", "_leave", "self._beside.settle()"): "3 offloaded, a block by itself",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.optim import LBFGS, SGD, Adafactor
 
 import ranks
 import zero
+from zero.comm import Comm
 
 
 def net() -> nn.Module:
@@ -238,3 +240,19 @@ def alone(rank: int, world: int) -> None:
 
 def test_one_process_without_a_group_refuses_the_same():
     ranks.run(alone, bare=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- lost units
+
+
+def gathered_after_a_failure(rank: int, world: int) -> None:
+    model = zero.FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    with mock.patch.object(Comm, "gather", side_effect=OSError("down")), pytest.raises(OSError, match="down"):
+        model(torch.ones(2, 3))
+    model(torch.ones(2, 3))
+
+
+def test_a_unit_whose_gather_failed_is_named_instead_of_computing_with_what_is_there():
+    ranks.expect_error(
+        gathered_after_a_failure, 2, RuntimeError, "parameters of the root unit of FSDP have not arrived", "first error"
+    )

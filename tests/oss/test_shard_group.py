@@ -1,11 +1,13 @@
 """One group's storage: values, identity and shape of the parameters that are bound to it, and what freeing it keeps."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import ranks
-from zero.comm import Comm, traffic
+from zero.comm import Comm, Handle, traffic
 from zero.measure.shapes import shard_shape
 from zero.oss import layout
 from zero.oss.placement import Placement
@@ -378,8 +380,33 @@ def test_misuse_is_noticed():
         group_of(odd_parameters()).reshard()  # its shard lies in what would be freed
 
 
+def _lost(rank, world, own_shard, late):
+    """The all-gather fails on every rank, as it is launched or as it is waited for."""
+
+    def fail(*_, **__):
+        raise RuntimeError("the link is down")
+
+    group = group_of(odd_parameters(), own_shard=own_shard)
+    instead = {"return_value": Handle(fail)} if late else {"side_effect": fail}
+    with mock.patch.object(Comm, "gather", **instead), pytest.raises(RuntimeError, match="the link is down"):
+        gathered(group)
+    assert group.state is GroupState.LOST
+    assert not group.readable and not group.gathering
+    if own_shard:
+        with pytest.raises(AssertionError, match="is lost, and cannot become being gathered"):
+            group.launch_unshard()
+    else:  # the group's ranks may step, load and gather once more
+        gathered(group)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["launching", "waiting"])
+@pytest.mark.parametrize("own_shard", [False, True])
+def test_a_group_whose_gather_failed_is_lost(own_shard, late):
+    ranks.run(_lost, 2, args=(own_shard, late))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Strays
+# Moved parameters
 
 
 def _replace(model):

@@ -28,7 +28,7 @@ from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_p
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.oss import OSS
-from zero.oss.shard_group import Place, places_in
+from zero.oss.places import Place, places_in
 from zero.sdp import ShardedDDP
 
 

@@ -1,4 +1,4 @@
-"""Whether the numbers that steps write into param_groups agree between ranks."""
+"""Compares between ranks the numbers that optimizer steps write into param_groups."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from zero.measure.numbers import Written, differs
 
 
 class Agreed:
-    """Sees after each step that all ranks that stepped something of a group wrote the same numbers into it.
+    """Checks after each step that all ranks that stepped parameters of a group wrote the same numbers into it.
 
-    expected: whether steps write any. Otherwise nothing is sent until one does, which must then be so on all ranks.
+    expected: whether steps write numbers. Otherwise nothing is sent until a step does; that must be on all ranks.
     """
 
     def __init__(self, comm: Comm, *, expected: bool) -> None:
@@ -23,7 +23,7 @@ class Agreed:
         self._written = Written(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Collective. Raises RuntimeError, on every rank, where they did not."""
+        """Collective. Raises RuntimeError on every rank where the numbers differ."""
         assert self._written is not None
         self._expected = self._expected or self._written.anything(optimizer)
         if not self._expected:

@@ -1,7 +1,7 @@
-"""What a construction says of itself: one line of the `zero` logger, at INFO, from the first rank of the group.
+"""The line that a constructor logs: by the logger `zero`, at INFO, on the first rank of the group.
 
-`ZERO_LOG=info` in the environment shows it where the program does not set up logging itself; `debug` shows also what
-steps do (shown.py).
+`ZERO_LOG=info` in the environment shows it where the program does not set up logging; `debug` also shows what each
+step does (shown.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger("zero")
 
 
 def show_as_asked() -> None:
-    """Sets the logger up as ZERO_LOG says, such as "info"; without it, leaves that to the program."""
+    """Sets the logger to the level in ZERO_LOG, such as "info". Without ZERO_LOG the program sets it up."""
     level = logging.getLevelName(os.environ.get("ZERO_LOG", "").upper())
     if isinstance(level, int) and level != logging.NOTSET:
         logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
@@ -25,9 +25,9 @@ def show_as_asked() -> None:
 
 
 def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str = "", *, sharded: str) -> None:
-    """Says what was sharded. For constructors, once their ranks have operated together.
+    """Logs what was sharded. Constructors call it after their first collective operation.
 
-    what: such as "OSS(Adam)". sharded: what of the groups' parameters, such as "optimizer state". left_out: with why.
+    what: such as "OSS(Adam)". sharded: such as "optimizer state". left_out: parameters that are not sharded, and why.
     """
     if comm.rank or not logger.isEnabledFor(logging.INFO) or not groups:
         return  # the transport was chosen when ranks compared what they were given

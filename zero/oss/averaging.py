@@ -1,10 +1,10 @@
-"""DistributedDataParallel's averaging of gradients, where ranks of one host can read one another's memory.
+"""Gradient averaging of DistributedDataParallel for ranks of one host that can read one another's memory.
 
-Each rank adds up a shard of the gradients, read from the others, and they read the average from it: for the processor
-that is a fraction of what Gloo's all-reduce costs, which sends both ways through the system.
+Each rank reads its shard of the gradients from all ranks and adds it up; then all ranks read the averages from their
+owners. This takes a fraction of the CPU time of Gloo's all-reduce, which copies every byte through the kernel twice.
 """
 
-# Annotations are not put off here: DistributedDataParallel compares those of its hooks with the types themselves.
+# No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
 
 from itertools import pairwise
 from typing import Any
@@ -21,9 +21,9 @@ from zero.oss.gradients import refuse_sparse
 
 
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
-    """Collective. Has the model average by reading, as its communication hook, if its ranks can read one another.
+    """Collective. Registers a communication hook that averages by reading, if the ranks can read one another.
 
-    On two ranks results are the same bit for bit.
+    On two ranks the results are the same bit for bit.
     """
     if not comm.reads(next(model.parameters()).device):
         return

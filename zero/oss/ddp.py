@@ -1,7 +1,7 @@
-"""The DistributedDataParallels of this process, and modules that none may be put around.
+"""The DistributedDataParallel instances of this process, and the modules that none may wrap.
 
-torch calls a hook when a module is put into another. DistributedDataParallel does so when it is built, before it
-communicates: the last moment at which all ranks can refuse.
+torch calls a hook when a module becomes a submodule. The constructor of DistributedDataParallel registers its module
+before it communicates, so all ranks can still refuse there.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _refusals: list[Callable[[nn.Module, Collection[str]], str | None]] = []
 
 
 def refuse_within_ddp(refusal: Callable[[nn.Module, Collection[str]], str | None]) -> None:
-    """Has each DistributedDataParallel that is built from now on ask `refusal` first.
+    """Makes every later constructor of DistributedDataParallel call `refusal` first.
 
-    refusal: called with the module and the names of its parameters that DistributedDataParallel is to leave alone.
-        Returns why it must not be wrapped, in words for the user, or None. The constructor then raises RuntimeError.
+    refusal: called with the module and the names of the parameters that DistributedDataParallel ignores. Returns an
+        error message, which the constructor raises as RuntimeError, or None.
     """
     _refusals.append(refusal)
 
 
 def joining(params: Collection[nn.Parameter]) -> list[DistributedDataParallel]:
-    """Those that average gradients of any of these parameters, and that torch marks as inside of a Join."""
+    """The instances that average gradients of any of these parameters and that torch marks as inside of a Join."""
     return [ddp for ddp in _alive if join_mark(ddp).enable and any(param in params for param in _averaged(ddp))]
 
 
@@ -45,8 +45,8 @@ def replaced(params: Collection[nn.Parameter]) -> bool:
 
 
 def evaluated(closure: Callable[[], Any], params: Collection[nn.Parameter], comm: Comm) -> Any:
-    """What the closure of a step returns. An error of DistributedDataParallel's, which tells of connections and times,
-    gets a note of what this rank waited for (Python 3.11)."""
+    """Returns the result of a step's closure. An error of DistributedDataParallel's, which names connections and times,
+    gets a note with what this rank waited for (Python 3.11)."""
     with torch.enable_grad():
         try:
             return closure()
@@ -61,9 +61,9 @@ def evaluated(closure: Callable[[], Any], params: Collection[nn.Parameter], comm
 
 
 def ddp_within(module: nn.Module, without: Iterable[nn.Parameter] = ()) -> str | None:
-    """Why a module cannot be sharded that has a DistributedDataParallel in it, in words for the user.
+    """The error message for a module that contains a DistributedDataParallel; None if it contains none.
 
-    without: parameters that are left out of sharding, which may be anybody's.
+    without: parameters that are not sharded; DistributedDataParallel may have these.
     """
     left_out = {*without}
     for name, one in module.named_modules():

@@ -1,6 +1,6 @@
-"""Shards, and what an optimizer keeps of them, in files that are mapped into memory.
+"""Shards and their optimizer state in files that are mapped into memory.
 
-The operating system reads and writes pages as they are touched, and each is let go when it has been used.
+The operating system reads and writes pages as they are touched; used pages are released.
 (S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5.)
 """
 
@@ -26,12 +26,12 @@ class Disk:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._mapped: dict[int, mmap.mmap] = {}
-        """By the address that they are mapped to, so that views of a tensor are known too."""
+        """By address of the mapping, so that views of a tensor are found, too."""
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._set_aside: dict[nn.Parameter, Tensor] = {}
 
     def place(self, shard: Tensor) -> Tensor:
-        """A copy in a file. Raises OSError where there is no room."""
+        """Copies the shard into a file. Raises OSError where the disk is full."""
         if not shard.numel():
             return shard.cpu()
         self._path.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class Disk:
         return _address(shard) in self._mapped
 
     def used(self, shard: Tensor) -> None:
-        """Lets go of the memory; what was written is on its way to the file."""
+        """Releases the memory; the operating system writes changed pages to the file."""
         pages = self._mapped.get(_address(shard))
         if pages is not None:
             pages.madvise(mmap.MADV_DONTNEED)
@@ -60,7 +60,7 @@ class Disk:
             self.before_step(optimizer, params, closure=False)
 
     def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
-        """Steps the parameters one by one, and leaves to the step itself what else the optimizer has."""
+        """Steps these parameters one by one. The optimizer's own step then steps all others."""
         if closure or type(optimizer) not in ELEMENTWISE:
             return
         step = unhooked(optimizer)  # hooks and schedulers are to see one step
@@ -87,14 +87,14 @@ class Disk:
                 param.grad = gradient
 
     def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Gives gradients back, and puts into files what state a step has made in memory."""
+        """Puts the gradients back, and moves state that the step created in memory into files."""
         for param in params:
             if param in self._set_aside:
                 param.grad = self._set_aside.pop(param)
             self._rest(optimizer, param)
 
     def _rest(self, optimizer: Optimizer, param: nn.Parameter) -> None:
-        """To files with what there is of a parameter, and out of memory."""
+        """Moves the state of a parameter into files, and releases the memory of both."""
         state = optimizer.state.get(param, {})
         kept = self._state.setdefault(param, {})
         for key, value in state.items():

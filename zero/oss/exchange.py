@@ -1,17 +1,17 @@
-"""How the shards of one group reach all ranks, and its gradients their owners.
+"""How the shards of one group reach all ranks, and how its gradients reach their owners.
 
-    Exchange    shards are gathered among the ranks that own them; gradients are averaged over these
-    Replicated  what comes of gradients is averaged over replicas, too (hybrid sharding)
-    TwoLevels   parameters are gathered within a node, what is stepped is sharded over all ranks
+    Exchange    shards are gathered among the ranks that own them, and gradients are averaged over these ranks
+    Replicated  averages are averaged over the replicate group, too (hybrid sharding)
+    TwoLevels   parameters are gathered within a node; the optimizer's shards are cut over all ranks
 
 At two levels a rank keeps
 
-    node shard  what it gives when parameters are gathered within its node: 1/S of the buffer, of its dtype
-    shard       what its optimizer steps: 1/W, a slice of the node shard; the ranks that have the same place in other
-                nodes have the other slices
+    node shard  its contribution to an all-gather within the node: 1/S of the buffer, in the buffer's dtype
+    shard       its optimizer's shard: 1/W, a slice of the node shard; the ranks at the same place in other nodes own
+                the other slices
 
-Gathers stay within the node, but for one a step, across nodes, by which the node shards follow what was stepped.
-Gradients are reduced within the node first, and what comes of that across nodes. (S. Wang et al., "ZeRO++", 2023,
+All-gathers stay within the node. Once a step an all-gather across nodes updates the node shards. Gradients are reduced
+within the node first, then across nodes. (S. Wang et al., "ZeRO++", 2023,
 section 4.2: secondary shards; Z. Zhang et al., "MiCS", 2022, section 3.4: hierarchical communication.)
 """
 
@@ -29,15 +29,16 @@ from zero.oss.layout import Layout
 from zero.oss.placement import Levels, Placement
 
 Wire = torch.dtype | Int8 | None
-"""How floats travel, if not as they are."""
+"""The dtype or the quantisation in which floats are sent; None sends them as they are."""
 
 
 class Exchange:
-    """Among the ranks that own the shards. label: what errors call the group.
+    """Gathers and reduces among the ranks that own the shards.
 
-    `gathered_by`: the ranks among which the full buffer is gathered, and gradients are reduced first.
-    `packs`: whether gradients must come as one message, in the layout's order.
-    `node_shard`: see above, once there is one.
+    label: the name of the group in error messages.
+    `gathered_by`: the ranks among which the full buffer is gathered and gradients are reduced first.
+    `packs`: whether `reduce` needs gradients as one message in the order of the layout.
+    `node_shard`: see above; None until the first gather, and without two levels.
     """
 
     packs = False
@@ -53,20 +54,20 @@ class Exchange:
         self._reduction = self.gathered_by.channel(f"the reduction of {label}")
 
     def rename(self, label: str) -> None:
-        """On every rank at the same point."""
+        """Changes the name of the group in error messages; on every rank at the same point."""
         self._entitle(label)
 
     def comms(self) -> list[Comm]:
-        """The groups of ranks that gradients pass, one after another."""
+        """The groups of ranks over which gradients are reduced, one after another."""
         return [self.gathered_by]
 
     def expect_steps(self) -> None:
-        """The owners may have stepped their shards since the last gather; on all ranks alike."""
+        """Called on all ranks where the owners may have stepped their shards since the last gather."""
 
     def gather(self, full: Tensor, shard: Tensor | None, wire: Wire) -> Handle:
         """Collective. Fills the full buffer.
 
-        shard: this rank's, which keeps its precision, whatever arrives; None where it lies in the buffer.
+        shard: this rank's shard, which keeps its precision whatever the wire; None if it lies in the buffer already.
         """
         if shard is not None:
             own = full[self._own]
@@ -91,13 +92,13 @@ class Exchange:
         return Handle(finish)
 
     def reduce(self, messages: Sequence[Message], wire: Int8 | None) -> Handle:
-        """Collective. `wait` returns the averages of this rank's shard, flat, one message after another."""
+        """Collective. `wait` returns the averages for this rank's shard, flat, one message after another."""
         comm = self.gathered_by
         return comm.reduce(messages, times=1 / comm.world, channel=self._reduction, sent_as=wire)
 
 
 class Replicated(Exchange):
-    """replicas: the ranks that own the same shard."""
+    """Averages over replicas, too: the ranks that own the same shard."""
 
     def __init__(self, comm: Comm, replicas: Comm, layout: Layout, label: str) -> None:
         self._replicas = replicas
@@ -122,8 +123,11 @@ class Replicated(Exchange):
 
 
 class TwoLevels(Exchange):
-    """`node_shard`: made at the first gather. `stale`: whether the owners may have stepped their slices of it since
-    they were gathered; the same on all ranks."""
+    """Gathers within a node from node shards, and reduces within the node and across nodes.
+
+    `stale`: whether owners may have stepped their slices of the node shard since these were gathered; the same on all
+    ranks.
+    """
 
     packs = True
 
@@ -151,7 +155,7 @@ class TwoLevels(Exchange):
         self.stale = True
 
     def gather(self, full: Tensor, shard: Tensor | None, wire: Wire) -> Handle:
-        """As of Exchange, of a shard of its own. wire: how slices go across nodes."""
+        """See Exchange.gather; the shard must not lie in the buffer. wire: of the all-gather across nodes."""
         assert shard is not None
         if self.node_shard is None:
             self.node_shard = full.new_empty(self._slices[-1])
@@ -165,7 +169,7 @@ class TwoLevels(Exchange):
         return self.gathered_by.gather(full, self._bounds, self._gather)
 
     def reduce(self, messages: Sequence[Message], wire: Int8 | None) -> Handle:
-        """As of Exchange, of one message: the full buffer's gradients. wire: within the node and across."""
+        """See Exchange.reduce; takes one message, the full buffer's gradients. wire: of both reductions."""
         [(gradients, _)] = messages
         node = [(gradients, _lengths(self._bounds))]
         within = self.gathered_by.reduce(node, times=1 / self.gathered_by.world, channel=self._reduction, sent_as=wire)
@@ -181,7 +185,7 @@ class TwoLevels(Exchange):
 
 
 def exchange_among(placement: Placement, layout: Layout, label: str) -> Exchange:
-    """What a placement asks for."""
+    """The exchange for a placement."""
     if placement.levels is not None:
         return TwoLevels(placement.levels, layout, label)
     if placement.replicas is not None:

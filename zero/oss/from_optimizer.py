@@ -1,4 +1,4 @@
-"""An OSS in the place of an optimizer that was built already: with its groups, options, names and state."""
+"""OSS.from_optimizer: an OSS that takes over the groups, options, names and state of an existing optimizer."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def from_optimizer(
     optim: Callable[..., Optimizer] | None = None,
     **options: Any,
 ) -> _Sharded:
-    """Collective. OSS over the parameters of `optimizer`, which gives everything to it and raises if it is stepped.
+    """Collective. Builds an OSS from `optimizer`, which raises RuntimeError if it is stepped from now on.
 
-    Groups, also empty ones, keep their options and names; a scheduler of `optimizer` goes on to set the rates. State,
-    the same on every rank, is taken over and cleared there.
+    All groups, also empty ones, keep their options and names. Schedulers of `optimizer` set the rates of the OSS. The
+    state, which must be the same on every rank, moves to the OSS.
 
-    optimizer: built of full parameters, before ShardedDDP or DistributedDataParallel wraps the model or after.
-    group, options: as of OSS.
-    optim: how to build the optimizer again, for classes that do not keep what they were built with: the class, or a
-        functools.partial of it with the arguments that differ from its defaults.
+    optimizer: built of full parameters, before or after ShardedDDP or DistributedDataParallel wraps the model.
+    group, options: see OSS.
+    optim: builds the optimizer again, for classes that do not store their arguments: the class, or a functools.partial
+        of it with the arguments that differ from its defaults.
 
-    Raises ValueError, on every rank, for what is no torch optimizer or an OSS already, for arguments that the optimizer
-    does not keep, and for state that does not fit; TypeError for unknown options.
+    Raises ValueError on every rank for anything but a torch optimizer, for an OSS, for arguments that the optimizer
+    does not store, and for state that does not fit; TypeError for unknown options.
     """
     kept: dict[str, Any] = {}
     problem = _unfit(optimizer)
@@ -66,7 +66,7 @@ def _unfit(optimizer: object) -> str | None:
 
 
 def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """What the optimizer was built with, as far as it keeps it, and the names of the arguments that it does not."""
+    """The arguments that the optimizer was built with and stores, and the names of those that it does not store."""
     names = [*_named_arguments(type(optimizer))]
     kept = {name: _value(optimizer, name) for name in names if _keeps(optimizer, name)}
     return kept, [name for name in names if name not in kept]
@@ -81,7 +81,7 @@ def _value(optimizer: Optimizer, name: str) -> Any:
 
 
 def _named_arguments(kind: type) -> Iterable[str]:
-    """Those of the constructor after the parameters, and of those that it hands further arguments to."""
+    """The names of the constructor's arguments after the parameters, also of base classes that get **kwargs."""
     for base in kind.__mro__:
         if "__init__" not in vars(base):
             continue

@@ -1,4 +1,4 @@
-"""The gradients that an optimizer of shards takes from full parameters, and those that it refuses."""
+"""Gradients of full parameters at stage 1: the slices that this rank steps, and gradients that are refused."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from zero.oss.shard_group import ShardGroup
 
 
 def take_gradients(
-    flats: Sequence[ShardGroup],
+    groups: Sequence[ShardGroup],
     shards: Mapping[nn.Parameter, nn.Parameter],
     bring: Callable[[ShardGroup, Tensor], Tensor],
 ) -> bool:
-    """Gives each shard that this rank owns its share of the parameter's gradient: a view, where dtype and order allow.
+    """Sets the gradient of each shard of this rank to its slice of the parameter's gradient, a view where possible.
 
-    bring: gives it the dtype and the device of the shard. Returns whether any parameter has a gradient. Raises
-    RuntimeError for a sparse one, whoever owns it, so that all ranks raise alike.
+    bring: converts a gradient to the dtype and device of the shard. Returns whether any parameter has a gradient.
+    Raises RuntimeError for a sparse gradient, whichever rank owns it, so that all ranks raise alike.
     """
     for shard in shards.values():
         shard.grad = None
-    for flat, index, share in _shares(flats):
-        shards[flat.params[index]].grad = bring(flat, share)
+    for group, index, share in _shares(groups):
+        shards[group.params[index]].grad = bring(group, share)
     return any(param.grad is not None for param in shards)
 
 
-def shares(flats: Sequence[ShardGroup]) -> list[Tensor]:
-    """What this rank owns of the gradients of full parameters: views, where their order in memory allows.
+def shares(groups: Sequence[ShardGroup]) -> list[Tensor]:
+    """This rank's slices of the gradients of full parameters: views where their order in memory allows.
 
-    Raises RuntimeError for a sparse gradient, whoever owns it.
+    Raises RuntimeError for a sparse gradient, whichever rank owns it.
     """
-    return [share for _, _, share in _shares(flats)]
+    return [share for _, _, share in _shares(groups)]
 
 
-def _shares(flats: Sequence[ShardGroup]) -> Iterator[tuple[ShardGroup, int, Tensor]]:
-    for name, gradient in _gradients(flats):
+def _shares(groups: Sequence[ShardGroup]) -> Iterator[tuple[ShardGroup, int, Tensor]]:
+    for name, gradient in _gradients(groups):
         refuse_sparse(gradient, name)
-    for flat in flats:
-        for index, span in flat.spans.items():
-            full = flat.params[index].grad
+    for group in groups:
+        for index, span in group.spans.items():
+            full = group.params[index].grad
             if full is not None:
-                ordered = flat.shapes.in_memory_order(index, full)
-                yield flat, index, flat.shapes.shaped(index, ordered[span.start : span.stop], span)
+                ordered = group.shapes.in_memory_order(index, full)
+                yield group, index, group.shapes.shaped(index, ordered[span.start : span.stop], span)
 
 
 def refuse_sparse(gradient: Tensor, name: str) -> None:
@@ -53,9 +53,9 @@ def refuse_sparse(gradient: Tensor, name: str) -> None:
         )
 
 
-def refuse_unreduced(flats: Sequence[ShardGroup]) -> None:
-    """Raises RuntimeError for a gradient that ShardedDDP has left with its parameter: it was not reduced."""
-    name, gradient = next(_gradients(flats), ("", None))
+def refuse_unreduced(groups: Sequence[ShardGroup]) -> None:
+    """Raises RuntimeError for a gradient that is still in `param.grad`: ShardedDDP has not reduced it."""
+    name, gradient = next(_gradients(groups), ("", None))
     if gradient is not None:
         raise RuntimeError(
             f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went around "
@@ -63,8 +63,8 @@ def refuse_unreduced(flats: Sequence[ShardGroup]) -> None:
         )
 
 
-def _gradients(flats: Sequence[ShardGroup]) -> Iterator[tuple[str, Tensor]]:
-    for flat in flats:
-        for param, name in zip(flat.params, flat.names, strict=True):
+def _gradients(groups: Sequence[ShardGroup]) -> Iterator[tuple[str, Tensor]]:
+    for group in groups:
+        for param, name in zip(group.params, group.names, strict=True):
             if param.grad is not None:
                 yield name, param.grad

@@ -1,4 +1,4 @@
-"""Parameter groups as users give them: brought into torch's form, checked, described."""
+"""Parameter groups that users pass: converted to torch's form, checked, described for comparing ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero.oss.shapes import unusable
 
 
 def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
-    """Parameter groups in torch's form, and what is wrong with them in words for the user."""
+    """Returns parameter groups in torch's form, and an error message if they cannot be used."""
     if isinstance(params, Tensor) or _has_no_order(params):
         return [], _unordered("OSS", params)
     given: list[Any] = list(params)
@@ -51,7 +51,7 @@ def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> t
 
 
 def _has_no_order(params: object) -> bool:
-    """Of a set each rank would see another order: it goes by addresses."""
+    """Whether the order may differ between ranks, as the order of a set does."""
     return isinstance(params, (set, frozenset)) or not isinstance(params, Iterable)
 
 
@@ -67,7 +67,7 @@ def _listed(params: Any) -> list[Any]:
 
 
 def describe(groups: list[dict[str, Any]]) -> list[str]:
-    """What must be the same on every rank."""
+    """The signature of the groups: what must be the same on every rank."""
     lines = []
     for position, group in enumerate(groups):
         lines.append(f"group {position} with {described_options(options(group))}")
@@ -84,16 +84,15 @@ def _named(group: dict[str, Any], position: int) -> Iterator[tuple[str, Any]]:
 
 
 def quantised_problem(groups: list[dict[str, Any]], sent_as: torch.dtype | Int8 | None, option: str) -> str | None:
-    """`unquantisable` of the parameters in these groups."""
+    """See `unquantisable`."""
     named = (one for position, group in enumerate(groups) for one in _named(group, position))
     return unquantisable(named, sent_as, option)
 
 
 def unquantisable(named: Iterable[tuple[str, Any]], sent_as: torch.dtype | Int8 | None, option: str) -> str | None:
-    """Why parameters, or their gradients, cannot travel as Int8, in words for the user; None if they can. Integers
-    are left as they are: they have no gradients, and ought not to be rounded.
+    """The error message if parameters, or their gradients, cannot be sent as Int8; None if they can.
 
-    sent_as: what the option of this name says.
+    Integer parameters pass: they are not quantised. sent_as: the value of the option with this name.
     """
     for name, param in named if isinstance(sent_as, Int8) else ():
         dtype = param.dtype
@@ -106,14 +105,16 @@ def unquantisable(named: Iterable[tuple[str, Any]], sent_as: torch.dtype | Int8 
 
 
 def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:
-    """Of the parameters, each once."""
+    """The devices of the parameters, each once."""
     params = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
     return [*{param.device: None for param in params if isinstance(param, Tensor)}]
 
 
 def on_two_devices(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Why trained parameters of several devices cannot be reduced in backward, in words for the user; None if all are
-    on one. autograd has a thread for each device, and ranks may come to their operations in different orders."""
+    """The error message if trained parameters are on several devices; None if all are on one.
+
+    autograd runs a thread for each device, so ranks might launch their operations in different orders.
+    """
     devices: dict[torch.device, str] = {}
     for name, param in named:
         if param.requires_grad and not param.is_meta:
@@ -134,7 +135,7 @@ def names(group: dict[str, Any]) -> list[str]:
 
 
 def sent_dtype(given: bool | torch.dtype | Int8, option: str) -> tuple[torch.dtype | Int8 | None, str | None]:
-    """The dtype that an option such as broadcast_fp16 asks for, and what is wrong with it in words for the user."""
+    """Returns the dtype for an option such as broadcast_fp16, and an error message if its value is unknown."""
     dtype = torch.float16 if given is True else given or None
     if dtype in (None, torch.float16, torch.bfloat16) or isinstance(dtype, Int8):
         return dtype, None

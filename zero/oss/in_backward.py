@@ -1,6 +1,6 @@
-"""Steps that are taken in backward: of each shard group as soon as its gradients are with their owner, which are freed
-then (the fused update of K. Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
-2023, section 3.1; here for optimizers that treat each element by itself)."""
+"""Optimizer steps in backward: each shard group is stepped as soon as its gradients are reduced, and these are freed
+(the fused update of K. Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023,
+section 3.1; here only for optimizers whose step treats each element by itself)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _REFUSED = (
 
 
 def refuse(what: str, remedy: str) -> None:
-    """Raises RuntimeError for what would need the gradients after backward."""
+    """Raises RuntimeError for a feature that needs the gradients after backward."""
     raise RuntimeError(_REFUSED.format(what, remedy))
 
 
 def problem_of(optimizer: Optimizer) -> str | None:
-    """Why the optimizer cannot step parameters one after another, in words for the user; None if it can."""
+    """The error message if the optimizer cannot step parameters one after another; None if it can."""
     if type(optimizer) in ELEMENTWISE:
         return None
     known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
@@ -33,9 +33,9 @@ def problem_of(optimizer: Optimizer) -> str | None:
 
 
 class InBackward:
-    """What one optimizer has stepped since its last step().
+    """Tracks the steps of one optimizer in backward, from one step() to the next.
 
-    `stepped`: whether a backward is complete, and its steps are taken.
+    `stepped`: whether a backward is complete, with all its steps.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -44,7 +44,7 @@ class InBackward:
         _all.add(optimizer)
 
     def begin(self) -> None:
-        """Of a backward. Raises RuntimeError for a second one before step(), and after one that was interrupted."""
+        """Begins a backward. Raises RuntimeError for a second one before step(), and after an interrupted one."""
         if self._partly:
             raise RuntimeError(
                 "an error ended the last backward after zero.step_in_backward had stepped some parameters. Load a "
@@ -57,7 +57,7 @@ class InBackward:
         self._partly = True
 
     def end(self) -> None:
-        """Of the backward."""
+        """Ends the backward."""
         self._partly, self.stepped = False, True
 
 

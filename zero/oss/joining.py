@@ -1,10 +1,10 @@
-"""Training where data ends earlier on some ranks than on others (torch.distributed.algorithms.join).
+"""OSS inside of torch's Join, where data ends earlier on some ranks than on others (torch.distributed.algorithms.join).
 
-Inside Join([ddp, optimizer]) a rank that has run out of data goes on stepping its shards as long as another has data.
-It does not get the averaged gradients from DistributedDataParallel, so in each step inside of it
+Inside Join([ddp, optimizer]) a rank without data goes on stepping its shards while other ranks have data. It does not
+get averaged gradients from DistributedDataParallel. So in each step
 
-    every rank says     that it has joined; or its options, which schedulers may have changed, and what has gradients
-    gradients           go from the first rank that has data to the owners that have none, each its share
+    every rank          sends whether it has joined; if not, its options and which parameters have gradients
+    the first rank      that has data sends each joined rank its slices of the gradients
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ NO_JOIN = (
     "`with zero.join(model, optimizer):`, or give all ranks equally many batches (DistributedSampler does, "
     "drop_last=True drops the rest)."
 )
-"""To be formatted with what cannot."""
+"""Formatted with the name of the class that cannot be used so."""
 
 
 class Joining:
-    """What an OSS does differently inside a Join."""
+    """The behaviour of one OSS inside a Join."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._entered = False
         self._ended: WeakKeyDictionary[DistributedDataParallel, object] = WeakKeyDictionary()
-        """Those that torch still marks as inside of a Join, by the mark of one that has ended."""
+        """Instances that torch still marks as inside of a Join that has ended, by that mark."""
 
     def enter(self, step: Callable[[], None], params: Collection[nn.Parameter]) -> JoinHook:
-        """What a Join is to call on a rank that has joined. step: the step of such a rank."""
+        """The hook that Join calls on a rank that has joined. step: the step of such a rank."""
         self._entered = True
         return _Shadow(step, self._leave, params)
 
@@ -56,10 +56,10 @@ class Joining:
         return self._entered and bool(join_mark(optimizer).enable)
 
     def before_step(self, optimizer: Joinable, params: Collection[nn.Parameter]) -> None:
-        """Tells a Join, if there is one, that this rank still has data.
+        """Notifies the Join, if there is one, that this rank still has data.
 
-        Raises RuntimeError inside one that holds only the DistributedDataParallel of the parameters, or holds it after
-        the optimizer.
+        Raises RuntimeError inside a Join that holds the DistributedDataParallel of the parameters but not the
+        optimizer, or holds it after the optimizer.
         """
         within, mark = self.within(optimizer), join_mark(optimizer)
         if (not within or mark.is_first_joinable) and any(self._is_inside(ddp) for ddp in joining(params)):
@@ -82,7 +82,7 @@ class Joining:
             )
 
     def _is_inside(self, ddp: DistributedDataParallel) -> bool:
-        """Whether the Join that has marked it lives. torch leaves the mark; so this is looked up once for each mark."""
+        """Whether the Join that marked it is still active: torch does not remove the mark. Looks once for each mark."""
         mark = join_mark(ddp)
         if self._ended.get(ddp) is mark:
             return False
@@ -94,7 +94,7 @@ class Joining:
     # --------------------------------------------------------------------------------------- gradients
 
     def share_gradients(self, shards: OwnedShards, param_groups: Sequence[dict[str, Any]], *, joined: bool) -> None:
-        """Collective. Gives the shards of ranks that have joined their gradients, and their groups the options."""
+        """Collective. Sends gradients and options to the ranks that have joined."""
         texts = self._comm.all_gather_text("" if joined else _as_text(shards, param_groups))
         source = next(rank for rank, text in enumerate(texts) if text)
         options_there, used = json.loads(texts[source])
@@ -124,7 +124,7 @@ class _Shadow(JoinHook):
         self._step, self._leave, self._params = step, leave, params
 
     def main_hook(self) -> None:
-        """Collective. Nothing is stepped where gradients were not averaged: under no_sync."""
+        """Collective. Steps unless gradients were not averaged, under no_sync."""
         if all(ddp.require_forward_param_sync for ddp in joining(self._params)):
             self._step()
 
@@ -137,7 +137,7 @@ def _as_text(shards: OwnedShards, param_groups: Sequence[dict[str, Any]]) -> str
 
 
 def plain_options(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What JSON can hold of the groups' options."""
+    """The options of the groups that JSON can hold."""
     found = []
     for group in param_groups:
         values = {key: value.item() if _is_number(value) else value for key, value in options(group).items()}
@@ -146,7 +146,7 @@ def plain_options(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def take_options(group: dict[str, Any], given: dict[str, Any]) -> None:
-    """Gives the group the options of another rank's, as plain_options gives them."""
+    """Sets the options of the group to those of another rank, from `plain_options`."""
     for key, value in given.items():
         if _is_number(group.get(key)):
             group[key].fill_(value)
@@ -164,7 +164,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _share(flat: ShardGroup, rank: int) -> Tensor:
-    """What a rank owns of the gradients here, flat; zeros where there are none."""
+    """The slices of this rank's gradients that another rank owns, flat; zeros where there is no gradient."""
     share = torch.zeros_like(flat.full[flat.layout.segment(rank)])
     for span in flat.layout.spans(rank):
         gradient = flat.params[span.index].grad

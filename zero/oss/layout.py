@@ -11,7 +11,7 @@ computed for worlds that do not exist, and is tested without starting a rank.
 
 A parameter's elements are counted in the order in which they lie in memory. Every parameter starts on a multiple of
 `align` elements (64 bytes): vector loads stay aligned, and fused optimizers, which may differ in the last bit where a
-cut is not a multiple of the vector width, give the same bits on a part as on the whole.
+cut is not a multiple of the vector width, give the same bits on a shard as on the full parameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALIGNMENT = 64
 """Bytes. Parameters start, and by default are cut, on multiples of this."""
 
 Loads = list[int] | NDArray[np.int64]
-"""What each rank owns already."""
+"""Bytes that each rank owns already."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Layout:
     bounds: tuple[int, ...]
 
     def __hash__(self) -> int:
-        few = self.bounds[:: self.world // 16 + 1]  # they are as long as the world, and these tell layouts apart
+        few = self.bounds[:: self.world // 16 + 1]  # they are as many as the ranks; these suffice
         return hash((self.numels, few))
 
     @property
@@ -75,13 +75,13 @@ class Layout:
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """What lies in the segment of `rank`, in the order of the buffer; padding left out.
+        """The spans of the segment of `rank`, in the order of the buffer, without padding.
 
-        A parameter without elements belongs to exactly one rank all the same, so that its optimizer state exists once.
+        A parameter without elements also belongs to exactly one rank, so that its optimizer state exists once.
         """
         low, high = self.bounds[rank], self.bounds[rank + 1]
         spans = []
-        # From the parameter that `low` lies in, or the first that starts there: those without elements come before.
+        # Begins with the parameter that contains `low`, or the first that starts there, which may have no elements.
         first = min(bisect_left(self.offsets, low), max(bisect_right(self.offsets, low) - 1, 0))
         for index in range(first, len(self.offsets)):
             offset, numel = self.offsets[index], self.numels[index]
@@ -136,23 +136,22 @@ def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: in
 
 
 def assign(sizes: Sequence[int], loads: Loads) -> list[int]:
-    """An owner for each parameter, so that the loads come out as equal as whole parameters allow.
+    """Returns an owner for each parameter, such that loads are as equal as uncut parameters allow.
 
     Longest processing time first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969): the largest
-    parameter goes to the rank with the least so far, in whatever order the parameters arrived. `loads` is what each
-    rank owns already.
+    parameter goes to the rank with the smallest load, whatever the order of the parameters.
     """
     held = np.array(loads, dtype=np.int64)
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
-        rank = int(held.argmin())  # in large worlds less than keeping a heap, but for very many parameters at once
+        rank = int(held.argmin())  # with many ranks cheaper than a heap, unless there are very many parameters
         owners[index] = rank
         held[rank] += sizes[index]
     return owners
 
 
 def runs(sizes: Sequence[int], limit: int) -> list[range]:
-    """Consecutive indices put together as long as their sizes add up to at most `limit`; one at least."""
+    """Divides indices into consecutive runs whose sizes add up to at most `limit`, or of one index."""
     result, first, total = [], 0, 0
     for index, size in enumerate(sizes):
         if index > first and total + size > limit:

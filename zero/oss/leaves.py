@@ -1,4 +1,4 @@
-"""Lists and tuples in an optimizer's state, opened so that each item stands by itself, and descriptions of items.
+"""Optimizer state as a flat dictionary of leaves: items of lists and tuples have keys of their own.
 
 state     {"pair": [a, (b,)], "step": 3}
 leaves    {"pair": Opened("list", 2), "pair\\n0": a, "pair\\n1": Opened("tuple", 1), "pair\\n1\\n0": b, "step": 3}
@@ -16,12 +16,12 @@ from torch import Tensor
 from zero._torch import wraps_others
 
 _WITHIN = "\n"
-"""Between the key of a list and the number of an item of it."""
+"""Separates the key of a list from the number of an item."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Stands for a list or tuple, the items of which stand by themselves."""
+    """A placeholder for a list or tuple, whose items are leaves of their own."""
 
     kind: str
     length: int
@@ -55,17 +55,17 @@ def closed(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def entry_of(key: str) -> str:
-    """The key of the entry of the state that a leaf belongs to."""
+    """The key of the state entry that a leaf belongs to."""
     return key.partition(_WITHIN)[0]
 
 
 def wraps(leaf: Any) -> bool:
-    """Whether it is a tensor made of others (quantised, DTensor): only its class knows how to join shards."""
+    """Whether a leaf is a tensor that wraps others (quantised, DTensor): only its class can join shards of it."""
     return isinstance(leaf, Tensor) and wraps_others(leaf)
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Not every class of tensors that wrap others has a clone, but all can be taken apart."""
+    """A copy of a tensor. Not every class that wraps tensors has a clone, but all can be flattened."""
     if not wraps(tensor):
         return tensor.clone()
     wrapper: Any = tensor
@@ -75,7 +75,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def described(leaf: Any) -> dict[str, Any]:
-    """A leaf for JSON: of a tensor with dimensions its "shape", "dtype" and "device", of all else the value itself."""
+    """A leaf as JSON: a tensor with dimensions as "shape", "dtype" and "device", anything else as its value."""
     if isinstance(leaf, Opened):
         return {"opened": [leaf.kind, leaf.length]}
     if not isinstance(leaf, Tensor):
@@ -90,7 +90,7 @@ def dtype_of(description: dict[str, Any]) -> torch.dtype:
 
 
 def value_of(description: dict[str, Any]) -> Any:
-    """The leaf that was described, other than a tensor with dimensions."""
+    """The leaf from its description, if it is no tensor with dimensions."""
     if "opened" in description:
         return Opened(*description["opened"])
     if "dtype" in description:

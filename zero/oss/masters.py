@@ -1,11 +1,11 @@
-"""What the optimizer steps in the place of this rank's shards of the parameters, flat and of the length of a shard.
+"""Tensors that the optimizer steps in place of this rank's shards, flat and as long as the shard.
 
-master      of a dtype of more bits, where the parameters have fewer: the parameters are the rounded masters
-elsewhere   in the memory of the CPU or in files (offload.py), with the gradients of the shard and the optimizer's
-            state: masters, or where the parameters have enough bits, copies of them
+master weights    of a wider dtype than the parameters, which are the rounded masters
+offloaded copies  in the memory of the CPU or in files (offload.py), with their gradients and optimizer state: master
+                  weights, or copies of shards whose dtype is wide enough
 
-After a step they are written into the parameters, and before a step what was written into the parameters since (loaded
-weights) is taken over, for there it is the master that is out of date.
+After a step they are copied into the parameters. Before a step, elements of the parameters that were written since
+(loaded weights) replace those of the masters.
 """
 
 from __future__ import annotations
@@ -21,84 +21,85 @@ from zero.oss.offload import ShardStore
 from zero.oss.shard_group import ShardGroup
 
 _CHUNK = 2**22
-"""Elements that are compared, or rounded, at a time."""
+"""Elements that are compared or copied at a time."""
 
 
 class Masters:
-    """Of shard groups whose dtype has fewer bits than `dtype`, and with `store` of all that do not lie there."""
+    """The stepped tensors of groups whose dtype is narrower than `dtype`; with `store`, of all groups outside of it."""
 
     def __init__(self, dtype: torch.dtype | None, store: ShardStore | None = None) -> None:
         self._dtype, self.store = dtype, store
         self._stepped: dict[ShardGroup, Tensor] = {}
         self._on_their_way: dict[ShardGroup, Any] = {}
-        """Events after the gradients that are being brought."""
+        """Events after the last copy of gradients that are on their way to the CPU."""
 
-    def add(self, flat: ShardGroup) -> Tensor:
-        """What is stepped of a shard group: its shard itself where nothing else is to be."""
-        shard = flat.shard
-        if self._is_wider(flat):
+    def add(self, group: ShardGroup) -> Tensor:
+        """Makes the stepped tensor of a group; returns the shard itself where no other is needed."""
+        shard = group.shard
+        if self._is_wider(group):
             shard = shard.to(self._dtype)
         elif self.store is None or self.store.has(shard):
             return shard
-        self._stepped[flat] = shard if self.store is None else self.store.place(shard)
-        return self._stepped[flat]
+        self._stepped[group] = shard if self.store is None else self.store.place(shard)
+        return self._stepped[group]
 
-    def _is_wider(self, flat: ShardGroup) -> bool:
+    def _is_wider(self, group: ShardGroup) -> bool:
         return (
             self._dtype is not None
-            and flat.full.is_floating_point()
-            and self._dtype.itemsize > flat.full.element_size()
+            and group.full.is_floating_point()
+            and self._dtype.itemsize > group.full.element_size()
         )
 
     @property
     def of_more_bits(self) -> bool:
-        """Whether there are masters of more bits than the parameters have, which belong to the optimizer's state."""
-        return any(self._is_wider(flat) for flat in self._stepped)
+        """Whether there are master weights of a wider dtype, which belong to the optimizer state."""
+        return any(self._is_wider(group) for group in self._stepped)
 
     def differ(self) -> bool:
-        """Whether any has bits of its own: is another than the parameters in its dtype."""
-        chunks = (pair for flat, stepped in self._stepped.items() for pair in _chunks(stepped, flat.shard))
+        """Whether any stepped tensor differs from the parameters in its dtype."""
+        chunks = (pair for group, stepped in self._stepped.items() for pair in _chunks(stepped, group.shard))
         return any(bool((own != shard.to(own)).any()) for own, shard in chunks)
 
-    def of(self, flat: ShardGroup) -> Tensor | None:
-        """The master; None of what has as many bits as the parameters."""
-        return self._stepped.get(flat) if self._is_wider(flat) else None
+    def of(self, group: ShardGroup) -> Tensor | None:
+        """The master weights of a group; None if its stepped tensor is no wider than the parameters."""
+        return self._stepped.get(group) if self._is_wider(group) else None
 
-    def settled(self, flat: ShardGroup) -> Tensor | None:
-        """A master as the next step takes it; see `settled`."""
-        master = self.of(flat)
-        return None if master is None else settled(master, flat.shard)
+    def settled(self, group: ShardGroup) -> Tensor | None:
+        """The master weights for the next step; see `settled`."""
+        master = self.of(group)
+        return None if master is None else settled(master, group.shard)
 
     def refresh(self) -> None:
-        """Takes over what was written into the parameters since the last `write`."""
-        for flat, stepped in self._stepped.items():
-            for own, shard in _chunks(stepped, flat.shard):
+        """Copies elements that were written into the parameters since the last `write` into the stepped tensors."""
+        for group, stepped in self._stepped.items():
+            for own, shard in _chunks(stepped, group.shard):
                 now = shard.to(own.device)
                 torch.where(_written(now, own), now.to(own.dtype), own, out=own)
             self._used(stepped)
 
-    def write(self, flats: Iterable[ShardGroup]) -> None:
-        """Writes them into this rank's shards of the parameters, rounded."""
-        for flat in flats:
-            if flat in self._stepped:
-                for own, shard in _chunks(self._stepped[flat], flat.shard):
+    def write(self, groups: Iterable[ShardGroup]) -> None:
+        """Copies the stepped tensors into this rank's shards of the parameters, rounded."""
+        for group in groups:
+            if group in self._stepped:
+                for own, shard in _chunks(self._stepped[group], group.shard):
                     shard.copy_(own)  # the host may write into masters from here on
-                self._used(self._stepped[flat])
+                self._used(self._stepped[group])
 
     # ----------------------------------------------------------------------------------------------- elsewhere
 
-    def bring(self, flat: ShardGroup, gradient: Tensor) -> Tensor:
-        """A gradient of the shard, in the dtype of what is stepped, where that lies; on its way until `arrive`."""
-        stepped, streams = self._stepped.get(flat, flat.shard), streams_of(gradient)
+    def bring(self, group: ShardGroup, gradient: Tensor) -> Tensor:
+        """Converts a gradient of the shard to the dtype and device of the stepped tensor. The copy may be on its way
+        until `arrive`."""
+        stepped, streams = self._stepped.get(group, group.shard), streams_of(gradient)
         brought = streams.bring(gradient, stepped)
         if apart(gradient, stepped) and (departure := streams.departure()) is not None:
-            self._on_their_way[flat] = departure
+            self._on_their_way[group] = departure
         return brought
 
-    def arrive(self, flat: ShardGroup) -> None:
-        """The host waits for the gradients that were brought."""
-        if flat in self._on_their_way:
-            self._on_their_way.pop(flat).synchronize()
+    def arrive(self, group: ShardGroup) -> None:
+        """Makes the host wait for the gradients that `bring` has copied."""
+        if group in self._on_their_way:
+            self._on_their_way.pop(group).synchronize()
 
     def _used(self, stepped: Tensor) -> None:
         if self.store is not None:
@@ -106,9 +107,9 @@ class Masters:
 
 
 def settled(master: Tensor, shard: Tensor) -> Tensor:
-    """A master as the next step takes it: where something else was written into the parameters, that.
+    """The master weights for the next step: elements of the shard that were written since replace the master's.
 
-    Where nothing was, the master itself. It is not written to: the weights that belong to it may be loaded after it.
+    Returns the master itself if none were written. Does not write into it: its weights may be loaded later.
     """
     shard = shard.to(master.device)
     written = _written(shard, master)

@@ -1,4 +1,4 @@
-"""Norms over gradients that lie in shards, one a rank."""
+"""Norms and clipping of gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from zero.comm import Comm
 def total_norm(
     shards: Sequence[Tensor], comm: Comm, norm_type: float, device: torch.device, dtypes: Iterable[torch.dtype]
 ) -> Tensor:
-    """Collective. The norm of all ranks' shards together, as if they were one vector; 0-dim.
+    """Collective. Returns the norm of all ranks' shards as one vector, 0-dim.
 
-    shards: this rank's; no element may be with two ranks.
-    dtypes: of all ranks' shards. The result is of float64 if one of them is, otherwise of float32.
+    shards: of this rank; no two ranks have the same element.
+    dtypes: of all ranks' shards. The result is float64 if one of them is, otherwise float32.
     """
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     infinite = math.isinf(norm_type)
@@ -38,14 +38,14 @@ def total_norm(
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales the gradients in place so that `norm`, which is theirs, becomes `max_norm` at most; as torch does it."""
+    """Scales the gradients, whose norm is `norm`, in place to a norm of at most `max_norm`, as torch does."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, dtype), alike in _alike(gradients):
         multiply_all(alike, scale.to(device, dtype))
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterator[tuple[tuple[torch.device, torch.dtype], list[Tensor]]]:
-    """By device and dtype."""
+    """The tensors by device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)

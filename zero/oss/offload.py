@@ -1,9 +1,9 @@
-"""Shards that lie elsewhere than the parameters that are computed with: in the memory of the CPU, or in files.
+"""Offload: shards and optimizer state in the memory of the CPU or in files.
 
-At stage 3 these are the parameters' own shards, at stages 1 and 2 what the optimizer steps in their place (masters.py).
-They, and with them what an optimizer keeps of them, are read at a gathering and at a step, and rest in between. In
-files both are mapped into memory: the operating system reads and writes pages as they are touched, and each is let go
-when it has been used. (S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5; J. Ren et al., ZeRO-Offload, 2021.)
+At stage 3 the parameters' shards are offloaded, at stages 1 and 2 the tensors that the optimizer steps in their place
+(masters.py). Only all-gathers and steps read them.
+
+(S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5; J. Ren et al., ZeRO-Offload, 2021.)
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from zero.oss.slices import step_alone
 
 
 class ShardStore(Protocol):
-    """Where shards lie that are not kept beside the full parameters."""
+    """Memory for offloaded shards."""
 
     def place(self, shard: Tensor) -> Tensor:
-        """A copy of the shard, there. Raises OSError where there is no room."""
+        """Copies the shard into the store. Raises OSError where that is full."""
 
     def has(self, shard: Tensor) -> bool:
-        """Whether a shard lies there already."""
+        """Whether a tensor is in the store already."""
 
     def used(self, shard: Tensor) -> None:
-        """Called when a shard that was placed has been read or written, and will not be for a while."""
+        """Called after a stored tensor was read or written, when it will not be used for a while."""
 
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Steps these parameters, which lie there, and no others. The optimizer treats each element by itself."""
+        """Steps only these parameters, which are in the store. The optimizer treats each element by itself."""
 
     def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Called when an optimizer has stepped these parameters otherwise."""
+        """Called after an optimizer has stepped these parameters without `step`."""
 
 
 class Room:
-    """A store that goes on where there is no room, for all ranks to learn of it. `full`: what kept a shard from it."""
+    """Wraps a store and keeps the error when it is full, so that the ranks can compare. `full`: that error."""
 
     def __init__(self, store: ShardStore) -> None:
         self.store = store
@@ -56,7 +56,7 @@ class Room:
             return shard.clone()
 
     def problem(self, what: str, offload: object) -> str | None:
-        """In words for the user, where there was no room for `what`."""
+        """The error message if the store was full; None if not. what: the shards in the message."""
         if self.full is None:
             return None
         return f"there is no room for {what} in {offload}: {self.full}. Free some, or choose another directory."
@@ -66,10 +66,10 @@ class Room:
 class CPUOffload:
     """Shards, their gradients and the optimizer's state lie in the memory of the CPU, where the optimizer steps them.
 
-    The three go together: torch steps a parameter where it is, with a gradient and state of the same device. Without a
-    GPU there is nothing to move, and this changes nothing. torch.optim.Adam(fused=True) is fast on the CPU.
+    torch steps a parameter on its device, with a gradient and state on the same device. Without a GPU this changes
+    nothing. torch.optim.Adam(fused=True) is fast on the CPU.
 
-    pin_memory: keep shards where a GPU can read them without waiting for the CPU.
+    pin_memory: keep shards in pinned memory, which a GPU reads asynchronously.
     """
 
     pin_memory: bool = True
@@ -82,17 +82,17 @@ class CPUOffload:
 class DiskOffload:
     """Shards and the optimizer's state lie in files, mapped into memory; gradients stay in the memory of the CPU.
 
-    Each parameter is stepped by itself, so that no more than one's state need be resident at a time; optimizers that
-    torch does not step element by element step all at once. A step given a closure does so too.
+    The optimizer steps one parameter after another, so that the state of one parameter is resident at a time. An
+    optimizer that does not treat each element by itself, and a step with a closure, step all parameters at once.
 
-    path: a directory on this rank's machine, made if it is missing. The files have no name in it and are gone when the
-        process ends. Checkpoints are what outlasts it.
+    path: a directory on this rank's machine, created if it is missing. The files are unnamed and vanish when the
+        process ends; save checkpoints to keep the state.
 
-    glibc keeps much of the memory that tensors freed, unless the process is started with
-    MALLOC_MMAP_THRESHOLD_=262144 in its environment.
+    glibc keeps much of the memory of freed tensors, unless MALLOC_MMAP_THRESHOLD_=262144 is in the environment when the
+    process starts.
 
-    Raises ValueError, on every rank, where a rank's files cannot be made or the disk has no room for the shards;
-    OSError, from the first step, where it has none for the state.
+    Raises ValueError on every rank if a rank cannot create its files or its disk is full; OSError in the first step if
+    the disk has no room for the state.
     """
 
     path: str | Path
@@ -102,7 +102,7 @@ class DiskOffload:
 
 
 def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
-    """Takes PyTorch's CPUOffload and offload policies too. Raises ValueError for what is none."""
+    """Converts the option: zero's classes, PyTorch's CPUOffload and policies, None. Raises ValueError otherwise."""
     if given is None or isinstance(given, CPUOffload | DiskOffload):
         return given
     from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
@@ -120,7 +120,7 @@ def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
 
 
 def offload_of(given: Any) -> tuple[CPUOffload | DiskOffload | None, str | None]:
-    """As `as_offload`, but what is wrong is returned, in words for the user."""
+    """See `as_offload`; returns the error message instead of raising it."""
     try:
         return as_offload(given), None
     except ValueError as error:

@@ -1,9 +1,4 @@
-"""Stage 1: every rank keeps and steps a shard of the optimizer's state.
-
-A shard is a view of the parameter's own memory. With a master dtype it lies in a tensor of that dtype beside it, one a
-shard group and of the length of this rank's segment, and the parameter is the rounded master. What a step
-does is in stepping.py.
-"""
+"""Stage 1: OSS, an optimizer of which every rank keeps and steps a shard. stepping.py has its step."""
 
 from __future__ import annotations
 
@@ -38,39 +33,39 @@ class OSS(Stepping):
         model = DistributedDataParallel(model)
         optimizer = OSS(model.parameters(), optim=torch.optim.Adam, lr=1e-3)
 
-    Use it like the optimizer it wraps. The parameters are laid in flat buffers, and stay the objects they were.
-    Gradients must be the same on all ranks when it steps: DistributedDataParallel, or ShardedDDP, sees to that.
+    Use it like the optimizer it wraps. The parameters move into flat buffers, and stay the same objects. Gradients must
+    be the same on all ranks at each step; DistributedDataParallel or ShardedDDP averages them.
 
-    It holds the parameters, not the module. Parameters that were moved or cast are refused at the next step. Of those
-    that the module has replaced (`load_state_dict(assign=True)`) it sees only that they get no gradients. Where none
-    has one, it refuses the step, or without DistributedDataParallel warns at the second. Where some have, ShardedDDP
-    refuses the backward; DistributedDataParallel refuses the next forward, unless it looks for unused parameters.
+    OSS holds the parameters, not the module. A step refuses parameters that were moved or cast. If the module replaced
+    all parameters (`load_state_dict(assign=True)`), none has a gradient: the step raises RuntimeError, or, without
+    DistributedDataParallel, warns the second time. If it replaced some, ShardedDDP refuses the backward;
+    DistributedDataParallel refuses the next forward, unless it looks for unused parameters.
 
-    params: as of any torch optimizer: parameters, (name, parameter) pairs, or dicts of groups with their own options.
-        Names reach the optimizer as `param_names` of its groups, or as pairs if it takes no groups, as Adam-mini; the
-        groups that it then makes are `param_groups`.
+    params: parameters, (name, parameter) pairs, or dicts of groups with options of their own. The optimizer gets names
+        as `param_names` of its groups, or as pairs if it takes no groups, such as Adam-mini; `param_groups` are then
+        the groups that it creates.
     optim: class of the optimizer to shard; `defaults` are its arguments.
     group: process group, by default all ranks. Without torch.distributed, this process alone.
-    partition: "even" cuts inside parameters, so that all ranks own equally much; right for optimizers that treat each
-        element by itself. "whole" keeps each parameter with one rank, for those that need whole matrices or norms.
-        "auto" is what the optimizer was found to need: torch's own are known, others take a few steps of small tensors.
-    granularity: elements; parameters are cut only at multiples of it from their start, for optimizers that treat
-        elements in blocks, such as those that keep their state in 8 bits. With it "auto" is "even".
-    broadcast_fp16: after a step send parameters as float16 (True) or as the dtype given, torch.bfloat16 or zero.Int8().
-        The owner's own copy keeps its precision.
-    master_dtype: torch.float32 keeps a master of this dtype of each shard with its owner, for parameters of a lesser
-        one, which are the rounded master (the 2Ψ + 2Ψ + 12Ψ/W bytes of the paper's section 3.1 under Adam).
-    offload: zero.CPUOffload() or zero.DiskOffload(path): what the optimizer steps, its gradients and its state lie in
-        the memory of the CPU, or in files, and are stepped there (J. Ren et al., "ZeRO-Offload", 2021, section 4). What
-        is stepped is float32, or master_dtype, where parameters are of a lesser dtype. On the device stay parameters
-        and, with ShardedDDP, the buckets of gradients that are on their way.
+    partition: "even" cuts inside parameters into shards of equal size, for optimizers that treat each element by
+        itself. "whole" gives each parameter to one rank, for optimizers that need matrices or norms of parameters.
+        "auto" chooses for the optimizer: torch's are known, others are measured in a few steps on small tensors.
+    granularity: elements; cuts inside parameters are multiples of it, for optimizers that treat elements in blocks,
+        such as those with 8-bit state. With it "auto" is "even".
+    broadcast_fp16: after a step, parameters are sent as float16 (True), torch.bfloat16 or zero.Int8(). The owner's copy
+        keeps its precision.
+    master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
+        dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
+    offload: zero.CPUOffload() or zero.DiskOffload(path): shards (float32 or master_dtype if parameters are narrower),
+        their gradients and the optimizer state are in the memory of the CPU, or in files, and are stepped there (J. Ren
+        et al., "ZeRO-Offload", 2021, section 4). The device keeps parameters and, with ShardedDDP, buckets of gradients
+        in flight.
 
-    Where data ends earlier on some ranks than on others, train inside `with zero.join(ddp, optimizer):`, or torch's
-    `with Join([ddp, optimizer]):`, in which each forward is followed by a backward and, but under no_sync, a step.
+    If data ends earlier on some ranks than on others, train inside `with zero.join(ddp, optimizer):`, or torch's
+    `with Join([ddp, optimizer]):`. There each forward must be followed by a backward and, except under no_sync, a step.
 
     Collective: the constructor, `add_param_group`, `step`, `clip_grad_norm`, `consolidate_state_dict`.
-    Raises ValueError, on every rank, for parameters that cannot be sharded or that differ between ranks, and for
-    optimizers that compute a step of one parameter from others, too.
+    Raises ValueError on every rank for parameters that cannot be sharded, for arguments that differ between ranks, and
+    for optimizers whose step of one parameter depends on other parameters.
     """
 
     def __init__(
@@ -123,12 +118,11 @@ class OSS(Stepping):
     def from_optimizer(
         cls, optimizer: Optimizer, group: torch.distributed.ProcessGroup | None = None, **options: Any
     ) -> OSS:
-        """Collective. An OSS in the place of an optimizer that was built of full parameters; see
-        zero.oss.from_optimizer."""
+        """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.oss.from_optimizer."""
         return from_optimizer(cls, optimizer, group, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Collective. Shards the group's parameters too, balanced with what each rank owns already."""
+        """Collective. Shards the parameters of another group, balanced with the shards that each rank owns."""
         if not self._built:
             super().add_param_group(param_group)
             return
@@ -143,12 +137,12 @@ class OSS(Stepping):
         if "param_names" not in self.optim.param_groups[0]:
             given.pop("param_names", None)  # torch refuses groups of which only some have names
         self.optim.add_param_group(given)
-        # Not of the other groups: a scheduler may have written into them since the last step.
+        # Only of this group: a scheduler may have written into the others since the last step.
         self._share_options(self.optim.param_groups[-1:], [added])
         self.forget_full_state()
 
     def _look_at(self, groups: list[dict[str, Any]]) -> tuple[Finding | None, str | None]:
-        """What the optimizer is with groups of such options, and what keeps it from being sharded as it is to be."""
+        """Measures the optimizer with the groups' options; returns an error message if it cannot be sharded so."""
         optim, defaults = self._built_by
         found = known(optim)
         if found is None and self._comm.world > 1:
@@ -168,7 +162,7 @@ class OSS(Stepping):
         )
         try:
             inner, by_name = build(optim, groups, named, defaults)
-        except Exception as error:  # whatever it is, every rank must hear of it before it waits for this one
+        except Exception as error:  # every rank must know of any error before it waits for this rank
             problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
         made = len(inner.param_groups) if inner is not None else 0
         self._comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
@@ -181,7 +175,7 @@ class OSS(Stepping):
         return inner
 
     def _followed_by_gather(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the inner optimizer that writes into shards; collective from here on."""
+        """Wraps a method of the inner optimizer that writes into shards; makes it collective."""
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +190,7 @@ class OSS(Stepping):
         return call
 
     def __getattr__(self, name: str) -> Any:
-        """What this optimizer lacks and the inner one has: values, and `train` and `eval`, which are collective."""
+        """Values of the inner optimizer that this one lacks, and its `train` and `eval`, which are collective."""
         inner = self.__dict__.get("optim")
         value = None if inner is None or name.startswith("_") else getattr(inner, name, None)
         if value is None or (callable(value) and name not in ("train", "eval")):
@@ -217,18 +211,18 @@ class OSS(Stepping):
         return shards
 
     def _refuse_full(self) -> None:
-        """Collective with offload. Raises ValueError on every rank where shards found no room on any."""
+        """Collective with offload. Raises ValueError on every rank if the store of any rank is full."""
         if self._room is not None:
             self._comm.compare("the shards of OSS", [], self._room.problem("the shards of OSS", self._offload))
 
     def set_bucket_size(self, numel: int) -> None:
-        """Collective. Lays the parameters out anew in shard groups of at most so many elements, one parameter at least.
+        """Collective. Lays the parameters out again, in shard groups of at most `numel` elements, or of one parameter.
 
-        The optimizer's state comes along; gradients are cleared. Raises RuntimeError where param_groups were edited.
+        Keeps the optimizer state, and clears gradients. Raises RuntimeError if param_groups were edited.
         """
         self.finish_gathers()
         self._checks.refuse_edits(self._shards, self.param_groups)
-        # Some ranks may own nothing that has state, and before the first step nobody does.
+        # Some ranks may own no shard that has state; before the first step no rank does.
         some_state = self.optim.state or (self.keeps_masters and self._shards.masters.differ())
         somewhere = any(self._comm.all_gather_text("some" if some_state else ""))
         full = state.consolidate(self, None, settle=False) if somewhere else None
@@ -243,14 +237,14 @@ class OSS(Stepping):
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the largest shard group: what a transfer takes at a time."""
+        """Bytes of the largest shard group: the size of a transfer."""
         return max(flat.full.nbytes for flat in self.shard_groups)
 
     def rename(self, given: dict[nn.Parameter, str]) -> None:
-        """Collective. Gives the parameters the names that errors call them by.
+        """Collective. Sets the names of parameters in error messages.
 
-        Raises ValueError, on every rank, where they come in another order on another rank: without names those of one
-        shape look the same.
+        Raises ValueError on every rank if the order of parameters differs between ranks. Without names, parameters of
+        the same shape cannot be told apart.
         """
         for flat in self.shard_groups:
             flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, laid in shard groups, and the shard of each that this rank steps."""
+"""The shard groups of an optimizer's parameters, and the shard of each parameter that this rank steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from zero.oss.groups import names
 from zero.oss.masters import Masters
 from zero.oss.partition import bucket_limit, lay_out
 from zero.oss.placement import Placement
-from zero.oss.shard_group import Place, ShardGroup, places_in
+from zero.oss.places import Place, places_in
+from zero.oss.shard_group import ShardGroup
 from zero.oss.slices import step_alone, step_in_slices
 
 
 class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
-    """Of each parameter the shard that this rank steps: a view into its shard group, or into what stands in for it
-    (masters.py).
+    """Maps each parameter to the shard that this rank steps: a view of its shard group, or of the group's stepped
+    tensor (masters.py). A shard is empty if this rank owns nothing of the parameter.
 
-    A shard is empty where this rank owns nothing of the parameter.
-
-    shard_groups: in the order in which backward is expected to reach them.
+    `shard_groups`: in the order in which backward is expected to reach them.
     """
 
     def __init__(
@@ -49,12 +48,12 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         self.masters = masters
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
-        """Lays the groups' parameters out, balanced with what each rank owns already.
+        """Lays out the parameters of the groups, balanced with the shards that each rank owns.
 
-        numel: elements of a shard group at most, one parameter at least; by default see `bucket_limit`.
+        numel: the most elements of a shard group, which has at least one parameter. See `bucket_limit` for the default.
         """
         self._given += [[*group["params"]] for group in param_groups]
-        # Backwards, because that is how gradients come: a bucket of ShardedDDP then fills in one go.
+        # In reverse, the order of gradients: then a bucket of ShardedDDP gets its gradients one after another.
         params = [param for group in param_groups for param in group["params"]][::-1]
         added = lay_out(
             params,
@@ -77,10 +76,10 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
                     self._owned.add(param)
 
     def trained_groups(self) -> list[ShardGroup]:
-        """The shard groups that a step may have changed, in the order in which forward needs them.
+        """The shard groups that a step may have changed, in the order in which forward reads them.
 
-        These are all that were trained when they were added or at an earlier call: a parameter may have been frozen
-        since its gradient came.
+        Includes groups that were trained when they were added or at an earlier call: a parameter may have been frozen
+        after its backward.
         """
         self._note_trained()
         return [flat for flat in reversed(self.shard_groups) if flat in self._trained]
@@ -89,7 +88,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
 
     def group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A parameter group as the optimizer of this rank's shards has it: without those that are empty."""
+        """A parameter group for the inner optimizer: this rank's shards that are not empty."""
         owned = [index for index, param in enumerate(group["params"]) if param in self._owned]
         given = {**options(group), "params": [self._shards[group["params"][index]] for index in owned]}
         if "param_names" in group:
@@ -97,14 +96,14 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         return given
 
     def named(self, param_groups: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
-        """All shards with their names, also empty ones, where parameters were given so and not in groups."""
+        """All shards with their names, also empty ones, if the user passed (name, parameter) pairs; otherwise none."""
         first = param_groups[0]
         if len(param_groups) > 1 or options(first) or "param_names" not in first:
             return []
         return [(name, self._shards[param]) for name, param in zip(first["param_names"], first["params"], strict=True)]
 
     def regroup(self, optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> None:
-        """Has `param_groups` be those that an optimizer made of named shards, and leaves it without empty shards."""
+        """Replaces `param_groups` by the groups that an optimizer created of named shards; drops its empty shards."""
         first = param_groups[0]
         pairs = zip(first["param_names"], first["params"], strict=True)
         param_groups[:] = groups_made(optimizer, {self._shards[param]: (name, param) for name, param in pairs})
@@ -113,7 +112,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             inner["params"] = self.group(outer)["params"]
 
     def edited(self, param_groups: list[dict[str, Any]]) -> str | None:
-        """Where the groups no longer hold the parameters that were laid out, that, in words for the user."""
+        """The error message if the groups no longer hold the parameters that were laid out; None if they do."""
         found = [group["params"] for group in param_groups]
         expected, counts = [len(params) for params in self._given], [len(params) for params in found]
         if counts == expected and all(
@@ -130,8 +129,8 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         )
 
     def step(self, optimizer: Optimizer, **options: Any) -> None:
-        """The optimizer's step over these shards; of those that lie elsewhere group by group, where it treats
-        each element by itself, while gradients of the next are still on their way."""
+        """Steps these shards. Steps offloaded shards group by group, while gradients of the next group are on their
+        way, if the optimizer treats each element by itself."""
         store = self.masters.store
         if store is None:
             step_in_slices(optimizer, **options)
@@ -149,7 +148,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             store.stepped(optimizer, [self._shards[param] for param in self._owned])
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
-        """Of the shards in one shard group alone. The optimizer treats each element by itself."""
+        """Steps the shards of one group only. The optimizer treats each element by itself."""
         self.masters.arrive(flat)
         own = [self._shards[flat.params[index]] for index in flat.spans]
         if self.masters.store is None:
@@ -158,13 +157,13 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             self.masters.store.step(optimizer, own)
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
-        """Of these shard groups, or of all."""
+        """Clears the gradients of these groups, or of all."""
         for flat in self.shard_groups if flats is None else flats:
             for param in flat.params:
                 self._shards[param].grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Those that the shards have, without those that are empty."""
+        """The gradients of shards that are not empty."""
         owned = [shard.grad for param, shard in self._shards.items() if param in self._owned]
         return [gradient for gradient in owned if gradient is not None]
 

@@ -1,8 +1,8 @@
-"""What one rank owns of one parameter, and which part of the optimizer's state that is.
+"""The shard of one parameter that one rank owns, and its slice of the optimizer's state.
 
-The state of a parameter that is cut is cut with it: an entry of the parameter's shape into elements, and one that has a
-row for each block of so many elements (a divisor of the granularity, of which cuts are multiples) into rows. A single
-value (a step count) is the same for all shards.
+The state of a cut parameter is cut with it: an entry with the parameter's shape by elements, and an entry with a row
+for each block of elements (whose size divides the granularity) by rows. A single value, such as a step count, is the
+same for all shards.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zero.oss.shard_group import ShardGroup
 class ParamShard:
     """Elements [span.start, span.stop) of a parameter, which rank `owner` owns.
 
-    number: of the parameter, counted through all groups of the optimizer. flat, index: where it lies.
-    granularity: elements of which cuts inside parameters are multiples, if the user said so.
+    number: position of the parameter in all groups of the optimizer. group, index: its shard group and place there.
+    granularity: elements; cuts inside parameters are multiples of it. None if the user gave none.
     """
 
     number: int
-    flat: ShardGroup
+    group: ShardGroup
     index: int
     owner: int
     span: Span
@@ -38,50 +38,50 @@ class ParamShard:
 
     @property
     def param(self) -> nn.Parameter:
-        return self.flat.params[self.index]
+        return self.group.params[self.index]
 
     @property
     def name(self) -> str:
-        return self.flat.names[self.index]
+        return self.group.names[self.index]
 
     @property
     def full_shape(self) -> torch.Size:
-        """The parameter's shape when full."""
-        return self.flat.shapes.full[self.index]
+        """The shape of the full parameter."""
+        return self.group.shapes.full[self.index]
 
     @property
     def cut(self) -> bool:
-        return self.span.numel < self.flat.layout.numels[self.index]
+        return self.span.numel < self.group.layout.numels[self.index]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor that the owner steps."""
+        """The shape of the tensor that the owner steps."""
         return shard_shape(self.full_shape, self.span.numel) if self.cut else self.full_shape
 
     def rows(self, total: int) -> slice | None:
-        """Which rows are this shard's of a tensor that has one for each block, `total` in all; None if it has not.
+        """This shard's rows of a tensor with `total` rows, one for each block; None if no block size gives so many.
 
-        A parameter that is cut has more elements than the granularity: two divisors of it then give different totals.
+        A cut parameter has more elements than the granularity, so two block sizes give different totals.
         """
-        numel = self.flat.layout.numels[self.index]
+        numel = self.group.layout.numels[self.index]
         for block in _divisors(self.granularity or 0):
             if -(-numel // block) == total:
                 return slice(self.span.start // block, -(-self.span.stop // block))
         return None
 
     def slot(self, full: Tensor) -> Tensor:
-        """Where this shard lies in a full tensor, of the parameter's shape or of rows by blocks.
+        """This shard's elements of a full tensor, which has the parameter's shape or a row for each block; flat.
 
-        A flat view where memory has the elements in the order of the layout, and a copy otherwise.
+        A view if the elements lie in memory in the order of the layout, otherwise a copy.
         """
         if full.shape == self.full_shape:
-            return self.flat.shapes.in_memory_order(self.index, full)[self.span.start : self.span.stop]
+            return self.group.shapes.in_memory_order(self.index, full)[self.span.start : self.span.stop]
         rows = self.rows(len(full))
         assert rows is not None
         return full[rows].reshape(-1)
 
     def taken_from(self, value: Any, *, is_shard: bool) -> Any:
-        """A copy of what this shard has of an entry of a state. is_shard: the state is of the shard alone."""
+        """Copies this shard's slice of a state entry. is_shard: the entry is the slice already."""
         if type(value) in (list, tuple):
             return type(value)(self.taken_from(item, is_shard=is_shard) for item in value)
         if not isinstance(value, Tensor):

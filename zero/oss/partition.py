@@ -1,4 +1,4 @@
-"""Which cut suits which optimizer, and a list of parameters laid out by it in shard groups."""
+"""Chooses the cut for an optimizer, and lays parameters out in shard groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
 
 
 def partition_problem(partition: object, granularity: int | None = None) -> str | None:
-    """What is wrong with a choice of partition, in words for the user; None if nothing."""
+    """The error message for a choice of partition; None if it is valid."""
     if partition not in ("auto", "even", "whole"):
         return f"partition={partition!r} is unknown. Choose 'auto', 'even' or 'whole'."
     if granularity is not None and (granularity < 1 or partition == "whole"):
@@ -35,9 +35,9 @@ def partition_problem(partition: object, granularity: int | None = None) -> str 
 def optimizer_problem(
     optim: str, found: Finding, partition: Partition, granularity: int | None = None, *, of: str = ""
 ) -> str | None:
-    """Why an optimizer of this name, as it was found to be, cannot be sharded so, in words for the user.
+    """The error message if an optimizer with this finding cannot be sharded so; None if it can.
 
-    of: "FSDP" where that is given the partition.
+    of: "FSDP" if the partition is an argument of FSDP.
     """
     whole, even = (f"{of}(partition={cut!r})" if of else f"partition={cut!r}" for cut in ("whole", "even"))
     if found.kind is Kind.COUPLED:
@@ -67,8 +67,7 @@ def optimizer_problem(
 
 
 def cut_for(partition: Partition, found: Finding | None, granularity: int | None = None) -> Literal["even", "whole"]:
-    """`auto` is `even` for optimizers that were found to be element-wise and where the user says at which multiples one
-    may cut, and `whole` for all others."""
+    """Resolves "auto": "even" for element-wise optimizers and with a granularity, otherwise "whole"."""
     if partition == "auto":
         elementwise = found is not None and found.kind is Kind.ELEMENTWISE
         return "even" if granularity is not None or elementwise else "whole"
@@ -76,13 +75,13 @@ def cut_for(partition: Partition, found: Finding | None, granularity: int | None
 
 
 def bucket_limit(params: Sequence[nn.Parameter]) -> int:
-    """Bytes of a bucket where the user does not say: an eighth of the model, between 1 and 32 MiB."""
+    """The default size of a bucket in bytes: an eighth of the model, between 1 and 32 MiB."""
     return min(max(sum(param.nbytes for param in params) // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Parameters that share a shard group: their indices in the list that was given, in the order of the layout."""
+    """The parameters of one shard group: their indices in the given list, in the order of the layout."""
 
     members: tuple[int, ...]
     layout: Layout
@@ -98,13 +97,12 @@ def arrange(
     limit: int | None = None,
     limit_numel: int | None = None,
 ) -> list[Arrangement]:
-    """The shard groups that parameters are laid in, in their order: of at most `limit` bytes, or `limit_numel`
-    elements, one parameter at least.
+    """Divides parameters into shard groups of at most `limit` bytes, or `limit_numel` elements, or of one parameter.
 
-    Arithmetic alone: parameters may be on the meta device, and the world need not exist.
+    Computes with shapes only: parameters may be on the meta device, and the ranks need not exist.
 
-    loads: bytes of trained parameters that each rank owns already, of a whole cut; what is arranged here is added to
-        it. A whole cut balances over all groups that share `loads`, and orders parameters within a group by owner.
+    loads: with a whole cut, bytes of trained parameters that each rank owns already; updated. A whole cut balances all
+        groups that share `loads`, and orders the parameters of a group by owner.
     """
     sizes = [param.nbytes for param in params]
     owners = [0] * len(params)
@@ -146,7 +144,7 @@ def lay_out(
     options: GroupOptions = IN_PLACE,
     label: str | None = None,
 ) -> list[ShardGroup]:
-    """The parameters, bound into groups; see `arrange` for which. Only floats are computed with in another dtype."""
+    """Binds parameters into shard groups, divided by `arrange`. Only floats get `options.compute_dtype`."""
     arranged = arrange(
         params,
         placement.comm.world,

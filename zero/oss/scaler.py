@@ -1,4 +1,4 @@
-"""Loss scaling where gradients lie in shards."""
+"""Loss scaling with sharded gradients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zero.oss.optimizer import OSS
 class GradScaler(TorchGradScaler):
     """torch.amp.GradScaler for every stage: an inf or NaN in any rank's shard skips the step on all ranks.
 
-    torch's own looks for `param.grad`, which stage 2 has none of, and at stage 3 sees only this rank's shard. At stage
-    1, where DistributedDataParallel averages gradients full, torch's own does as well as this one.
+    torch's GradScaler reads `param.grad`, which is None at stage 2 and this rank's shard at stage 3. At stage 1, where
+    DistributedDataParallel averages full gradients, torch's works as well as this one.
 
-    device: as of torch.amp.GradScaler, "cuda" or "cpu".
-    process_group: of the optimizers at stage 3; an OSS knows its own. By default all ranks.
-    Further arguments are those of torch.amp.GradScaler. Collective: `unscale_`, and `step` where it was not called.
+    device: "cuda" or "cpu".
+    process_group: of the optimizers at stage 3, by default all ranks. An OSS has its own.
+    Further arguments are those of torch.amp.GradScaler. Collective: `unscale_`, and `step` if that was not called.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class GradScaler(TorchGradScaler):
             refuse("a GradScaler", "Compute in bfloat16, which needs no scale.")
         sharded = isinstance(optimizer, OSS) and optimizer.gradients_arrive_sharded
         stepped = optimizer.optim if isinstance(optimizer, OSS) and sharded else optimizer
-        # With masters float16 gradients are widened before they are stepped with.
+        # With master weights, float16 gradients are widened before the step.
         allow_fp16 = allow_fp16 or (isinstance(optimizer, OSS) and optimizer.keeps_masters)
         found = super().unscale_gradients(stepped, inv_scale, found_inf, allow_fp16)
-        # A rank that owns no gradient has nothing to look at, but must skip the step, or take it, as the others do.
+        # A rank that owns no gradient must skip or take the step as the other ranks do.
         total = torch.stack([one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]).amax(
             0
         )

@@ -1,9 +1,9 @@
-"""Notices gradients that each rank scaled by a number of its own, between backward and step.
+"""Detects gradients that ranks scaled by different numbers between backward and step.
 
-torch.nn.utils.clip_grad_norm_ does this to shards: it knows the norm of this rank's alone. A few elements of the
-gradients are remembered after backward; where all of them were multiplied by one number since, that number must be the
-same on every rank. Whether anything was written into a gradient since, torch counts itself: only then are elements
-looked at, which on a GPU have to be waited for. (It does not count what is written into `gradient.data`.)
+torch.nn.utils.clip_grad_norm_ does so with sharded gradients: it computes the norm of this rank's shards only. A few
+elements of the gradients are copied after backward. If all of them were multiplied by one number since, that number
+must be the same on every rank. torch counts writes into a tensor, except through `.data`; only after a write are
+elements compared, for which the host waits for a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zero._torch import writes_so_far
 from zero.comm import Comm
 
 _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
-"""Gradients looked at, elements of each, and the number of gradients below which nothing can be said."""
+"""Gradients that are sampled, elements of each, and the number of samples that are needed to find a factor."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Sample:
-    """The first elements of the gradient of one parameter as they were, and how often it had been written into."""
+    """The first elements of one gradient after backward, and torch's count of writes into it."""
 
     param: nn.Parameter
     address: int
@@ -40,19 +40,19 @@ class _Sample:
 
     @property
     def touched(self) -> bool:
-        """Whether the gradient was written into since."""
+        """Whether the gradient was written into since backward."""
         now = self.current
         return now is not None and writes_so_far([now]) != self.version
 
     def factors(self) -> Tensor:
-        """What each element was multiplied by since; of no finite number where that cannot be known."""
+        """The number that each element was multiplied by since; not finite if it cannot be known."""
         now = self.current
         assert now is not None
         return _first(now).double() / self.values.double()
 
 
 class Scaling:
-    """remedy: what to call instead of torch.nn.utils.clip_grad_norm_."""
+    """Compares the scaling of gradients between ranks. remedy: the call that replaces clip_grad_norm_."""
 
     def __init__(self, comm: Comm, remedy: str) -> None:
         self._comm, self._remedy = comm, remedy
@@ -60,7 +60,7 @@ class Scaling:
         self._samples: list[_Sample] = []
 
     def remember(self, params: Iterable[nn.Parameter]) -> None:
-        """Looks at the gradients of parameters, or of shards of parameters, as they are now."""
+        """Samples the gradients of parameters, or of shards, as they are now."""
         have = [(param, param.grad) for param in params if param.grad is not None and param.numel()]
         self._samples = [
             _Sample(param, gradient.data_ptr(), writes_so_far([gradient]), _first(gradient).clone())
@@ -69,7 +69,7 @@ class Scaling:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """What is written into gradients in here scales them by one number that is the same on every rank."""
+        """A context in which writes scale all gradients by one number that is the same on every rank."""
         untouched = {sample for sample in self._samples if not sample.touched}
         yield
         self._samples = [
@@ -80,10 +80,10 @@ class Scaling:
         ]
 
     def compare(self, problem: str | None, more: Tensor | None = None) -> Tensor | None:
-        """Collective. Raises RuntimeError, on every rank, where ranks scaled their gradients differently, or where any
-        has a `problem` of its own that keeps it from a step.
+        """Collective. Raises RuntimeError on every rank if ranks scaled their gradients differently, or if any rank has
+        a `problem`: an error message that prevents its step.
 
-        more: float64, on all ranks or none; the maximum over the ranks is returned.
+        more: float64, on all ranks or none. Returns its maximum over the ranks.
         """
         factor = self._factor()
         compared = torch.tensor([float(problem is not None), -math.inf, -math.inf], dtype=torch.float64, device="cpu")
@@ -107,7 +107,7 @@ class Scaling:
         return None if more is None else compared[3:]
 
     def _factor(self) -> float | None:
-        """The one number that all samples were multiplied by, if it is one and can be known."""
+        """The number that all samples were multiplied by; None if they were not, or if it cannot be known."""
         here = [sample for sample in self._samples if sample.current is not None]
         if self._comm.world == 1 or len(here) < _NEEDED:
             return None

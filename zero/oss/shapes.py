@@ -1,7 +1,7 @@
-"""Parameters as they lie in memory: their shapes and strides, and their places in flat tensors by a layout.
+"""Shapes and strides of parameters, and views of flat tensors in these shapes.
 
-The elements of a parameter are counted in the order in which they lie in memory, so one that is stored transposed or
-channels_last is the same on every rank and comes back as it was.
+The elements of a parameter are counted in the order in which they lie in memory, so a transposed or channels_last
+parameter keeps its strides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zero.oss.layout import ALIGNMENT, Layout, Span
 
 
 class Shapes:
-    """Of parameters in the order of the layout. `whole`: their shapes; `strides`: theirs where they are dense."""
+    """Parameters in the order of the layout. `full`: their shapes; `strides`: the dense strides of their order."""
 
     def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
         self.full = [param.shape for param in params]
@@ -25,8 +25,8 @@ class Shapes:
         self._layout = layout
 
     def in_memory_order(self, index: int, tensor: Tensor) -> Tensor:
-        """A tensor of the shape of parameter `index`, flat, its elements ordered as the layout counts them."""
-        if tensor.is_conj() or tensor.is_neg():  # noted on the tensor, not done in its memory
+        """Flattens a tensor with the shape of parameter `index`, in the element order of the layout."""
+        if tensor.is_conj() or tensor.is_neg():  # a flag of the tensor, not in its memory
             tensor = tensor.resolve_conj().resolve_neg()
         stride = self.strides[index]
         if tensor.stride() != stride:
@@ -34,7 +34,7 @@ class Shapes:
         return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
     def shaped(self, index: int, flat: Tensor, span: Span) -> Tensor:
-        """The other way round for a flat tensor of `span`'s elements: in the shape that this rank's shard has."""
+        """Reshapes a flat tensor of `span`'s elements to the shape of this rank's shard."""
         if self.strides[index] == (1,):
             return flat
         if span.numel == self._layout.numels[index]:
@@ -42,14 +42,14 @@ class Shapes:
         return flat.view(shard_shape(self.full[index], span.numel))
 
     def views_of_full(self, full: Tensor) -> list[Tensor]:
-        """Each parameter's place in a flat tensor of the length of the layout, in the parameter's shape."""
+        """Views of a flat tensor as long as the layout: one a parameter, in the parameter's shape."""
         geometry = zip(self.full, self.strides, self._layout.offsets, strict=True)
         return [full.as_strided(shape, stride, offset) for shape, stride, offset in geometry]
 
     def views_of_shard(self, shard: Tensor, spans: Mapping[int, Span]) -> list[Tensor]:
-        """What each parameter has of a tensor of the length of a segment, in the shape of its shard.
+        """Views of a flat tensor as long as a segment: one a parameter, in the shape of its shard, perhaps empty.
 
-        spans: what the segment holds, by index.
+        spans: of the segment, by index.
         """
         views = []
         for index, shape in enumerate(self.full):
@@ -72,7 +72,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def alike(params: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Indices of the parameters that can share a shard group: same dtype, device, and trained or not."""
+    """Groups the indices of parameters by dtype, device and `requires_grad`."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     for index, param in enumerate(params):
         kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
@@ -80,7 +80,7 @@ def alike(params: Sequence[nn.Parameter]) -> list[list[int]]:
 
 
 def unusable(param: object, name: str) -> str | None:
-    """Why a parameter cannot be sharded, in words for the user; None if it can."""
+    """The error message if a parameter cannot be sharded; None if it can."""
     if not isinstance(param, Tensor):
         return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
     if param.grad_fn is not None or not (param.is_leaf):
@@ -102,16 +102,16 @@ def unusable(param: object, name: str) -> str | None:
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """A tensor on the view's memory whose storage has the view's bytes alone, and keeps the memory alive.
+    """A tensor on the view's memory whose storage covers only the view, and which keeps the memory alive.
 
-    Not for memory that is freed by shrinking its storage: this one would not notice. Tensors of a rehearsal
-    (zero.plan), which have no memory, stay views.
+    Not for memory that is freed by shrinking its storage, which does not affect this tensor. Tensors of a rehearsal
+    (zero.plan) have no memory, and stay views.
     """
     return torch.from_dlpack(view) if has_values(view) else view
 
 
 def is_copy(data: Tensor, view: Tensor) -> bool:
-    """Whether the bytes are the same (so NaN is equal to itself)."""
+    """Whether both have the same bytes, strides, dtype and device (NaN equals itself)."""
     if (data.stride(), data.dtype, data.device, data.shape) != (view.stride(), view.dtype, view.device, view.shape):
         return False
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (data, view)))

@@ -14,9 +14,8 @@ memory of `full`, so that no tool takes parameters of one buffer for tied weight
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +78,7 @@ class GroupOptions:
 
 
 IN_PLACE = GroupOptions()
-"""Of groups that are never freed."""
+"""For groups that are never freed."""
 
 
 class ShardGroup:
@@ -345,24 +344,3 @@ class ShardGroup:
                     return name
                 param.data = view
         return None
-
-
-class Place(NamedTuple):
-    """Where a parameter lies: at a position of a group."""
-
-    group: ShardGroup
-    position: int
-
-    @property
-    def name(self) -> str:
-        return self.group.names[self.position]
-
-    @property
-    def span(self) -> Span | None:
-        """What this rank owns of it."""
-        return self.group.spans.get(self.position)
-
-
-def places_in(groups: Iterable[ShardGroup]) -> dict[nn.Parameter, Place]:
-    """Of every parameter of the groups."""
-    return {param: Place(group, i) for group in groups for i, param in enumerate(group.params)}

@@ -1,10 +1,11 @@
-"""What an OSS holds, and how its state is saved and loaded."""
+"""The base of OSS: its shards, and its state dictionaries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,12 +13,13 @@ from zero._torch import add_all
 from zero.comm import Comm
 from zero.oss import state
 from zero.oss.owned_shards import OwnedShards
-from zero.oss.shard_group import Place, ShardGroup
+from zero.oss.places import Place
+from zero.oss.shard_group import ShardGroup
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 
 class ShardedOptimizer(Optimizer):
-    """Of an optimizer that steps this rank's shards by `optim`. The full state is put together on request only."""
+    """An optimizer whose inner optimizer, `optim`, steps this rank's shards. Gathers the full state on request only."""
 
     optim: Optimizer
     _comm: Comm
@@ -27,7 +29,7 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         self._full_state: dict[str, Any] | None = None
-        """Where it was brought here since the last step."""
+        """The full state, if it was consolidated here since the last step."""
         self._full_state_for_torch: dict[str, Any] | None = None
         super().__init__(groups, {})
 
@@ -37,19 +39,28 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def shard_groups(self) -> list[ShardGroup]:
-        """The shard groups that the parameters lie in, in the order in which backward is expected to reach them."""
+        """The shard groups of the parameters, in the order in which backward is expected to reach them."""
         return self._shards.shard_groups
 
     @property
     def places(self) -> Mapping[nn.Parameter, Place]:
-        """Where each parameter lies."""
+        """The group of each parameter, and its position there."""
         return self._shards.places
 
-    def part(self, param: nn.Parameter) -> nn.Parameter:
-        """This rank's shard of a parameter, as the inner optimizer steps it.
+    @property
+    def join_device(self) -> torch.device:
+        """For torch's Join, as is `join_process_group`."""
+        return self.shard_groups[0].full.device
 
-        A view into the parameter's own memory, or into the master. Empty where this rank owns nothing of it. Its
-        `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step.
+    @property
+    def join_process_group(self) -> torch.distributed.ProcessGroup | None:
+        return self._comm.group
+
+    def part(self, param: nn.Parameter) -> nn.Parameter:
+        """This rank's shard of a parameter, which the inner optimizer steps.
+
+        A view of the parameter's memory, or of the master weights. Empty if this rank owns nothing of the parameter.
+        Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step.
         """
         return self._shards[param]
 
@@ -59,7 +70,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def offloads(self) -> bool:
-        """Whether what is stepped lies elsewhere than the parameters: in the memory of the CPU, or in files."""
+        """Whether the stepped tensors are offloaded to the memory of the CPU or to files."""
         return self._shards.masters.store is not None
 
     @property
@@ -69,17 +80,17 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def granularity(self) -> int | None:
-        """Elements that cuts inside parameters are multiples of, where the user said so."""
+        """Elements; cuts inside parameters are multiples of it. None if the user gave none."""
         return self._granularity
 
     # ----------------------------------------------------------------------------------------------- state
 
     @property  # type: ignore[override]
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """By parameter: what the inner optimizer keeps of this rank's shard; without those that it keeps nothing of.
+        """The inner optimizer's state of this rank's shards, by parameter; only of parameters that have state.
 
-        What is in it is the inner optimizer's own; the dictionary around it is made anew each time. Collective where
-        torch.distributed.checkpoint asks, which is given the full state.
+        The dictionary is new each time, its values are the inner optimizer's own. torch.distributed.checkpoint gets the
+        full state, which is collective.
         """
         if not hasattr(self, "optim"):
             return {}
@@ -91,20 +102,22 @@ class ShardedOptimizer(Optimizer):
 
     @state.setter
     def state(self, empty: object) -> None:
-        """For the base class's constructor, which sets one that this optimizer has no use for."""
+        """Ignores the empty state that the base class's constructor sets."""
 
     def consolidate_state_dict(self, to: int | None = 0, *, recipient_rank: int | None = None) -> None:
-        """Collective. Brings the full state to rank `to` of the group (None: to all), for `state_dict` to return.
+        """Collective. Gathers the full state on rank `to` of the group (None: on all), for `state_dict` to return.
 
         recipient_rank: FairScale's name for `to`.
         """
         self._full_state = state.consolidate(self, to if recipient_rank is None else recipient_rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """The full state in the plain optimizer's format, where `consolidate_state_dict` brought it here since the
-        last step (or where there is one rank only); otherwise this rank's shard. Options are those of now. Never
-        communicates, never raises, but for torch.distributed.checkpoint: it is given the full state on every rank,
-        which is collective."""
+        """The full state in the plain optimizer's format if `consolidate_state_dict` gathered it here since the last
+        step, or if there is one rank; otherwise this rank's shard. Options are current.
+
+        Does not communicate and does not raise, except for torch.distributed.checkpoint, which gets the full state on
+        every rank: that is collective.
+        """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         found = self._state_dict()
@@ -122,20 +135,20 @@ class ShardedOptimizer(Optimizer):
         return {**full, "param_groups": state.numbered_groups(self)}
 
     def _for_torch(self) -> dict[str, Any]:
-        """Collective the first time after a step: it asks once for each parameter."""
+        """Collective the first time after a step; torch asks once for each parameter."""
         if self._full_state_for_torch is None:
             self._full_state_for_torch = state.consolidate(self, None)
         assert self._full_state_for_torch is not None
         return {**self._full_state_for_torch, "state": dict(self._full_state_for_torch["state"])}
 
     def forget_full_state(self) -> None:
-        """To be called where the state may have changed."""
+        """Called where the state may have changed."""
         self._full_state = self._full_state_for_torch = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a full state (of OSS at any world size, or of the plain optimizer) or this rank's own shard.
+        """Loads a full state (of OSS at any world size, or of the plain optimizer) or this rank's own shard.
 
-        The dictionary stays as it is. Raises ValueError where it does not fit.
+        Does not change the dictionary. Raises ValueError if it does not fit.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -147,14 +160,14 @@ class ShardedOptimizer(Optimizer):
             after(self)
 
     def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
-        """Gradients of this rank's shard, as the inner optimizer takes them: in the dtype and on the device of `part`.
+        """Converts gradients of this rank's shard to the dtype and device of `part`.
 
-        Where shards are offloaded from a GPU they are on their way until `arrive`.
+        With offload from a GPU the copy is complete after `arrive`.
         """
         return self._shards.masters.bring(group, sums)
 
     def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
-        """Puts gradients that were brought, by position, where the inner optimizer takes them, or adds them there."""
+        """Sets the gradients of this rank's shards, or adds to them. gradients: by position of the parameter."""
         known = [(self.part(group.params[i]), gradient) for i, gradient in gradients.items() if gradient is not None]
         added = [(part.grad, gradient) for part, gradient in known if part.grad is not None]
         if added:
@@ -165,25 +178,25 @@ class ShardedOptimizer(Optimizer):
                 part.grad = gradient
 
     def arrive(self) -> None:
-        """Waits for all gradients that were brought."""
-        for flat in self.shard_groups:
-            self._shards.masters.arrive(flat)
+        """Waits for all copies of `bring`."""
+        for group in self.shard_groups:
+            self._shards.masters.arrive(group)
 
     def take_shards(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Takes this rank's shards of a state, by `part(param)`, and the options of the groups.
+        """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
 
-        The tensors are kept, not copied. Masters are not among them: fill `master` instead.
+        Keeps the tensors without copying them. Master weights are not among them: write into `master`.
         """
         state.hand_over(self, taken, groups)
         self.forget_full_state()
 
-    def master(self, flat: ShardGroup) -> Tensor | None:
-        """This rank's master of a shard group, flat, of the length of its segment; None without one."""
-        return self._shards.masters.of(flat)
+    def master(self, group: ShardGroup) -> Tensor | None:
+        """This rank's master weights of a shard group, flat, as long as its segment; None if it has none."""
+        return self._shards.masters.of(group)
 
-    def settled_master(self, flat: ShardGroup) -> Tensor | None:
-        """The same as the next step takes it, to be read: what was written into the parameters since the last wins."""
-        return self._shards.masters.settled(flat)
+    def settled_master(self, group: ShardGroup) -> Tensor | None:
+        """The master weights for the next step: elements that were written into the parameters since replace theirs."""
+        return self._shards.masters.settled(group)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

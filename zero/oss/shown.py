@@ -1,7 +1,4 @@
-"""What a step does to each unit and bucket, as it does it: to torch's profiler, and (ZERO_LOG=debug) in the log.
-
-The log has it from every rank, so that where ranks differ can be read in their last lines.
-"""
+"""Profiler ranges and, with ZERO_LOG=debug, log lines for each operation on a unit or bucket, on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ logger = logging.getLogger("zero")
 
 
 def shown(act: str, label: str, rank: int) -> AbstractContextManager[Any]:
-    """A context for what is done. act: such as "unshard". label: of the unit or bucket that it is done to."""
+    """A context for an operation. act: such as "unshard". label: of the unit or bucket."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("rank %d: %s %s", rank, act, label)
     return profiler_range(f"zero::{act} {label}")

@@ -1,8 +1,8 @@
-"""Long shards are stepped slice by slice, so that what an optimizer works with stays in the processor's cache.
+"""Steps long shards in slices that fit into the processor's cache.
 
-On the CPU torch's optimizers take one operation after another over a full parameter, and hold results of its size in
-between. Those that treat each element by itself compute the same of slices: Adam in three quarters of the CPU time (13M
-elements in 33 ms instead of 43), and what it holds in between is of a slice.
+On the CPU torch's optimizers run one operation after another over a parameter, with temporaries of its size. Optimizers
+that treat each element by itself give the same result slice by slice: Adam in three quarters of the CPU time (13M
+elements in 33 ms instead of 43), with temporaries of a slice.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from zero._torch import has_values
 from zero.measure.kinds import ELEMENTWISE
 
 SLICE = 1 << 18
-"""Elements. With half as many Adam took about as long (32 ms), with a quarter longer (38): then the calls cost more."""
+"""Elements. Adam took 32 ms with half as many, and 38 ms with a quarter, where the calls cost more."""
 
 _IN_THEIR_OWN_WAY = ("foreach", "fused", "capturable", "differentiable")
-"""Options with which torch's optimizers do not take one parameter and operation after another."""
+"""Options with which torch's optimizers do not run one operation after another on each parameter."""
 
 
 @contextmanager
 def only(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """In here the optimizer has these parameters and no others."""
+    """A context in which the optimizer has only these parameters."""
     given, chosen = [group["params"] for group in optimizer.param_groups], {*params}
     try:
         for group in optimizer.param_groups:
@@ -39,21 +39,21 @@ def only(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]
 
 
 def unhooked(optimizer: Optimizer) -> Callable[..., Any]:
-    """The optimizer's step without the hooks on it, and without what schedulers note of it."""
+    """The optimizer's step without its hooks, and without the count that schedulers keep."""
     step: Callable[..., Any] = vars(type(optimizer).step)["__wrapped__"]
     return partial(step, optimizer)
 
 
 def step_alone(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Steps these parameters and no others, past the hooks on the step, which are to see one step of all."""
+    """Steps only these parameters, without the hooks on the step."""
     with only(optimizer, params):
         step_in_slices(optimizer, unhooked(optimizer))
 
 
 def step_in_slices(optimizer: Optimizer, step: Callable[..., Any] | None = None, **options: Any) -> None:
-    """Calls the optimizer's step with the options. Its groups and its state are of its own parameters afterwards.
+    """Calls the optimizer's step on slices of its parameters; afterwards it has its own parameters and state.
 
-    step: another than its own.
+    step: replaces the optimizer's own. options: arguments of the step.
     """
     given = [group["params"] for group in optimizer.param_groups]
     cut: dict[Tensor, dict[str, Tensor]] = {}
@@ -76,10 +76,10 @@ def step_in_slices(optimizer: Optimizer, step: Callable[..., Any] | None = None,
 
 
 def _slices(param: nn.Parameter, state: dict[str, Any] | None) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Slices of a parameter and its gradient, and the state of each; none of a parameter that is stepped as it is.
+    """Yields slices of a parameter, with gradients, and the state of each; none if it must be stepped in one.
 
-    State that is not there yet the optimizer has to make, for the full parameter. A single value, such as Adam's
-    count of steps, is the first slice's; the others have copies.
+    The optimizer creates missing state for the full parameter. The first slice has single values, such as Adam's count
+    of steps, themselves; the other slices have copies.
     """
     gradient = param.grad
     if gradient is None or not state or param.numel() <= SLICE or param.device.type != "cpu":
@@ -91,7 +91,7 @@ def _slices(param: nn.Parameter, state: dict[str, Any] | None) -> Iterator[tuple
     full = [param.detach(), gradient, *long.values()]
     if not all(tensor.is_contiguous() for tensor in full):
         return
-    if not has_values(param):  # a rehearsal's (zero.plan): any slice takes as much memory as the others
+    if not has_values(param):  # in a rehearsal (zero.plan) one slice stands for all: they take the same memory
         full = [tensor.view(-1)[:SLICE] for tensor in full]
     for own, own_gradient, *own_state in zip(*(tensor.view(-1).split(SLICE) for tensor in full), strict=True):
         one = nn.Parameter(own)

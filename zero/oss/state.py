@@ -1,16 +1,15 @@
 """Optimizer state: this rank's shards, and the full state in the plain optimizer's format.
 
-Of a parameter that is cut, tensors in the state are cut with it; `ParamShard` says how. Of a parameter that lies whole
-with one rank, every entry is taken as it is. Lists and tuples in the state are taken item by item (`leaves`).
+The state tensors of a cut parameter are cut with it (`ParamShard`). The state of a parameter that one rank owns alone
+is not cut. Lists and tuples in the state are handled item by item (`leaves`).
 
-A master of a shard is an entry like the others, called "master", as the next step takes it (`settled`); plain
-optimizers carry it along.
+Master weights are an entry of the state, "master", with the values for the next step (`settled`).
 
     full   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
-    shard  the same with this rank's shards for tensors; "zero_shard" says of which layout, so that it is not mistaken
+    shard  the same with this rank's shards for tensors; "zero_shard" identifies rank and layout
 
-An optimizer of the user's own (stage 3) writes its state_dict() itself. There each group has the mark, which so comes
-along into whatever optimizer loads it.
+The user's own optimizer (stage 3) writes its state_dict() itself. There each group has the mark "zero_shard", which an
+optimizer that loads the state gets, too.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -35,12 +35,12 @@ from zero.oss.shard_group import ShardGroup
 
 
 class Sharded(Protocol):
-    """An optimizer of parameters that lie in shards, such as OSS.
+    """An optimizer of sharded parameters, such as OSS.
 
-    optim: the one that steps the shards of this rank.
+    optim: the optimizer that steps this rank's shards.
     param_groups: the full parameters, by group.
-    shard_groups: where they lie. What lies in none is unsharded, and the same, on every rank.
-    granularity: elements of which cuts inside parameters are multiples, if the user said so.
+    shard_groups: of the parameters. A parameter in none is unsharded, and the same on every rank.
+    granularity: elements; cuts inside parameters are multiples of it. None if the user gave none.
     """
 
     @property
@@ -58,19 +58,19 @@ class Sharded(Protocol):
     @property
     def keeps_masters(self) -> bool: ...
     def part(self, param: nn.Parameter) -> nn.Parameter:
-        """What of the parameter `optim` steps."""
+        """The shard of the parameter that `optim` steps."""
 
-    def master(self, flat: ShardGroup) -> Tensor | None:
-        """This rank's shard of the group in another dtype, if shards are stepped so."""
+    def master(self, group: ShardGroup) -> Tensor | None:
+        """This rank's master weights of the group, if it has any."""
 
 
 def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
     """Collective. The full state on rank `to` of the group (None: on every rank), None elsewhere.
 
-    settle: masters as the next step takes them; otherwise as they are, whatever the parameters hold by now.
+    settle: master weights have the values for the next step; otherwise their own, whatever the parameters hold.
 
-    OwnedShards travel straight into their place in the full tensors; a rank that only sends needs no memory for it.
-    Raises ValueError, on every rank, where `to` is no rank of the group, or where state cannot be put together.
+    Shards are received directly in the full tensors; a rank that only sends needs no memory for these.
+    Raises ValueError on every rank if `to` is no rank of the group, or if shards of the state cannot be joined.
     """
     comm = optimizer.comm
     if to is not None and not 0 <= to < comm.world:
@@ -79,7 +79,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
         )
     if comm.world == 1:
         return shard_of(optimizer, as_full=True, settle=settle)
-    described = [json.loads(text) for text in comm.all_gather_text(_told(optimizer, settle))]  # by rank
+    described = [json.loads(text) for text in comm.all_gather_text(_described(optimizer, settle))]  # by rank
     recipient = to is None or to == comm.rank
     full: dict[int, dict[str, Any]] = {}
     transfers: list[tuple[int, Tensor | None]] = []
@@ -91,7 +91,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
         for key, entry in entries.items():
             shape = _full_shape(owned, key, entry, rows)
             if key in state and shape is None:
-                continue  # the same for all shards of this parameter, and taken from the first
+                continue  # the same for all shards of this parameter: the first one counts
             if key not in state:
                 state[key] = _room(entry, owned, shape, optimizer.part(owned.param).device) if recipient else None
             if "shape" not in entry:
@@ -113,7 +113,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
 
 
 def _count_rows(all_owned: list[tuple[ParamShard, dict[str, Any]]]) -> Counter[tuple[int, str]]:
-    """How long the tensors of all shards of a parameter are together."""
+    """The rows of a state entry of all shards of a parameter together, by parameter and key."""
     rows: Counter[tuple[int, str]] = Counter()
     for owned, entries in all_owned:
         for key, entry in entries.items():
@@ -124,7 +124,7 @@ def _count_rows(all_owned: list[tuple[ParamShard, dict[str, Any]]]) -> Counter[t
 def _full_shape(
     owned: ParamShard, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
 ) -> tuple[int, ...] | None:
-    """The shape of the full tensor, of which this is a shard's; None if it is all there is."""
+    """The shape of the full tensor of a state entry; None if the entry is not cut."""
     if not owned.cut or "shape" not in entry:
         return None
     length, *rest = entry["shape"]
@@ -142,7 +142,7 @@ def _full_shape(
 
 
 def shard_of(optimizer: Sharded, *, as_full: bool = False, settle: bool = True) -> dict[str, Any]:
-    """This rank's shard, without communication. as_full: it is all there is, and needs no mark of a shard."""
+    """This rank's shard of the state, without communication. as_full: the shard is the full state, and has no mark."""
     all_owned = {
         owned.number: _state_of(optimizer, owned, settle) for owned in _shards_of(optimizer, optimizer.comm.rank)
     }
@@ -153,16 +153,16 @@ def shard_of(optimizer: Sharded, *, as_full: bool = False, settle: bool = True) 
 
 
 def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
-    """Takes a full state or this rank's own shard. Raises ValueError, and changes nothing, where it does not fit."""
+    """Loads a full state or this rank's own shard. Raises ValueError, and changes nothing, if it does not fit."""
     hand_over(optimizer, *own_shard(optimizer, state_dict))
 
 
 def own_shard(
     optimizer: Sharded, state_dict: dict[str, Any]
 ) -> tuple[dict[nn.Parameter, dict[str, Any]], list[dict[str, Any]]]:
-    """What this rank takes of a full state or of its own shard: copies by `part(param)`, and the groups' options.
+    """Returns this rank's shard of a full state, or a copy of its own, by `part(param)`, and the groups' options.
 
-    Raises ValueError where the state does not fit.
+    Raises ValueError if the state does not fit.
     """
     groups = state_dict["param_groups"]
     found = [len(group["params"]) for group in groups]
@@ -195,13 +195,13 @@ def refuse_other_shard(
     mark: str | None,
     remedy: str = "Call consolidate_state_dict() before state_dict() to save what loads anywhere.",
 ) -> None:
-    """mark: of the shard of a rank, None of a full state. Raises ValueError where that is another shard."""
+    """Raises ValueError for the shard of another rank or layout. mark: of the state; None if it is full."""
     if mark is not None and mark != fingerprint(optimizer):
         raise ValueError(f"the state is one rank's shard ({mark}), but this is {fingerprint(optimizer)}. {remedy}")
 
 
 def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
-    """On every rank, whatever it owns. Where parameters lie whole, an optimizer may keep what shapes it likes."""
+    """Raises ValueError on every rank alike. State of uncut parameters may have any shape."""
     if not optimizer.cuts_parameters:
         return
     for owned in _shards_of(optimizer):
@@ -218,7 +218,7 @@ def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], 
 
 
 def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Takes this rank's shards of a state, by `part(param)`, and the options of the groups."""
+    """Loads this rank's shards of a state, by `part(param)`, and the options of the groups."""
     masters = {
         shard: state.pop("master") for shard, state in taken.items() if optimizer.keeps_masters and "master" in state
     }
@@ -232,21 +232,21 @@ def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], gro
 
 
 def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
-    """Has a plain optimizer take a state by its parameters, and its groups' options.
+    """Loads a state by parameters, and the groups' options, into a plain optimizer.
 
-    Through its own `load_state_dict`, which knows what dtype and device each entry needs.
+    Calls its own `load_state_dict`, which converts dtype and device of the entries.
     """
     optimizer.load_state_dict({**numbered(optimizer, taken, options), param_groups.SHARD_MARK: OWN})
 
 
 OWN = "own"
-"""The mark of what an optimizer is given for its own shard, which needs no comparing."""
+"""The mark of a state that is known to be of the optimizer's own shard, and is not compared."""
 
 
 def numbered(
     optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """A state by parameters in the format of state_dict()."""
+    """Converts a state by parameters to the format of state_dict()."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = {param: number for number, param in enumerate(params)}
     return {
@@ -259,26 +259,26 @@ def numbered(
 
 
 def _shards_of(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamShard]:
-    """What each rank owns (or `rank` alone), in an order that is the same on all ranks."""
+    """Yields the shards of all ranks (or of `rank`), in the same order on all ranks."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     numbers = {param: number for number, param in enumerate(params)}
-    for flat in optimizer.shard_groups:
-        for owner in range(flat.layout.world) if rank is None else [rank]:
-            for span in flat.layout.spans(owner):
-                number = numbers.get(flat.params[span.index])
-                if number is not None:  # else another optimizer's
-                    yield ParamShard(number, flat, span.index, owner, span, optimizer.granularity)
+    for group in optimizer.shard_groups:
+        for owner in range(group.layout.world) if rank is None else [rank]:
+            for span in group.layout.spans(owner):
+                number = numbers.get(group.params[span.index])
+                if number is not None:  # otherwise another optimizer has it
+                    yield ParamShard(number, group, span.index, owner, span, optimizer.granularity)
 
 
 def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
-    """The parameters that lie in no shard group, and their numbers."""
-    sharded = {param for flat in optimizer.shard_groups for param in flat.params}
+    """Yields the parameters in no shard group, with their numbers."""
+    sharded = {param for group in optimizer.shard_groups for param in group.params}
     params = (param for group in optimizer.param_groups for param in group["params"])
     yield from ((number, param) for number, param in enumerate(params) if param not in sharded)
 
 
-def _told(optimizer: Sharded, settle: bool) -> str:
-    """`_describe` as text; raises ValueError on every rank where a rank's state cannot be written so."""
+def _described(optimizer: Sharded, settle: bool) -> str:
+    """`_describe` as JSON. Raises ValueError on every rank if the state of any cannot be written as JSON."""
     text, problem = "", _wrapped(optimizer)
     try:
         text = json.dumps(_describe(optimizer, settle)) if problem is None else ""
@@ -292,7 +292,7 @@ def _told(optimizer: Sharded, settle: bool) -> str:
 
 
 def _wrapped(optimizer: Sharded) -> str | None:
-    """Where this rank's state has tensors that wrap others, in words for the user: sent, they would come as others."""
+    """The error message if this rank's state has tensors that wrap others, whose class would be lost; else None."""
     own = [(owned.name, optimizer.part(owned.param)) for owned in _shards_of(optimizer, optimizer.comm.rank)]
     own += [(f"parameter {number}", param) for number, param in _unsharded(optimizer)]
     for name, param in own:
@@ -307,46 +307,44 @@ def _wrapped(optimizer: Sharded) -> str | None:
 
 
 def _describe(optimizer: Sharded, settle: bool) -> dict[int, dict[str, Any]]:
-    """What this rank has, by number of the parameter: {key of the leaf: the leaf described}."""
-    described: dict[int, dict[str, Any]] = {}
-    for owned in _shards_of(optimizer, optimizer.comm.rank):
-        own = leaves.opened(_state_of(optimizer, owned, settle))
-        described[owned.number] = {key: leaves.described(leaf) for key, leaf in own.items()}
-    return described
+    """Descriptions of this rank's state: {number of the parameter: {key of the leaf: description}}."""
+    return {
+        owned.number: {key: leaves.described(leaf) for key, leaf in leaves.opened(state).items()}
+        for owned in _shards_of(optimizer, optimizer.comm.rank)
+        for state in [_state_of(optimizer, owned, settle)]
+    }
 
 
 def _state_of(optimizer: Sharded, owned: ParamShard, settle: bool) -> dict[str, Any]:
     shard = optimizer.part(owned.param)
     state = dict(optimizer.optim.state.get(shard, {}))
-    if optimizer.master(owned.flat) is not None:
-        held = owned.flat.shard_views[owned.index]
+    if optimizer.master(owned.group) is not None:
+        held = owned.group.shard_views[owned.index]
         state["master"] = settled(shard.detach(), held) if settle else shard.detach()
     return state
 
 
 def _room(entry: dict[str, Any], owned: ParamShard, shape: tuple[int, ...] | None, device: torch.device) -> Any:
-    """The leaf itself if it is small, or the tensor of that shape that its shards are to be received in."""
+    """The leaf itself if it is no tensor with dimensions, else an empty tensor that its shards are received in."""
     if "shape" not in entry:
         return leaves.value_of(entry)
     dtype = leaves.dtype_of(entry)
     if shape == owned.full_shape:
-        return torch.empty_strided(shape, owned.flat.shapes.strides[owned.index], dtype=dtype, device=device)
+        return torch.empty_strided(shape, owned.group.shapes.strides[owned.index], dtype=dtype, device=device)
     return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)
 
 
 def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
-    """The optimizer's groups as they are now, with numbers for parameters."""
-    first, groups = 0, []
+    """The optimizer's current groups, with numbers for parameters."""
+    numbers, groups = count(), []
     for group in optimizer.param_groups:
-        numbers = list(range(first, first + len(group["params"])))
         options = {key: value for key, value in group.items() if key not in ("params", param_groups.SHARD_MARK)}
-        groups.append({**deepcopy(options), "params": numbers})
-        first += len(numbers)
+        groups.append({**deepcopy(options), "params": [next(numbers) for _ in group["params"]]})
     return groups
 
 
 def fingerprint(optimizer: Sharded) -> str:
-    """The mark of this rank's shard: the same for the same layout only."""
-    bounds = [list(flat.layout.bounds) for flat in optimizer.shard_groups]
+    """The mark of this rank's shard: rank, world size and a digest of the layout."""
+    bounds = [list(group.layout.bounds) for group in optimizer.shard_groups]
     layout = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()[:12]
     return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}"

@@ -1,4 +1,4 @@
-"""What a step of OSS refuses, before anything is changed."""
+"""Checks before a step of OSS changes anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero.oss.shard_group import ShardGroup
 
 
 class StepChecks:
-    """Of one OSS."""
+    """The checks of one OSS."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -40,11 +40,14 @@ class StepChecks:
         problem = shards.edited(param_groups)
         if problem is not None:
             with suppress(RuntimeError):
-                self._comm.agree(self._edited)  # so that ranks with nothing to refuse hear of it
+                self._comm.agree(self._edited)  # so that ranks without a problem raise, too
             raise RuntimeError(problem)
 
     def refuse_wrapped(self, outer: Optimizer, inner: Optimizer) -> None:
-        """Looks once, in the first step with ShardedDDP, which leaves no gradients in `param.grad` for others."""
+        """Raises RuntimeError for an optimizer around OSS that keeps state of parameters: these have no gradients.
+
+        Looks in the first step only.
+        """
         if self._looked_around:
             return
         self._looked_around = True
@@ -57,7 +60,11 @@ class StepChecks:
             )
 
     def refuse_replaced(self, shards: OwnedShards, *, found_gradients: bool) -> None:
-        """That there are none may be as it should be: a first step for a scheduler, a skipped batch."""
+        """Raises RuntimeError if a module under DistributedDataParallel replaced the parameters; otherwise warns at the
+        second step without gradients.
+
+        One such step is normal: a first step for a scheduler, a skipped batch.
+        """
         self._steps_without_gradients = 0 if found_gradients else self._steps_without_gradients + 1
         if found_gradients:
             return

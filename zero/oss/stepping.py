@@ -1,9 +1,9 @@
-"""A step of OSS, on every rank:
+"""The step of OSS, on every rank:
 
-take gradients      the shard's share of each param.grad, as views (or what ShardedDDP has put there)
-step                the user's optimizer, over this rank's shards only
-gather              every rank's segment reaches every rank, in the flat buffers that the parameters lie in;
-                    waited for in the step, or where the next forward needs them (ShardedDDP)
+take gradients   this rank's slices of each param.grad, as views; with ShardedDDP the shards have gradients already
+step             the inner optimizer steps this rank's shards
+all-gather       every rank's shards reach all ranks in the flat buffers of the parameters; waited for in the step, or
+                 where the next forward reads them (ShardedDDP)
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ from zero.oss.step_checks import StepChecks
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 _COMPRESSED_AT_ONCE = 2
-"""Shard groups whose copies of fewer bits exist at a time."""
+"""Shard groups whose compressed copies exist at a time."""
 
 
 class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
-    """agreed: sees that ranks agree on the numbers that the optimizer writes into its groups, if it may write any.
-    writes_frozen: whether it may write into parameters that have no gradient."""
+    """The step of OSS.
+
+    agreed: compares the numbers that the optimizer writes into its groups, if it may write any.
+    writes_frozen: whether the optimizer may write into parameters without gradients.
+    """
 
     _sent_as: torch.dtype | Int8 | None
 
@@ -59,25 +62,25 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         super().__init__(groups)
 
     def expect_sharded_gradients(self) -> None:
-        """From now on gradients are put into the shards (by ShardedDDP), not taken from `param.grad`."""
+        """From now on ShardedDDP sets the gradients of shards; steps no longer take them from `param.grad`."""
         self.gradients_arrive_sharded = True
 
     def leave_gathers(self) -> None:
-        """From now on `step` leaves its gathers in flight, where transfers run beside the computing (so not over Gloo).
+        """From now on `step` leaves its all-gathers in flight if transfers overlap with computing (not over Gloo).
 
-        Until they are finished the parameters are NaN.
+        Until `finish_gathers` the parameters are NaN.
         """
         self._leaves_gathers = True
 
-    def finish_gathers(self, flats: Sequence[ShardGroup] | None = None) -> None:
-        """Waits for what a step left in flight, of these shard groups or of all; does nothing where nothing is.
+    def finish_gathers(self, groups: Sequence[ShardGroup] | None = None) -> None:
+        """Waits for all-gathers that a step left in flight, of these shard groups or of all.
 
-        Raises RuntimeError where parameters were moved or replaced since the step.
+        Raises RuntimeError if parameters were moved or replaced since the step.
         """
-        gathering = [flat for flat in self.shard_groups if flat.gathering and (flats is None or flat in flats)]
+        gathering = [group for group in self.shard_groups if group.gathering and (groups is None or group in groups)]
         self._checks.refuse_moved(gathering)
-        for flat in gathering:
-            flat.finish_unshard()
+        for group in gathering:
+            group.finish_unshard()
 
     @overload
     def step(self, closure: None = None, **options: Any) -> None: ...
@@ -87,14 +90,14 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
-        """Collective. Steps this rank's shards and gathers everyone's. Returns the closure's loss.
+        """Collective. Steps this rank's shards and gathers all ranks' shards. Returns the closure's loss.
 
-        options: further arguments, for the inner optimizer's step. That of torch's own optimizers is given no closure:
-        it is called before. Others are given it, and each time they call it parameters are gathered before.
+        The closure is called before the step of torch's own optimizers. Other optimizers get it; each time that they
+        call it, parameters are gathered first. options: further arguments of the inner optimizer's step.
 
-        Raises RuntimeError where parameters were moved or replaced, where gradients were left unreduced by no_sync, and
-        on every rank where param_groups were edited on one, where the optimizer raised on another, or wrote other
-        numbers into its own, where another rank does something else, or inside of `ddp.join()`.
+        Raises RuntimeError if parameters were moved or replaced, or if no_sync left gradients unreduced; and on every
+        rank if param_groups were edited on any, if the optimizer raised on any or wrote different numbers into its
+        groups, if ranks do different things, or inside of `ddp.join()`.
         """
         if self._in_backward is not None:
             return self._end_stepped(self._in_backward, closure, options)
@@ -114,15 +117,15 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
             if closure is not None:
                 loss = evaluated(closure, self._shards, self._comm)
             self._begin_step()
-            with self._heard_by_all():
+            with self._raised_everywhere():
                 self._shards.step(self.optim, **options)
         self._end_step()
         return cast("float | None", loss)
 
     def _begin_step(self, *, joined: bool = False) -> None:
-        """Collective. All that comes between the gradients and the inner optimizer's step.
+        """Collective. Prepares the inner optimizer's step: checks, gradients, master weights, options.
 
-        joined: this rank has no data left, and steps with the gradients of others.
+        joined: this rank has no data left, and gets the gradients of other ranks.
         """
         self._refuse_changes()
         if self.gradients_arrive_sharded:
@@ -135,14 +138,14 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         self._hand_options()
 
     def _hand_options(self) -> None:
-        """To the inner optimizer, which may write numbers into its groups from here on."""
+        """Copies the options to the inner optimizer, which may write numbers into its groups from here on."""
         self._share_options(self.param_groups, self.optim.param_groups)
         if self._agreed is not None:
             self._agreed.before_step(self.optim)
 
     @contextmanager
-    def _heard_by_all(self) -> Iterator[None]:
-        """An error in here is sent to the other ranks, which would wait for this one."""
+    def _raised_everywhere(self) -> Iterator[None]:
+        """A context whose errors raise on the other ranks, too, which would wait for this one."""
         try:
             yield
         except Exception:
@@ -151,7 +154,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
             raise
 
     def _end_step(self) -> None:
-        """Collective. All that comes after the inner optimizer's step."""
+        """Collective. Gathers the stepped shards, and copies the options back."""
         if self._agreed is not None:
             self._agreed.after_step(self.optim)
         if not self.gradients_arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
@@ -177,7 +180,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         self._in_backward = InBackward(self)
 
     def backward_begins(self) -> None:
-        """Of a backward that reduces gradients to their owners."""
+        """Called before a backward that reduces gradients to their owners."""
         if self._in_backward is not None:
             self._in_backward.begin()
             with torch.no_grad():
@@ -186,16 +189,16 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
                 self._hand_options()
 
     def gradients_arrived(self, group: ShardGroup) -> None:
-        """Those of the group are with their owners, but for those that ranks have not all used."""
+        """Called when the gradients of a group are reduced, except of parameters that not all ranks used."""
         if self._in_backward is not None:
             self._in_backward.step_begins()
             with torch.no_grad():
                 self._shards.step_group(self.optim, group)
             self._shards.drop_gradients([group])
-            increment_version([*group.params])  # autograd refuses to compute with what it saved of them
+            increment_version([*group.params])  # so that autograd refuses tensors that it saved of them
 
     def backward_ends(self) -> None:
-        """All gradients are with their owners."""
+        """Called when all gradients are reduced."""
         self.arrive()
         if self._in_backward is not None:
             for group in self.shard_groups:
@@ -206,7 +209,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
     def _end_stepped(
         self, in_backward: InBackward, closure: Callable[[], float] | None, options: dict[str, Any]
     ) -> float | None:
-        """Collective. What was stepped in backward is only brought to every rank."""
+        """Collective. Gathers the shards that were stepped in backward."""
         if options:
             refuse(f"an argument of step ({', '.join(options)})", "Leave it out.")
         loss = None
@@ -222,7 +225,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
     # -------------------------------------------------------------------------------------------------- gathers
 
     def _stepped_groups(self) -> list[ShardGroup]:
-        """The shard groups that a step may have changed, in the order in which forward needs them."""
+        """The shard groups that a step may have changed, in the order in which forward reads them."""
         return self.shard_groups[::-1] if self._writes_frozen else self._shards.trained_groups()
 
     def _refuse_changes(self) -> None:
@@ -231,7 +234,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         self._checks.refuse_edits(self._shards, self.param_groups)
 
     def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
-        """The closure for an optimizer that calls it within its step, as often as it likes."""
+        """Wraps the closure for an optimizer that calls it within its step, once or more."""
         called = False
 
         def evaluate() -> float:
@@ -250,10 +253,10 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         return evaluate
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """As of any optimizer. With ShardedDDP, which leaves no gradients in `param.grad`, the hook is called with the
-        inner optimizer, whose `param_groups` hold this rank's shards with their gradients.
+        """See torch.optim.Optimizer. With ShardedDDP the hook is called with the inner optimizer, whose `param_groups`
+        hold this rank's shards with their gradients: `param.grad` is None.
 
-        Raises RuntimeError on every rank, at the step, where a hook scaled gradients differently on different ranks.
+        The step raises RuntimeError on every rank if a hook scaled gradients differently on different ranks.
         """
         if self._in_backward is not None:
             refuse("a hook before the step", "Register it on the parameters, or step after backward.")
@@ -268,22 +271,22 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
         return super().register_step_pre_hook(with_gradients)
 
-    def _gather(self, flats: Sequence[ShardGroup]) -> None:
-        """Collective. Brings every rank's shards, as they are now, to every rank."""
+    def _gather(self, groups: Sequence[ShardGroup]) -> None:
+        """Collective. Gathers every rank's shards of these groups on every rank."""
         self._comm.agree(self._step_channel)
         in_flight: list[ShardGroup] = []
-        for flat in flats:
+        for group in groups:
             if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
-            self._shards.masters.write([flat])
-            flat.launch_unshard(wire=self._sent_as, conceal=self._is_left(flat))
-            in_flight.append(flat)
-        for flat in in_flight:
-            if not self._is_left(flat):
-                flat.finish_unshard()
+            self._shards.masters.write([group])
+            group.launch_unshard(wire=self._sent_as, conceal=self._is_left(group))
+            in_flight.append(group)
+        for group in in_flight:
+            if not self._is_left(group):
+                group.finish_unshard()
 
-    def _is_left(self, flat: ShardGroup) -> bool:
-        return self._leaves_gathers and flat.overlaps
+    def _is_left(self, group: ShardGroup) -> bool:
+        return self._leaves_gathers and group.overlaps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's shards."""
@@ -305,7 +308,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         device = self.shard_groups[0].full.device
         dtypes = {shard.dtype for shard in self._shards.values()}
         full = [param.grad for param in self._shards if param.grad is not None]
-        if self._joining.within(self):  # ranks that have joined are not here
+        if self._joining.within(self):  # ranks that have joined do not call this
             total = norm.total_norm(full, Comm.alone(), float(norm_type), device, dtypes)
         else:
             total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
@@ -317,7 +320,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         self._joining.refuse_scaler(self)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's Join, which calls it on every rank. Raises RuntimeError at stage 2."""
+        """torch's Join calls it on every rank. Raises RuntimeError at stage 2."""
         if self.gradients_arrive_sharded:
             raise RuntimeError(NO_JOIN.format("an OSS of ShardedDDP"))
         return self._joining.enter(self._step_joined, self._shards)
@@ -325,26 +328,18 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
     @torch.no_grad()
     def _step_joined(self) -> None:
         self._begin_step(joined=True)
-        with self._heard_by_all():
+        with self._raised_everywhere():
             self._shards.step(self.optim)
         self._end_step()
 
-    @property
-    def join_device(self) -> torch.device:
-        return self.shard_groups[0].full.device
-
-    @property
-    def join_process_group(self) -> torch.distributed.ProcessGroup | None:
-        return self._comm.group
-
     def _take_gradients(self) -> bool:
-        """Returns whether any parameter has a gradient; of gradients that arrive in shards, True."""
-        if self.gradients_arrive_sharded and not asked_by_torch_checkpoint():  # which steps with zeros of its own
+        """Returns whether any parameter has a gradient; True if ShardedDDP sets the gradients of shards."""
+        if self.gradients_arrive_sharded and not asked_by_torch_checkpoint():  # which steps with gradients of zero
             refuse_unreduced(self.shard_groups)
             return True
         return take_gradients(self.shard_groups, self._shards, self.bring)
 
     def _share_options(self, source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-        """Schedulers write into the outer groups, some optimizers into the inner ones: both see the same options."""
+        """Copies options between outer groups, which schedulers write, and inner ones, which some optimizers write."""
         for of, to in zip(source, target, strict=True):
             to.update(options(of))

@@ -1,8 +1,8 @@
-"""Calls from torch's distributed checkpoint, which takes tensors of one name for copies of one another.
+"""Detects calls of torch.distributed.checkpoint, which treats tensors of one name as copies.
 
-torch.distributed.checkpoint.state_dict asks an optimizer for its state_dict() on every rank and saves what it gets from
-one of them, so it must be given the full state. It says nowhere that it is the one who asks, but its calls are
-collective, so the answer may be, too.
+torch.distributed.checkpoint.state_dict calls an optimizer's state_dict() on every rank and saves the result of one
+rank, so it must get the full state. torch has no public sign of such a call; its calls are collective, so the answer
+may be.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 
 _FRAMES = 10
-"""How far up its own frame is looked for: between lie the hooks and decorators of torch.optim.Optimizer."""
+"""Frames that are searched: between torch's and ours are hooks and decorators of torch.optim.Optimizer."""
 
 
 def asked_by_torch_checkpoint() -> bool:
-    """Whether the caller was called from torch.distributed.checkpoint."""
+    """Whether torch.distributed.checkpoint is among the callers."""
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):

@@ -1,5 +1,4 @@
-"""What is written into full parameters while they are unsharded, such as averages and clamps: each element stays as its
-owner wrote it."""
+"""Writes into unsharded parameters, such as averages and clamps: each element keeps its owner's value."""
 
 from __future__ import annotations
 
@@ -12,20 +11,20 @@ from zero._torch import has_values, writes_so_far
 from zero.comm import Int8
 
 _CHUNK = 2**18
-"""Elements that are compared at a time, so that no copy of a shard is made."""
+"""Elements that are compared at a time, so that temporaries are small."""
 
 
 class Writes:
-    """Into the parameters of one shard group.
+    """Detects writes into the unsharded parameters of one shard group, and copies them into the shard.
 
-    quantised: how the shards were rounded when they were gathered last.
+    quantised: the quantisation of the last all-gather, if any.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.quantised: Int8 | None = None
         self._params = params
         self._when_gathered = 0
-        """How often torch had counted writes when they were gathered last."""
+        """torch's count of writes at the last all-gather."""
         self._looks = self._uncounted = False
 
     def _count(self) -> int:
@@ -35,14 +34,14 @@ class Writes:
         self._when_gathered = self._count()
 
     def look(self) -> None:
-        """Has the next `any` look whether there were writes that torch does not count: through `param.data`.
+        """Makes the next `any` look for writes that torch does not count: through `param.data`.
 
-        If so, every later one expects them. This reads the whole shard, too much to do it each time.
+        If it finds some, every later `any` expects such writes. Looking reads the entire shard, so it is done once.
         """
         self._looks = True
 
     def any(self, full: Tensor, shard: Tensor) -> bool:
-        """Since the parameters were gathered. full: what the gathered buffer has of this rank's shard."""
+        """Whether there were writes since the all-gather. full: this rank's segment of the full buffer."""
         if self._looks:
             self._looks = False
             self._uncounted = has_values(full) and any(
@@ -51,14 +50,14 @@ class Writes:
         return self._uncounted or self._count() != self._when_gathered
 
     def take_over(self, full: Tensor, shard: Tensor) -> None:
-        """Into the shard, what differs: where `full` has a lower precision, the rest keeps its own."""
+        """Copies elements that differ into the shard; where `full` has a lower precision, the others keep theirs."""
         with torch.no_grad():
             for now, own, gathered in self._chunks(full, shard):
                 same = (now == gathered).to(own.device)
                 own.copy_(torch.where(same, own, now.to(own)))
 
     def _chunks(self, full: Tensor, shard: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of both, and what the shard was when it was gathered."""
+        """Yields chunks of both, and of the shard as it arrived in the all-gather."""
         block = self.quantised.block if self.quantised is not None else 1
         size = max(_CHUNK // block, 1) * block
         for now, own in zip(full.split(size), shard.split(size), strict=True):

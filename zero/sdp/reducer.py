@@ -17,7 +17,8 @@ from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm, Int8
 from zero.comm.streams import Streams
 from zero.oss.optimizer import OSS
-from zero.oss.shard_group import Place, ShardGroup
+from zero.oss.places import Place
+from zero.oss.shard_group import ShardGroup
 from zero.sdp.bucket import GradBucket
 from zero.sdp.gathers import finish_all
 from zero.sdp.tensors import nearest_leaf, tensors_in
