@@ -77,14 +77,14 @@ def test_the_report_tells_versions_devices_and_transports():
     told = environment()
     for expected in ("python 3", f"torch: {torch.__version__}", "numpy ", "CPU cores", "gloo", "process_vm_readv"):
         assert expected in told
-    assert "could not be found out" not in told
+    assert "could not be determined" not in told
 
 
 def test_the_report_never_raises():
     broken = mock.Mock(side_effect=RuntimeError("broken"))
     with mock.patch("torch.cuda.is_available", broken), mock.patch("platform.platform", broken):
         told = environment()
-    assert "GPUs: could not be found out (RuntimeError: broken)" in told
+    assert "GPUs: could not be determined (RuntimeError: broken)" in told
     assert "transports:" in told
 
 

@@ -1,4 +1,4 @@
-"""What scripts ask of a model at any stage: its weights in full, how many parameters it has, the plain module back."""
+"""For scripts, at any stage: a model's full weights, its number of parameters, and the plain module back."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Collective. The full weights as copies, under the module's own names, whatever wraps it.
 
-    Of FSDP, ShardedDDP, DistributedDataParallel, plain modules, and modules inside of these. Tied parameters share one
-    copy. What is sharded is gathered unit by unit: beside the result a rank that gets it holds one unit at most, and
-    others hold nothing.
+    Takes FSDP, ShardedDDP, DistributedDataParallel, plain modules, and modules inside of these. Tied parameters share
+    one copy. Shards are gathered unit by unit: besides the result, a rank that gets it holds at most one unit, and
+    other ranks hold nothing.
 
     to: the rank of the model's process group that gets the weights; others send theirs and get an empty dictionary. In
-        hybrid strategies ranks count through the first replica first. By default every rank gets them.
-    device: where the weights go, such as "cpu" for a model that is larger than a GPU; by default where they are.
+        hybrid strategies ranks are numbered through the first replica first. By default every rank gets the weights.
+    device: the weights' device, such as "cpu" for a model that is larger than a GPU; by default that of the parameters.
 
     Raises ValueError where `to` is no rank of the group, RuntimeError within forward and backward.
     """
     inner = model.module if isinstance(model, (DistributedDataParallel, FSDP)) else model
     if isinstance(model, ShardedDDP):
-        comm, inner = model.comm, model.module  # which waits for parameters that are on their way
+        comm, inner = model.comm, model.module  # `module` waits for parameters that are being gathered
     else:
         comm = _comm_of(model)
     return full_weights(inner, comm, Recipient(to, device))
 
 
 def _comm_of(model: nn.Module) -> Comm:
-    if not (dist.is_available() and dist.is_initialized()):  # or no longer: its own weights a rank still has
+    if not (dist.is_available() and dist.is_initialized()):  # after destroy_process_group() a rank has its own weights
         return Comm.alone()
     if isinstance(model, DistributedDataParallel):
         return Comm(model.process_group)
@@ -51,7 +51,7 @@ def _comm_of(model: nn.Module) -> Comm:
 class ParameterCount(NamedTuple):
     """Elements of parameters; tied ones count once.
 
-    all, trained: of the whole model. here: of what this rank holds of it, at rest.
+    all, trained: of the full model, all parameters and those that require a gradient. here: of this rank's shards.
     """
 
     all: int
@@ -60,7 +60,7 @@ class ParameterCount(NamedTuple):
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """How many parameters a model has, at any stage, where `param.numel()` would count a shard. Sends nothing."""
+    """How many parameters a model has, at any stage; `param.numel()` would count a shard. Sends nothing."""
     inner = model.module if isinstance(model, FSDP) else model
     groups = [group for unit in units_of(inner) for group in unit.groups]
     full = {param: numel for group in groups for param, numel in zip(group.params, group.layout.numels, strict=True)}
@@ -78,12 +78,12 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Collective. The plain module back, with full parameters on every rank, free to be wrapped again at any stage.
+    """Collective. The plain module, with full parameters on every rank. It can be wrapped again at any stage.
 
-    Of FSDP, ShardedDDP and DistributedDataParallel, also inside of torch.compile, and of modules that hold some; a
-    plain module comes back as it is. Parameters are the objects they were; gradients are cleared at stages 2 and 3.
-    There the wrapper, and the optimizers that stepped shards, raise RuntimeError from then on: save the optimizer's
-    full state before, and load it into the next one.
+    Takes FSDP, ShardedDDP and DistributedDataParallel, also inside of torch.compile, and modules that contain them; a
+    plain module is returned as it is. Parameters stay the same objects; gradients are cleared at stages 2 and 3. There
+    the wrapper, and the optimizers that stepped shards, raise RuntimeError from then on: save the optimizer's full
+    state before, and load it into the next optimizer.
 
     Raises RuntimeError within forward, backward and summon_full_params().
     """

@@ -30,15 +30,14 @@ def setup(
     auto_wrap_policy: Any = None,
     **defaults: Any,
 ) -> tuple[nn.Module, Optimizer]:
-    """Collective. The model and its optimizer at a stage; the numbers that they train to are the same at each.
+    """Collective. The wrapped model and its optimizer at a stage. Every stage trains to the same numbers.
 
-    stage: what is kept in shards: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also
-        parameters.
+    stage: what is sharded: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also parameters.
     optim, defaults: the optimizer's class and arguments.
-    partition, auto_wrap_policy: as of OSS and FSDP.
+    partition, auto_wrap_policy: as in OSS and FSDP.
 
-    At stage 1 gradients are averaged by DistributedDataParallel, which has a communication hook if all ranks run on one
-    host; for a hook of your own call DistributedDataParallel yourself.
+    At stage 1 DistributedDataParallel averages gradients, by a communication hook if all ranks run on one host; for a
+    hook of your own construct DistributedDataParallel yourself.
     Without torch.distributed, stages 0 and 1 return the model as it is. Raises ValueError for an unknown stage.
     """
     comm = Comm(process_group)
@@ -54,7 +53,7 @@ def setup(
     if stage == 3:
         cut: Partition = cut_for(partition, found)
         if cut == "even" and known(optim) is not None:
-            cut = partition  # not what was measured here, so that another optimizer is looked at, too
+            cut = partition  # not the measured one: FSDP then checks other optimizers that step its parameters, too
         sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut)
         return sharded, build(optim, sharded.parameters(), named, defaults)[0]
     if stage == 2:
@@ -67,7 +66,7 @@ def setup(
 
 
 def _averaged(model: nn.Module, comm: Comm) -> nn.Module:
-    """For stage 1. Without views DistributedDataParallel keeps every gradient twice, more than stage 1 saves."""
+    """Stage 1's DistributedDataParallel. Without views it would hold every gradient twice, more than stage 1 saves."""
     if comm.group is None:
         return model
     wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)

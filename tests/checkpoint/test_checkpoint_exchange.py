@@ -116,7 +116,7 @@ def test_inspect(run, capsys):
     ]:
         assert expected in told
     assert "AdamW, group 0" in told and "lr=0.0125" in told
-    assert re.search(r"model/frozen\.weight: float32 \[13, 13\], \d pieces", told)
+    assert re.search(r"model/frozen\.weight: float32 \[13, 13\], \d shards", told)
 
 
 def test_inspect_of_nothing(tmp_path, capsys):

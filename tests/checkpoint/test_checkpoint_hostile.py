@@ -198,7 +198,7 @@ def more_than_there_is(told):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (two_at_one_place, "is stored where something else is"),
+        (two_at_one_place, "is stored where another tensor is"),
         (more_than_there_is, "these differ: 0.bias|has no"),
     ],
 )

@@ -108,7 +108,7 @@ def test_numbers_that_shapes_contradict_are_refused(tmp_path):
     model = net(4, 3, 2)
     optimizer = adam()([*model[1].parameters(), *model[0].parameters()])
     train(model, optimizer)
-    with pytest.raises(ValueError, match="cannot be told"):
+    with pytest.raises(ValueError, match="cannot be matched"):
         imported({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
     assert not (tmp_path / "run").exists()
 

@@ -197,7 +197,7 @@ def within_a_value(metadata):
         (of_another_dtype, r"'model\.0\.bias' of .*has no torch\.float16 of size"),
         (compressed, "transformed"),
         (deep, "no path for 'step'"),
-        (within_a_value, r"model\.0\.bias\.x lies in what is no dictionary"),
+        (within_a_value, r"model\.0\.bias\.x is inside something that is no dictionary"),
     ],
 )
 def test_metadata_that_claims_what_is_not_so_is_refused(change, expected, source, tmp_path):

@@ -22,6 +22,7 @@ import zero
 from models import CASES, GPT, OPTIMIZERS, Record, reference, train
 from sidebyside import close
 from zero.comm import Comm
+from zero.comm.link import orders_groups
 
 TORCHS = torch.distributed.fsdp.ShardingStrategy
 
@@ -136,6 +137,8 @@ FOUR: list[Placed] = [
 
 @pytest.mark.parametrize("placed", FOUR, ids=name_of)
 def test_four_ranks_agree_with_ddp_within_rounding(placed):
+    if "stepped by all" in str(placed[1]) and not orders_groups():
+        pytest.skip("this torch makes no group whose ranks are not sorted")
     ranks.run(assert_trains_as_ddp, 4, args=(placed, 2e-6))
 
 

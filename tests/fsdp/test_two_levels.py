@@ -22,10 +22,13 @@ import ranks
 import zero
 from sidebyside import data
 from zero.comm import Comm
+from zero.comm.link import orders_groups
 from zero.plan import Options, Sizes
 from zero.plan.meter import Meter
 
 WIDTH, LAYERS = 64, 8
+
+two_by_two = pytest.mark.skipif(not orders_groups(), reason="this torch makes no group whose ranks are not sorted")
 
 
 def net() -> nn.Sequential:
@@ -64,6 +67,7 @@ def kept(rank: int, world: int, precision: torch.dtype | None) -> float:
         return meter.live() / (LAYERS * WIDTH * WIDTH)
 
 
+@two_by_two
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_a_rank_keeps_its_node_shard_and_what_it_steps(precision):
     """Of 2 x 2 ranks: parameters in the dtype that is computed with / 2, and 16 bytes / 4."""
@@ -132,6 +136,7 @@ def sent(rank: int, world: int) -> list[dict[str, int]]:
     return told
 
 
+@two_by_two
 def test_across_nodes_each_rank_sends_its_shard_once_a_step_and_gradients_of_one_node_shard():
     """Under accumulation, too: gradients stay within the node, here on their rank, until the last backward."""
     numel = LAYERS * WIDTH * WIDTH
@@ -158,6 +163,7 @@ def in_8_bits(rank: int, world: int, quantised: bool) -> dict[str, torch.Tensor]
     return {name: value.clone() for name, value in zero.full_state_dict(model).items()}
 
 
+@two_by_two
 def test_gradients_of_both_levels_and_parameters_across_nodes_travel_in_8_bits():
     exact, first, *others = [*ranks.run(in_8_bits, 4, args=(False,))[:1], *ranks.run(in_8_bits, 4, args=(True,))]
     moved = {name: (exact[name] - start).abs().max() for name, start in net().state_dict().items()}
@@ -180,6 +186,7 @@ def written(rank: int, world: int) -> None:
     assert torch.equal(out, torch.full((1, WIDTH), float((0.5 * WIDTH) ** LAYERS)))
 
 
+@two_by_two
 def test_what_is_written_into_shards_is_computed_with():
     ranks.run(written, 4)
 
@@ -197,6 +204,7 @@ def full_on(rank: int, world: int, to: int) -> tuple[bool, bool, bool]:
     return bool(weights), right, state is not None
 
 
+@two_by_two
 @pytest.mark.parametrize("to", [0, 1, 2])
 def test_full_weights_and_state_come_to_the_rank_that_asked(to):
     found = ranks.run(full_on, 4, args=(to,))
@@ -231,6 +239,7 @@ def moved(rank: int, world: int, path: Path) -> None:
             torch.testing.assert_close(step(source, number), step(target, number), rtol=1e-5, atol=0)
 
 
+@two_by_two
 def test_checkpoints_go_to_other_stages_and_back(tmp_path):
     ranks.run(moved, 4, args=(tmp_path,))
 
@@ -244,6 +253,7 @@ def clipped(rank: int, world: int) -> tuple[float, float]:
     return found, model.clip_grad_norm_(1e6).item()
 
 
+@two_by_two
 def test_norms_are_of_all_gradients_once():
     expected = net()
     for rank in range(4):

@@ -305,8 +305,8 @@ def called(rank: int, world: int, stage: int) -> None:
         part = [*script.model.parameters()][:2]
         script.loss(next(iter(script.loader))[0]).backward()
         if stage > 1:
-            assert "of a whole model" in ranks.refusal(lambda: accelerator.clip_grad_norm_(part, 1.0))
-            assert "shards" in ranks.refusal(lambda: accelerator.clip_grad_value_(part, 1.0))
+            assert "of the full model" in ranks.refusal(lambda: accelerator.clip_grad_norm_(part, 1.0))
+            assert "sharded" in ranks.refusal(lambda: accelerator.clip_grad_value_(part, 1.0))
         else:
             accelerator.clip_grad_norm_(part, 1.0)
             accelerator.clip_grad_value_(part, 1.0)
@@ -433,8 +433,8 @@ def refused(rank: int, world: int) -> dict[str, str]:
     hook = DistributedDataParallelKwargs(comm_hook="fp16")
     return {
         "Prepare both in one call": trying(lambda: build(2).prepare(GPT())),
-        "DummyOptim stands for": trying(lambda: build(2).prepare(model, DummyOptim(model.parameters()))),
-        "nothing says at which stage": trying(lambda: build(2, zero_plugin=None)),
+        "DummyOptim is a placeholder": trying(lambda: build(2).prepare(model, DummyOptim(model.parameters()))),
+        "no stage to shard at was given": trying(lambda: build(2, zero_plugin=None)),
         "parallelism_config is not available": trying(lambda: build(2, parallelism_config=object())),
         "'fp8' is not available": trying(lambda: build(2, mixed_precision="fp8")),
         "mixed_precision='bf16' was passed": trying(
@@ -454,7 +454,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "names Blok, of which GPT has no module": wrapping(
             auto_wrap_policy=transformer, transformer_cls_names_to_wrap=("Blok",)
         ),
-        "it names none": wrapping(auto_wrap_policy=transformer),
+        "which is empty": wrapping(auto_wrap_policy=transformer),
         "shards within 3 ranks": wrapping(sharding_strategy="HYBRID_SHARD", shard_size=3),
         "both say how to shard": trying(lambda: build(2, fsdp_plugin=object())),
     }

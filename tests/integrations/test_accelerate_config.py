@@ -97,7 +97,7 @@ def test_no_key_of_accelerate_is_forgotten() -> None:
         ({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": False}, "say different things"),
         ({"fsdp_sharding_strategy": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, "say different things"),
         ({"fsdp_backward_prefetch": 1, "fsdp_backward_prefetch_policy": 2}, "two names of one option"),
-        ({"fsdp_cpu_ram_efficient_loading": True, "fsdp_sync_module_states": False}, "nobody loaded"),
+        ({"fsdp_cpu_ram_efficient_loading": True, "fsdp_sync_module_states": False}, "never loaded"),
     ],
 )
 def test_what_fsdp_config_cannot_have_is_refused_by_name(section: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -128,9 +128,9 @@ REFUSALS = {
     "by value at stage 2": ["ValueError", "by value", "stage 2", "Clip by norm"],
     "by value at stage 3": ["ValueError", "by value", "stage 3", "Clip by norm"],
     "no optimizer": ["ValueError", "returned no optimizer", "stage 2"],
-    "gone": ["ValueError", "is sharded by an FSDP that is gone", "zero.unwrap(trainer.strategy.model)"],
+    "gone": ["ValueError", "is sharded by an FSDP that no longer exists", "zero.unwrap(trainer.strategy.model)"],
     "stage 4": ["ValueError", "stage=4 is unknown"],
-    "OSS at stage 3": ["ValueError", "OSS is of stages 1 and 2"],
+    "OSS at stage 3": ["ValueError", "OSS is for stages 1 and 2"],
     "no kind of checkpoint": ["ValueError", "checkpoint='local' is unknown"],
 }
 

@@ -429,7 +429,7 @@ def configured(rank: int, world: int, folder: str) -> dict[str, str]:
     return {
         "auto_find_batch_size=True is not available": trying(auto_find_batch_size=True),
         "both say how to shard": trying(fsdp=True, fsdp_config={"version": 2}),
-        "nothing says at which stage": trying(None),
+        "no stage to shard at was given": trying(None),
         "gradient_accumulation_steps is 2": trying(ZeroPlugin(stage=2, gradient_accumulation_steps=2)),
         "gradient_clipping is 1.0": trying(ZeroPlugin(stage=2, gradient_clipping=1.0)),
         "mixed_precision is 'bf16'": trying(ZeroPlugin(stage=2, mixed_precision="bf16")),

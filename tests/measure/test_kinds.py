@@ -26,7 +26,7 @@ KINDS = {
     "by groups, which do not say so": (Grouped, {"most": None}, Kind.ELEMENTWISE, ""),
     "torch's": (partial(Adam, lr=0.1), {}, Kind.ELEMENTWISE, ""),
     "a subclass": (type("Own", (Adafactor,), {}), {}, Kind.TENSORWISE, r"the state .* is of shape \[12, 1\]"),
-    "norms": (Lamb, {}, Kind.TENSORWISE, "stepped to other values than its pieces"),
+    "norms": (Lamb, {}, Kind.TENSORWISE, "stepped to other values than its shards"),
     "matrices": (optimizers.Shampoo, {}, Kind.TENSORWISE, r"the state 'left' .* is of shape \[12, 12\]"),
     "8 bits from 4,096 elements on": (Eight, {}, Kind.TENSORWISE, r"shape \[5120\] was stepped to other values"),
     "a norm of all": (Clipping, {}, Kind.COUPLED, "beside other tensors"),

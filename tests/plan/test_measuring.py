@@ -142,7 +142,7 @@ class WithPlainTensor(nn.Linear):
     ("make", "error", "message"),
     [
         (lambda: MaskedByValue(4, 4), RuntimeError, r"needs values, as .* do \(aten.*Plan without a batch"),
-        (lambda: ByKeyword(4, 4), ValueError, r"ByKeyword.forward .* arguments: 1.*'scale'.*have a module around it"),
+        (lambda: ByKeyword(4, 4), ValueError, r"ByKeyword.forward .* arguments: 1.*'scale'.*wrap the model in"),
         (lambda: nn.Sequential(WithPlainTensor()), RuntimeError, r"elsewhere: 0\.frequencies .*register_buffer"),
     ],
 )

@@ -351,7 +351,7 @@ def test_the_command_line_draws_and_tells_of_times(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hardware": "h100-8"}, "a batch, or of so many tokens of each rank: pass one of the two"),
+        ({"hardware": "h100-8"}, "a batch, or of a number of tokens a rank: pass one of batch and tokens"),
         ({"tokens": 4}, "pass hardware too"),
         ({"hardware": "h100-8", "tokens": 0}, "tokens=0"),
         ({"hardware": "h200", "tokens": 4}, "hardware='h200' is unknown. Choose of h100-8, a100-8, cpu"),

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             size = _SHARD_SIZE if options.max_shard_size is None else options.max_shard_size
             for file in export(options.path, options.out, max_shard_size=size, dtype=options.dtype):
                 print(file)
-    except (FileProblem, ValueError, OSError, ImportError) as error:  # the last of a URL whose driver is not installed
+    except (FileProblem, ValueError, OSError, ImportError) as error:  # ImportError: the URL's driver is not installed
         print(f"{options.command}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -87,8 +87,8 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
             elements = sum(entry.geometry.numel for entry in entries)
             nbytes = sum(entry.geometry.nbytes for entry in entries)
             print(f"  {kind}: {len(entries)} tensors, {elements:,} elements, {nbytes:,} bytes")
-        for name, home in index.tied.items():
-            print(f"  tied: {name} is {home}")
+        for name, stored_as in index.tied.items():
+            print(f"  tied: {name} is {stored_as}")
         for optimizer in index.optimizers:
             for number, group in enumerate(optimizer.groups):
                 options = ", ".join(f"{key}={value}" for key, value in decode(group["options"]).items())
@@ -98,7 +98,7 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
         print(f"  extra: {', '.join(extra) or 'none'}")
         for path_in, entry in index.tensors.items() if tensors else ():
             dtype = str(entry.geometry.dtype).removeprefix("torch.")
-            print(f"  {path_in}: {dtype} {list(entry.geometry.shape)}, {len(entry.pieces)} pieces")
+            print(f"  {path_in}: {dtype} {list(entry.geometry.shape)}, {len(entry.shards)} shards")
         if check:
             source.check(
                 (Range(entry, entry.geometry, 0, entry.geometry.numel) for entry in index.tensors.values()), shown=True

@@ -1,4 +1,4 @@
-"""All ranks of a model, and what they tell one another: values, and problems that all must hear of."""
+"""All ranks of a model, and what they send one another: values, and problems that every rank must raise."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zero.comm import Comm
 
 
 class Ranks:
-    """The ranks that a model is sharded within and, where there is a second group, replicated across.
+    """The ranks of the shard group and, where there is one, of the replicate group.
 
-    rank, world: within what the model is sharded over. `first`: of all ranks, the first. `writes`: whether what this
-    rank holds is for it to write, not for its like in the first replica.
+    rank, world: in the shard group. first: whether this is the first of all ranks. writes: whether this rank is in the
+    first replica, which writes what all replicas hold.
     """
 
     def __init__(self, comms: Sequence[Comm]) -> None:
@@ -44,14 +44,14 @@ class Ranks:
 
         Raises CheckpointError on every rank where any has a problem.
         """
-        told: list[dict[str, Any]] = [{"value": value, "problem": problem}]
+        gathered: list[dict[str, Any]] = [{"value": value, "problem": problem}]
         for comm in self.comms:
-            told = [one for text in comm.all_gather_text(json.dumps(told)) for one in json.loads(text)]
-        problems = [(rank, one["problem"]) for rank, one in enumerate(told) if one["problem"] is not None]
+            gathered = [one for text in comm.all_gather_text(json.dumps(gathered)) for one in json.loads(text)]
+        problems = [(rank, one["problem"]) for rank, one in enumerate(gathered) if one["problem"] is not None]
         if problems:
-            where = f" (on rank {', '.join(str(rank) for rank, _ in problems)})" if len(told) > 1 else ""
+            where = f" (on rank {', '.join(str(rank) for rank, _ in problems)})" if len(gathered) > 1 else ""
             raise CheckpointError(f"{problems[0][1]}{where}")
-        return [one["value"] for one in told]
+        return [one["value"] for one in gathered]
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None, value: Any = None) -> list[Any]:
         """Collective. The JSON values of all ranks, the first rank's first.
@@ -59,14 +59,14 @@ class Ranks:
         Raises CheckpointError on every rank where any has a problem, or where lines differ from the first rank's.
         """
         digest = hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest()
-        told = self.exchange([digest, value], problem)
-        if any(other != told[0][0] for other, _ in told):
-            found = self.exchange(list(lines))
-            for rank, there in enumerate(found):
-                for expected, line in zip_longest(found[0], there, fillvalue="nothing"):
+        gathered = self.exchange([digest, value], problem)
+        if any(other != gathered[0][0] for other, _ in gathered):
+            all_lines = self.exchange(list(lines))
+            for rank, lines_of_rank in enumerate(all_lines):
+                for expected, line in zip_longest(all_lines[0], lines_of_rank, fillvalue="nothing"):
                     if line != expected:
                         raise CheckpointError(
                             f"{what} differ between ranks: the first has {expected}, rank {rank} has {line}. "
                             "Save and load the same on every rank."
                         )
-        return [value for _, value in told]
+        return [value for _, value in gathered]

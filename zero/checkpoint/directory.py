@@ -1,11 +1,11 @@
-"""A run's directory: its checkpoints, which of them is the latest, and how one comes to be seen.
+"""A run's directory: its checkpoints, which of them is the latest, and how a new one is published.
 
-run/00000001/      a checkpoint, full: it got this name when everything in it was on disk
+run/00000001/      a complete checkpoint: it got this name when everything in it was on disk
 run/latest         the name of the newest
-run/.partial-...   one that is being written, or whose writing was interrupted; the next save removes it
+run/.partial-...   a checkpoint that is being written, or whose save was interrupted; the next save removes it
 
-Where directories cannot be renamed (object stores), one that is being written has its name from the start, and its
-index, without which it is no checkpoint, is put there last.
+Where directories cannot be renamed (object stores), a checkpoint has its name from the start, and its index is written
+last: without an index it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def checkpoints(run: Place) -> list[Place]:
 
 
 def begin(run: Place) -> Place:
-    """A new directory to write into. Removes what interrupted saves have left."""
+    """A new directory to write into. Removes the files of interrupted saves."""
     run.make()
     for left in run.inside():
         if left.name.startswith(_PARTIAL):
@@ -39,7 +39,7 @@ def begin(run: Place) -> Place:
         partial = run / f"{_PARTIAL}{uuid.uuid4().hex[:12]}"
     else:
         for left in _numbered(run):
-            if all(_RANKS.fullmatch(one.name) for one in left.inside()):  # without an index, and nobody else's
+            if all(_RANKS.fullmatch(one.name) for one in left.inside()):  # no index, and no files of others
                 left.remove()
         partial = run / _next(_numbered(run))
     partial.make()
@@ -47,15 +47,15 @@ def begin(run: Place) -> Place:
 
 
 def publish(partial: Place, index: bytes, keep: int | None) -> Place:
-    """Makes a directory whose files are on disk a checkpoint, and the latest; removes all but the last `keep`."""
+    """Turns a directory whose files are on disk into the run's latest checkpoint; removes all but the last `keep`."""
     run = partial.parent
     (partial / INDEX).put(index)
     final = partial.rename(_next(_numbered(run))) if isinstance(partial, Local) else partial
     (run / LATEST).put(f"{final.name}\n".encode())
     if keep is not None:
-        with suppress(Exception):  # the new one is there; what cannot be removed now, the next save removes
+        with suppress(Exception):  # the new checkpoint is complete, and the next save tries again to remove the old
             for old in checkpoints(run)[:-keep]:
-                _retire(old)
+                _remove(old)
     return final
 
 
@@ -67,8 +67,8 @@ def _next(numbered: list[Place]) -> str:
     return f"{max((int(one.name) for one in numbered), default=0) + 1:08d}"
 
 
-def _retire(old: Place) -> None:
-    """Half removed, it must not pass for a checkpoint."""
+def _remove(old: Place) -> None:
+    """Renames it first, or removes its index: a checkpoint that is half removed must not be read as a complete one."""
     if isinstance(old, Local):
         old = old.rename(f"{_PARTIAL}{old.name}-{uuid.uuid4().hex[:6]}")
     else:
@@ -77,23 +77,23 @@ def _retire(old: Place) -> None:
 
 
 def resolve(path: Place) -> Place:
-    """The checkpoint that a path means: itself, or the latest of the run. Raises ValueError where there is none."""
+    """The checkpoint at a path: itself, or the latest of the run. Raises ValueError where there is none."""
     if (path / INDEX).exists():
         return path
     try:
-        name = _start_of(path / LATEST).decode().strip()
+        name = _first_bytes(path / LATEST).decode().strip()
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         name = ""
     if not name:
-        raise ValueError(f"{path} {_what_is_there(path)}")
+        raise ValueError(f"{path} {_description(path)}")
     found = path / name
     if not _NAME.fullmatch(name) or not (found / INDEX).exists():
-        raise ValueError(f"{path / LATEST} names {name!r}, which is no checkpoint; {path} {_what_is_there(path)}")
+        raise ValueError(f"{path / LATEST} names {name!r}, which is no checkpoint; {path} {_description(path)}")
     return found
 
 
-def _start_of(place: Place) -> bytes:
-    """Of a file that should have a few bytes, no more than that."""
+def _first_bytes(place: Place) -> bytes:
+    """The start of a file that should be a few bytes long, whatever its size is."""
     reader = place.open()
     try:
         data = bytearray(min(reader.size, 64))
@@ -102,12 +102,15 @@ def _start_of(place: Place) -> bytes:
         reader.close()
 
 
-def _what_is_there(path: Place) -> str:
+def _description(path: Place) -> str:
+    """What is at a path that is no checkpoint."""
     if not path.is_directory():
         return "is not there" if not path.exists() else "is no directory"
     names = [one.name for one in checkpoints(path)]
     if names:
         return f"has the checkpoints {', '.join(names)}: choose one of these by its full path"
     if any(one.name.endswith(".safetensors") for one in path.inside()):
-        return f"has no {INDEX}: it is half a checkpoint, or another library's (`python -m zero.checkpoint import`)"
+        return (
+            f"has no {INDEX}: it is an incomplete checkpoint, or another library's (`python -m zero.checkpoint import`)"
+        )
     return "has no checkpoint in it: nothing was saved there, or its first save was interrupted"

@@ -1,7 +1,8 @@
-"""A checkpoint's weights for others: as Hugging Face lays them out, or as torch's distributed checkpoint.
+"""A checkpoint's weights for other libraries: in Hugging Face's files, or as torch's distributed checkpoint.
 
-Weights are streamed, BUFFER bytes at a time, so a model that fits nowhere can be exported. Names that share a tensor
-are all written, because `load_state_dict(strict=True)` asks for all of them, and safetensors knows no aliases.
+Weights are streamed, BUFFER bytes at a time, so a model larger than any memory can be exported. A tensor that several
+names share is written once for each, because `load_state_dict(strict=True)` requires all names, and safetensors has no
+aliases.
 """
 
 from __future__ import annotations
@@ -40,20 +41,19 @@ def export(
 ) -> list[Path]:
     """Writes the weights as `model.safetensors`, or as shards with `model.safetensors.index.json`. Returns the files.
 
-    path: a run's directory, or one checkpoint's, or its URL. out: a mounted directory; files of these names must not be
-        there yet.
+    path: a run's directory, or one checkpoint's, or its URL. out: a mounted directory without files of these names.
     max_shard_size: bytes; a larger tensor gets a file of its own.
     dtype: of floating-point tensors, by default as they are stored. Where masters were stored, a dtype of more bits
         than the parameter's takes the master.
 
-    What modules gave by get_extra_state() is there if it is a tensor; a warning names what is left out.
+    Extra state (get_extra_state) is exported if it is a tensor; a warning names what is left out.
 
-    Raises ValueError where the checkpoint is damaged or `out` has weights already; nothing is left there then.
+    Raises ValueError where the checkpoint is damaged or `out` has weights already, and leaves no files there.
     """
     directory_out = _vacant(out, "model*.safetensors*")
     with Source(directory.resolve(place(path))) as source:
         entries = weights(source.index, dtype)
-        source.check((_whole(entry) for entry in entries.values()), shown=True)
+        source.check((_row_major(entry) for entry in entries.values()), shown=True)
         chunks = {name: _chunk(source, name, entry, dtype) for name, entry in entries.items()}
         chunks |= _extra_states(source.index)
         shards = _shards({name: chunk.nbytes for name, chunk in sorted(chunks.items())}, max_shard_size)
@@ -65,9 +65,9 @@ def export(
                 for file, members in zip(names, shards, strict=True):
                     write(Local(Path(partial)) / file, [chunks[name] for name in members], {}, progress.advance)
             if len(shards) > 1:
-                homes = {name: file for file, members in zip(names, shards, strict=True) for name in members}
-                told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
-                (Path(partial) / SHARD_INDEX).write_text(json.dumps(told, indent=2))
+                file_of = {name: file for file, members in zip(names, shards, strict=True) for name in members}
+                index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+                (Path(partial) / SHARD_INDEX).write_text(json.dumps(index, indent=2))
                 names = [*names, SHARD_INDEX]
             for file in names:
                 (Path(partial) / file).rename(directory_out / file)
@@ -85,7 +85,7 @@ def _vacant(out: str | os.PathLike[str], *patterns: str) -> Path:
 
 
 def weights(index: Index, dtype: torch.dtype | None) -> dict[str, Entry]:
-    """By all names of the model, what to read for a dtype."""
+    """For every name of the model the stored tensor to read: its master where `dtype` has more bits than itself."""
     entries = {}
     for name in sorted([*index.names(), *index.tied]):
         entry = index.entry(name)
@@ -95,7 +95,8 @@ def weights(index: Index, dtype: torch.dtype | None) -> dict[str, Entry]:
     return entries
 
 
-def _whole(entry: Entry) -> Range:
+def _row_major(entry: Entry) -> Range:
+    """The full tensor, row-major."""
     return Range(entry, replace(entry.geometry, order=None), 0, entry.geometry.numel)
 
 
@@ -104,7 +105,7 @@ def _target(geometry: Geometry, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _extra_states(index: Index) -> dict[str, Chunk]:
-    """Of what modules gave by get_extra_state() the tensors. Warns of the others, which safetensors cannot hold."""
+    """The modules' extra state that is tensors. Warns of the rest, which safetensors cannot hold."""
     values = {name: decode(value) for name, value in index.values.items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     others = sorted(values.keys() - tensors.keys())
@@ -151,13 +152,13 @@ def _chunk(source: Source, name: str, entry: Entry, dtype: torch.dtype | None) -
 
 
 def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-    """Writes model and optimizer as a checkpoint of torch.distributed.checkpoint, for `get_state_dict` to fit.
+    """Writes model and optimizer as a checkpoint of torch.distributed.checkpoint, in the form of `get_state_dict`.
 
     It holds {"model": ..., "optim": ...} (of several optimizers "optim.0", ...), with state by the parameters' names.
-    Passes through a file in `out`, of the same size, that is removed.
+    Needs room in `out` for a temporary file of the same size.
 
-    out: a mounted directory, without such a checkpoint.
-    dtype: of the model's floating-point tensors, as of `export`; state stays as it is stored.
+    out: a mounted directory without such a checkpoint.
+    dtype: of the model's floating-point tensors, as in `export`; state keeps its stored dtype.
 
     Raises ValueError where the checkpoint is damaged or `out` has another already.
     """
@@ -168,7 +169,7 @@ def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str], *, dty
         index = source.index
         model = weights(index, dtype)
         state = {path: entry for path, entry in index.tensors.items() if path.startswith("optimizer/")}
-        source.check((_whole(entry) for entry in [*model.values(), *state.values()]), shown=True)
+        source.check((_row_major(entry) for entry in [*model.values(), *state.values()]), shown=True)
         chunks = [_chunk(source, f"model/{name}", entry, dtype) for name, entry in model.items()]
         chunks += [_chunk(source, path, entry, None) for path, entry in state.items()]
         target.mkdir(parents=True, exist_ok=True)
@@ -180,8 +181,8 @@ def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str], *, dty
 
 
 def _nested(index: Index, names: Iterable[str], mapped: dict[str, Tensor]) -> dict[str, Any]:
-    """The dictionary to save. names: the model's, all of them. mapped: the tensors, by path."""
-    told: dict[str, Any] = {"model": {name: mapped[f"model/{name}"] for name in names} | decode(index.values)}
+    """The dictionary to save. names: all names of the model. mapped: the tensors, by path."""
+    nested: dict[str, Any] = {"model": {name: mapped[f"model/{name}"] for name in names} | decode(index.values)}
     for number, optimizer in enumerate(index.optimizers):
         state: dict[str, dict[str, Any]] = {}
         for name, paths in optimizer.tensors.items():
@@ -190,8 +191,8 @@ def _nested(index: Index, names: Iterable[str], mapped: dict[str, Tensor]) -> di
             state.setdefault(name, {}).update({key: decode(value) for key, value in values.items()})
         groups = [{**decode(group["options"]), "params": group["params"]} for group in optimizer.groups]
         key = "optim" if len(index.optimizers) == 1 else f"optim.{number}"
-        told[key] = {"state": state, "param_groups": groups}
-    return told
+        nested[key] = {"state": state, "param_groups": groups}
+    return nested
 
 
 def _mapped(path: Path) -> dict[str, Tensor]:
@@ -200,5 +201,5 @@ def _mapped(path: Path) -> dict[str, Tensor]:
         data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
         return {
             key: data[file.data_offset + low :][: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-            for key, (dtype, shape, low) in file.pieces.items()
+            for key, (dtype, shape, low) in file.tensors.items()
         }

@@ -1,13 +1,13 @@
-"""One safetensors file: written in a stream, read by ranges of bytes, each checked.
+"""One safetensors file: written as a stream, read by ranges of bytes, each checked.
 
     8 bytes     length of the header
-    header      JSON: for every piece its dtype, shape and place; in "__metadata__" what zero adds
-    data        the pieces, one after another
+    header      JSON: every tensor's dtype, shape and position; in "__metadata__" what zero adds
+    data        the tensors, one after another
 
-zero adds a checksum (CRC-32) of every BLOCK bytes of data, so that whoever reads a range can check that range without
-reading the rest, and one of the header itself, which is in the index. Files are written and read here rather than by
-the safetensors package because it knows no checksums, does not sync to disk, and maps whole files; what it reads and
-writes is the same.
+zero adds a checksum (CRC-32) of every BLOCK bytes of data, so that a reader of a range can check that range without
+reading the rest, and a checksum of the header, which is in the index. Files are written and read here rather than by
+the safetensors package because the package has no checksums, does not sync to disk, and maps entire files. The format
+is the same.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from zero.checkpoint.format import DTYPES, NAMES
 from zero.checkpoint.storage import Place, Writer
 
 BLOCK = 1 << 22
-"""Bytes that have one checksum."""
+"""Bytes a checksum."""
 
 BUFFER = 1 << 24
-"""Bytes that are moved at a time where they are not moved in place. A multiple of BLOCK."""
+"""Bytes that are copied at a time where tensors are not read or written in place. A multiple of BLOCK."""
 
 _CACHED = 1 << 20
-"""Bytes that the processor still has at hand when it comes to them again, for their checksum or to move them."""
+"""Bytes that stay in the processor's cache between computing their checksum and copying them."""
 
 LONGEST_HEADER = 1 << 28
-"""Bytes of JSON that are read into memory, of a file's header and of an index."""
+"""The most bytes of JSON that are read into memory, of a file's header and of an index."""
 
 
 class FileProblem(Exception):
-    """What is wrong with a file, in words for the user."""
+    """A problem of a file. The text is for the user."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is to be written under one key. `values` gives its elements, flat, perhaps in several tensors."""
+    """A tensor to be written under a key. `values` yields its elements, flat, perhaps in several tensors."""
 
     key: str
     dtype: torch.dtype
@@ -61,13 +61,13 @@ class Chunk:
 def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], None]) -> None:
     """Writes the chunks; they are on disk when it returns.
 
-    tick: told the bytes written, as they are.
+    tick: called with the number of bytes after each write.
     """
-    chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every piece is aligned
+    chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
     nbytes = sum(chunk.nbytes for chunk in chunks)
     with place.write() as file:
         if place.renames:
-            # The checksums are known at the end, but their length is known now, and so is the header's.
+            # The checksums are known at the end, but their number, and so the header's length, is known now.
             blocks = -(-nbytes // BLOCK)
             file.seek(8 + len(_header(chunks, metadata, [0] * blocks)))
             sums = _Checksums()
@@ -77,7 +77,7 @@ def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick:
                 tick(len(some))
             file.seek(0)
             _write_header(file, chunks, metadata, sums, nbytes)
-        else:  # from front to back, so that all is gone through once before, for the checksums
+        else:  # no seeking: a first pass over the data computes the checksums, a second writes
             sums = _Checksums()
             for some in _stream(chunks):
                 sums.add(some)
@@ -98,7 +98,7 @@ def _stream(chunks: Sequence[Chunk]) -> Iterator[memoryview]:
 def _write_header(
     file: Writer, chunks: Sequence[Chunk], metadata: dict[str, str], sums: _Checksums, nbytes: int
 ) -> None:
-    assert sums.length == nbytes, "chunks gave other bytes than they announced"
+    assert sums.length == nbytes, "chunks yielded another number of bytes than they announced"
     header = _header(chunks, metadata, sums.finish())
     _write_all(file, memoryview(len(header).to_bytes(8, "little") + header))
 
@@ -110,13 +110,13 @@ def _write_all(file: Writer, data: memoryview) -> None:
 
 def _header(chunks: Sequence[Chunk], metadata: dict[str, str], sums: Sequence[int]) -> bytes:
     added = {"format": "pt", "block_bytes": str(BLOCK), "block_crc32": "".join(f"{one:08x}" for one in sums)}
-    told: dict[str, Any] = {"__metadata__": {**added, **metadata}}
+    header: dict[str, Any] = {"__metadata__": {**added, **metadata}}
     low = 0
     for chunk in chunks:
         high = low + chunk.nbytes
-        told[chunk.key] = {"dtype": NAMES[chunk.dtype], "shape": list(chunk.shape), "data_offsets": [low, high]}
+        header[chunk.key] = {"dtype": NAMES[chunk.dtype], "shape": list(chunk.shape), "data_offsets": [low, high]}
         low = high
-    data = json.dumps(told, separators=(",", ":")).encode()
+    data = json.dumps(header, separators=(",", ":")).encode()
     return data + b" " * (-len(data) % 8)
 
 
@@ -142,7 +142,7 @@ class _Checksums:
 
 
 def host_bytes(flat: Tensor) -> Iterator[memoryview]:
-    """A flat tensor's bytes: those of the CPU as they lie in memory, others brought over BUFFER bytes at a time."""
+    """A flat tensor's bytes: on the CPU its own memory, from other devices copies of BUFFER bytes at a time."""
     if not flat.numel():
         return
     step = max(BUFFER // flat.element_size(), 1)
@@ -164,16 +164,16 @@ def as_bytes(flat: Tensor) -> memoryview:
     Not by `numpy()`, after which torch no longer lets the tensor's storage be resized, as FSDP does with shards.
     """
     memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
-    memory.tensor = flat  # lives as long as what looks into it
+    memory.tensor = flat  # lives as long as the memoryview
     return memoryview(memory).cast("B")
 
 
 class SafeFile:
-    """A safetensors file that is open for reading. Raises FileProblem for all that is wrong with it.
+    """A safetensors file that is open for reading. Raises FileProblem where it is damaged or cannot be read.
 
-    expected: its `identity` (size and header's checksum) as the index has it; None if it is in none.
-    pieces: {key: (dtype, shape, first byte in the data)}.
-    metadata: what is in the header beside the pieces.
+    expected: the file's `identity` (size and header's checksum) in the index; None if no index names it.
+    tensors: {key: (dtype, shape, first byte in the data)}.
+    metadata: "__metadata__" of the header.
     data_offset: the byte of the file at which the data begins.
     """
 
@@ -201,17 +201,17 @@ class SafeFile:
             raise FileProblem(f"{self.place} has {size} bytes, not the {expected['bytes']} that were written")
         length = int.from_bytes(self._bytes(0, min(size, 8)), "little")
         if not 2 <= length <= min(size - 8, LONGEST_HEADER):
-            raise FileProblem(f"{self.place} is no safetensors file, or not a whole one")
+            raise FileProblem(f"{self.place} is no safetensors file, or it is incomplete")
         header = self._bytes(8, length)
         self.identity = {"bytes": size, "header_crc32": zlib.crc32(header)}
         if expected is not None and self.identity != expected:
-            raise FileProblem(f"{self.place} has another header than was written: it was altered")
+            raise FileProblem(f"{self.place} does not have the header that was written: it was altered")
         self.data_offset = 8 + length
         self._nbytes = size - self.data_offset
         try:
-            told = json.loads(header)
-            self.metadata: dict[str, str] = told.pop("__metadata__", {})
-            self.pieces = {key: self._piece(one) for key, one in told.items()}
+            described = json.loads(header)
+            self.metadata: dict[str, str] = described.pop("__metadata__", {})
+            self.tensors = {key: self._tensor(one) for key, one in described.items()}
             self._refuse_overlaps()
             sums = self.metadata.get("block_crc32")
             self._block = int(self.metadata.get("block_bytes", BLOCK))
@@ -221,28 +221,28 @@ class SafeFile:
         if self._sums is not None and (self._block < 1 or len(self._sums) * self._block < self._nbytes):
             raise FileProblem(f"{self.place} lacks checksums")
 
-    def _piece(self, told: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:
-        """Dtype, shape, and where it starts in the data."""
-        dtype, shape = DTYPES[told["dtype"]], tuple(int(size) for size in told["shape"])
-        low, high = told["data_offsets"]
+    def _tensor(self, described: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:
+        """Dtype, shape, and the tensor's first byte in the data."""
+        dtype, shape = DTYPES[described["dtype"]], tuple(int(size) for size in described["shape"])
+        low, high = described["data_offsets"]
         if min(shape, default=0) < 0 or not isinstance(low, int) or not isinstance(high, int):
             raise ValueError(f"a tensor of {list(shape)} at {[low, high]}")
         if not 0 <= low <= high <= self._nbytes or high - low != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"a tensor of {told['dtype']} {list(shape)} at {[low, high]} of {self._nbytes} bytes")
+            raise ValueError(f"a tensor of {described['dtype']} {list(shape)} at {[low, high]} of {self._nbytes} bytes")
         return dtype, shape, low
 
     def _refuse_overlaps(self) -> None:
-        """Raises ValueError: else many tensors could be made of the same few bytes, more than any memory holds."""
+        """Raises ValueError. Overlapping tensors could expand a few bytes to more than any memory holds."""
         end = 0
-        for dtype, shape, low in sorted(self.pieces.values(), key=lambda piece: piece[2]):
+        for dtype, shape, low in sorted(self.tensors.values(), key=lambda tensor: tensor[2]):
             nbytes = math.prod(shape) * dtype.itemsize
             if nbytes and low < end:
                 raise ValueError(f"two tensors have byte {low}")
             end = max(end, low + nbytes)
 
     def range(self, key: str, start: int, stop: int) -> tuple[int, int]:
-        """The bytes of the data that hold elements [start, stop) of a piece."""
-        dtype, shape, low = self.pieces[key]
+        """The bytes of the data that hold elements [start, stop) of a tensor."""
+        dtype, shape, low = self.tensors[key]
         assert 0 <= start <= stop <= math.prod(shape)
         return low + start * dtype.itemsize, low + stop * dtype.itemsize
 
@@ -289,5 +289,5 @@ class SafeFile:
             except OSError as error:
                 raise FileProblem(f"{self.place} cannot be read ({error.strerror or error})") from None
             if count == 0:
-                raise FileProblem(f"{self.place} ends before byte {at + len(data)}: it is not whole")
+                raise FileProblem(f"{self.place} ends before byte {at + len(data)}: it is incomplete")
             data, at = data[count:], at + count

@@ -1,11 +1,11 @@
-"""What a checkpoint says of its tensors: the index, to JSON and back.
+"""The index of a checkpoint, to JSON and back.
 
-A checkpoint is a directory. `index.json` names every tensor and the pieces that make it up; the pieces lie in one
-safetensors file a rank. A piece is a run of a tensor's elements, counted in row-major order, or, where the tensor is
-stored with its dimensions in another order, in row-major order of the permuted tensor. Tensors have paths:
+A checkpoint is a directory. `index.json` names every tensor and its shards, which are in one safetensors file a rank. A
+shard is a range of a tensor's elements, counted in row-major order, or, where the tensor is stored with its dimensions
+in another order, in row-major order of the permuted tensor. JSON has them as "pieces". Tensors have paths:
 
     model/<name>                          a parameter or buffer, by the module's own name
-    master/<name>                         the master of a parameter kept in fewer bits
+    master/<name>                         the master of a parameter of fewer bits
     optimizer/<number>/<parameter>/<key>  a tensor of an optimizer's state
 """
 
@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""By the names that safetensors gives them."""
+"""By their names in safetensors files."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -69,7 +69,7 @@ class Geometry:
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)  # which does not overflow, as torch.Size's own does
+        return math.prod(self.shape)  # torch.Size.numel() may overflow
 
     @property
     def nbytes(self) -> int:
@@ -77,28 +77,28 @@ class Geometry:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How far apart in the count of elements neighbours along each dimension are."""
+        """Strides, in elements, of a contiguous tensor whose dimensions are in this order in memory."""
         strides, step = [0] * len(self.shape), 1
         for dim in reversed(self.order or range(len(self.shape))):
             strides[dim], step = step, step * self.shape[dim]
         return tuple(strides)
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """A full tensor as its elements are counted: a view where memory has them in that order, else a copy."""
+        """A full tensor, flat, in this order: a view where memory has the same order, otherwise a copy."""
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The full tensor, as a view, of a flat one whose elements are counted so."""
+        """The full tensor, as a view of a flat one in this order."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset())
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """A tensor's geometry, with the dimensions in the order of memory."""
+    """A tensor's geometry, with its dimensions in the order that they have in memory."""
     return Geometry(tuple(tensor.shape), tensor.dtype, memory_order(tensor.shape, tensor.stride()))
 
 
 def memory_order(shape: Iterable[int], stride: Iterable[int]) -> tuple[int, ...] | None:
-    """The dimensions as strides order them, None for row-major."""
+    """The dimensions ordered by stride, the largest first; None for row-major."""
     sizes, steps = tuple(shape), tuple(stride)
     long = [dim for dim, size in enumerate(sizes) if size > 1]
     ordered = sorted(long, key=lambda dim: -steps[dim])
@@ -108,7 +108,7 @@ def memory_order(shape: Iterable[int], stride: Iterable[int]) -> tuple[int, ...]
 
 
 def tensor_problem(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be stored, in words for the user; None if it can."""
+    """Why a tensor cannot be stored, as an error message for the user; None if it can."""
     if wraps_others(tensor):
         return f"is a {type(tensor).__name__}, which wraps other tensors (DTensor, quantised). Store plain tensors"
     if tensor.layout != torch.strided:
@@ -132,37 +132,37 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored tensor. Its pieces come in order and leave nothing out."""
+    """A stored tensor. Its shards are in order and cover all elements."""
 
     geometry: Geometry
-    pieces: tuple[ParamShard, ...]
+    shards: tuple[ParamShard, ...]
 
     def to_json(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"dtype": NAMES[self.geometry.dtype], "shape": list(self.geometry.shape)}
+        entry: dict[str, Any] = {"dtype": NAMES[self.geometry.dtype], "shape": list(self.geometry.shape)}
         if self.geometry.order is not None:
-            told["order"] = list(self.geometry.order)
-        told["pieces"] = [vars(piece) for piece in self.pieces]
-        return told
+            entry["order"] = list(self.geometry.order)
+        entry["pieces"] = [vars(shard) for shard in self.shards]
+        return entry
 
     @staticmethod
-    def from_json(told: dict[str, Any]) -> Entry:
-        order = tuple(told["order"]) if "order" in told else None
-        geometry = Geometry(tuple(told["shape"]), DTYPES[told["dtype"]], order)
-        return Entry(geometry, tuple(ParamShard(**piece) for piece in told["pieces"]))
+    def from_json(entry: dict[str, Any]) -> Entry:
+        order = tuple(entry["order"]) if "order" in entry else None
+        geometry = Geometry(tuple(entry["shape"]), DTYPES[entry["dtype"]], order)
+        return Entry(geometry, tuple(ParamShard(**shard) for shard in entry["pieces"]))
 
     def problem(self) -> str | None:
-        """What is wrong with it, in words for the user."""
+        """Why it cannot be read, as the end of an error message for the user; None if it can."""
         shape, order = self.geometry.shape, self.geometry.order
         if any(not isinstance(size, int) or size < 0 for size in shape):
             return f"has the shape {list(shape)}"
         if order is not None and sorted(order) != list(range(len(shape))):
             return f"has its dimensions in the order {list(order)}"
         end = 0
-        for piece in self.pieces:
-            if piece.start != end or piece.stop < end:
+        for shard in self.shards:
+            if shard.start != end or shard.stop < end:
                 return f"lacks elements from {end}"
-            end = piece.stop
-        return None if end == self.geometry.numel and self.pieces else f"lacks elements from {end}"
+            end = shard.stop
+        return None if end == self.geometry.numel and self.shards else f"lacks elements from {end}"
 
 
 # ------------------------------------------------------------------------------------------------------------- index
@@ -173,9 +173,9 @@ class OptimizerIndex:
     """One optimizer: its parameter groups, and its state by parameter and key.
 
     kind: the class's name; empty where it is not known.
-    groups: of each {"params": [name, ...], "options": {name: value, as JSON}}.
-    tensors: {parameter: {key: path}} of state that is a tensor.
-    values: {parameter: {key: value, as JSON}} of all other state.
+    groups: a dictionary each, {"params": [name, ...], "options": {name: value, as JSON}}.
+    tensors: {parameter: {key: path}}, the state that is tensors.
+    values: {parameter: {key: value, as JSON}}, all other state.
     """
 
     kind: str
@@ -192,12 +192,12 @@ class OptimizerIndex:
 class Index:
     """`index.json`.
 
-    stage, world: what it was saved at; of one that was imported the stage is None.
+    stage, world: the stage and the number of ranks at saving; the stage is None for an imported checkpoint.
     tensors: by path.
-    tied: of names that share a tensor, each further one and the one that it is stored under.
-    values: of the module's state_dict what is no tensor, by name, as JSON.
+    tied: for each further name of a tensor that several names share, the name that it is stored under.
+    values: the entries of the module's state_dict that are no tensors, by name, as JSON.
     files: by name, the size and the header's checksum of each.
-    extra, extra_by_rank: what the user gave, as JSON, and what of it differed between ranks, rank by rank.
+    extra, extra_by_rank: the user's values, as JSON: those that were the same on all ranks, and the others, by rank.
     """
 
     stage: int | None
@@ -211,7 +211,7 @@ class Index:
     extra_by_rank: list[dict[str, Any]] = field(default_factory=list)
 
     def names(self, kind: str = "model") -> list[str]:
-        """The names that tensors of a kind are stored under."""
+        """The names under which tensors of a kind are stored."""
         return [path.removeprefix(f"{kind}/") for path in self.tensors if path.startswith(f"{kind}/")]
 
     def entry(self, name: str) -> Entry:
@@ -219,15 +219,15 @@ class Index:
         return self.tensors[f"model/{self.tied.get(name, name)}"]
 
     def take_extras(self, extras: Sequence[dict[str, Any]]) -> None:
-        """Keeps what the ranks gave, as JSON and rank by rank: once what all of them gave alike."""
-        told = [{key: json.dumps(value) for key, value in one.items()} for one in extras]  # as text NaN equals itself
-        shared = {key for key, text in told[0].items() if all(one.get(key) == text for one in told)}
+        """Takes the ranks' extra, as JSON and rank by rank. A value that is the same on all ranks is stored once."""
+        texts = [{key: json.dumps(value) for key, value in one.items()} for one in extras]  # as text NaN equals itself
+        shared = {key for key, text in texts[0].items() if all(one.get(key) == text for one in texts)}
         self.extra = {key: value for key, value in extras[0].items() if key in shared}
         by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
         self.extra_by_rank = by_rank if any(by_rank) else []
 
     def find_state(self) -> None:
-        """Has the optimizers know which tensors are their state, by the tensors' paths."""
+        """Assigns to each optimizer the tensors of its state, by the tensors' paths."""
         for path in self.tensors:
             kind, _, rest = path.partition("/")
             if kind == "optimizer":
@@ -237,53 +237,53 @@ class Index:
 
     def dumps(self) -> str:
         """As JSON, with a checksum of itself."""
-        told = {
+        fields = {
             "format": "zero",
             "version": VERSION,
             **vars(self),
             "tensors": {path: entry.to_json() for path, entry in self.tensors.items()},
             "optimizers": [vars(optimizer) for optimizer in self.optimizers],
         }
-        return json.dumps({**told, "sha256": _digest(told)})
+        return json.dumps({**fields, "sha256": _digest(fields)})
 
     @staticmethod
     def loads(text: str) -> Index:
-        """Raises ValueError, in words for the user, where the text is not a whole index of this version."""
+        """Raises ValueError, with a message for the user, where the text is no complete index of this version."""
         try:
-            told = json.loads(text)
+            fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"is not whole, or not JSON ({error})") from None
-        if not isinstance(told, dict) or told.pop("format", None) != "zero":
+            raise ValueError(f"is incomplete, or not JSON ({error})") from None
+        if not isinstance(fields, dict) or fields.pop("format", None) != "zero":
             raise ValueError("is not the index of a checkpoint of zero")
-        if told.pop("version", None) != VERSION:
-            raise ValueError(f"is of another version than {VERSION}, which is what this zero reads")
-        digest = told.pop("sha256", None)
-        if digest != _digest({"format": "zero", "version": VERSION, **told}):
+        if fields.pop("version", None) != VERSION:
+            raise ValueError(f"is of another version than {VERSION}, the one that this zero reads")
+        digest = fields.pop("sha256", None)
+        if digest != _digest({"format": "zero", "version": VERSION, **fields}):
             raise ValueError("does not have the checksum that it was written with: it was altered")
         try:
-            told["tensors"] = {path: Entry.from_json(entry) for path, entry in told["tensors"].items()}
-            told["optimizers"] = [OptimizerIndex(**optimizer) for optimizer in told["optimizers"]]
-            index = Index(**told)
-            index.refuse_nonsense()
+            fields["tensors"] = {path: Entry.from_json(entry) for path, entry in fields["tensors"].items()}
+            fields["optimizers"] = [OptimizerIndex(**optimizer) for optimizer in fields["optimizers"]]
+            index = Index(**fields)
+            index.refuse_inconsistency()
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"says something that this zero does not know ({error!r})") from None
+            raise ValueError(f"has an entry that this zero does not know ({error!r})") from None
         return index
 
-    def refuse_nonsense(self) -> None:
-        """Raises ValueError, in words for the user, where tensors are not stored full, and each in a place of its own.
+    def refuse_inconsistency(self) -> None:
+        """Raises ValueError, with a message for the user, where a tensor lacks elements or two shards share a key.
 
-        If pieces could be stored at one place, a small file could be made to fill any disk.
+        If shards could share a key, a small file could be made to fill any disk.
         """
         taken: set[tuple[str, str]] = set()
         for path, entry in self.tensors.items():
             problem = entry.problem()
             if problem:
                 raise ValueError(f"says that {path} {problem}")
-            for piece in entry.pieces:
-                if (piece.file, piece.key) in taken:
-                    raise ValueError(f"says that {path} is stored where something else is")
-                taken.add((piece.file, piece.key))
+            for shard in entry.shards:
+                if (shard.file, shard.key) in taken:
+                    raise ValueError(f"says that {path} is stored where another tensor is")
+                taken.add((shard.file, shard.key))
 
 
-def _digest(told: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""What this rank takes of a checkpoint: planned from the index alone, before any tensor is read.
+"""What this rank reads of a checkpoint: planned from the index alone, before any tensor is read.
 
-A plan says which range of which stored tensor goes into which memory, and what of the checkpoint does not fit.
+A plan has, for each range of a stored tensor, the memory to read it into, and what of the checkpoint does not fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LISTED = 8
 
 
 class LoadPlan:
-    """What this rank takes of a checkpoint. What does not fit is in `problem`, in words for the user."""
+    """What this rank reads of a checkpoint. problem: what does not fit, as an error message for the user."""
 
     def __init__(self, training: Training, index: Index) -> None:
         self._training, self._index = training, index
@@ -39,27 +39,27 @@ class LoadPlan:
             self._plan_optimizers()
 
     def ranges(self) -> Iterable[Range]:
-        """All that will be read."""
+        """All ranges that will be read."""
         yield from (one for one, _ in self._taken)
         for plan in self._optimizers:
             yield from plan.ranges()
 
     def take_values(self) -> None:
-        """What is no tensor: modules may refuse theirs, and can be given back what they had."""
+        """Takes the values that are no tensors. A module may refuse its extra state; see `give_values_back`."""
         for plan in self._optimizers:
             plan.decode()
-        for name, told in self._index.values.items():
-            self._training.holders[name].set_extra_state(decode(told))
+        for name, value in self._index.values.items():
+            self._training.holders[name].set_extra_state(decode(value))
 
     def give_values_back(self) -> None:
         """Undoes `take_values`."""
         for name, value in self._training.values.items():
-            with suppress(Exception):  # one that refuses what it gave itself is lost, the others are not
+            with suppress(Exception):  # a module may refuse even its own state; the others get theirs back
                 self._training.holders[name].set_extra_state(value)
 
     @torch.no_grad()
     def take(self, source: Source) -> None:
-        """Reads the tensors into the model and the optimizers' state. There is no way back from the first on."""
+        """Reads the tensors into the model and the optimizers' state. This cannot be undone."""
         for one, held in self._taken:
             _fill(source, one, held)
         for plan in self._optimizers:
@@ -85,7 +85,7 @@ class LoadPlan:
         return self._index.tensors.get(f"master/{self._stored_as[name]}")
 
     def _misfit(self) -> str | None:
-        """What shows that the checkpoint is of another model; None if nothing does."""
+        """Why the checkpoint must be of another model; None if nothing differs."""
         training, index = self._training, self._index
         here = {name: name for name in training.tensors} | training.tied
         there = {name: name for name in index.names()} | index.tied
@@ -97,10 +97,10 @@ class LoadPlan:
         problems = [f"{what}: {listed(some)}" for what, some in names if some]
         if not problems and index.stage is not None:
             problems += [
-                f"{name} and {home} were {'one tensor' if saved else 'two'} when it was saved, and are not here"
+                f"{name} and {other} were {'one tensor' if saved else 'two'} when it was saved, and are not here"
                 for tied, saved in [(index.tied, True), (training.tied, False)]
-                for name, home in tied.items()
-                if (here[name] == here[home]) != (there.get(name) == there.get(home))
+                for name, other in tied.items()
+                if (here[name] == here[other]) != (there.get(name) == there.get(other))
             ]
         if set(training.values) != set(index.values) and not problems:
             problems.append("other modules had extra state (get_extra_state) when it was saved")
@@ -129,9 +129,9 @@ class LoadPlan:
 
 
 class _OptimizerPlan:
-    """What this rank takes of one optimizer's state.
+    """What this rank reads of one optimizer's state.
 
-    stored_as: of the model's parameters, the name that each is stored under.
+    stored_as: for each of the model's parameters, the name that it is stored under.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class _OptimizerPlan:
         self.problem = _optimizer_misfit(training, optimizer, stored, stored_as)
         self._tensors: list[tuple[Stepped, str, Range]] = []
         self._of_own_dtype: list[tuple[Tensor, str]] = []
-        """State that was of another dtype than what was stepped, and stays of it."""
+        """State whose dtype was not that of the stepped parameter, and keeps its dtype."""
         self._values: list[tuple[Stepped, str, Any]] = []
         self._options: list[dict[str, Any]] = []
         if self.problem is None:
@@ -165,15 +165,15 @@ class _OptimizerPlan:
                     f"{key!r} of {name} has shape {list(stored.shape)}, the parameter {list(one.full.shape)}, and is "
                     "cut between ranks here. Build the optimizer, or FSDP, with partition='whole'."
                 )
-        for key, told in self._stored.values.get(name, {}).items():
-            self._values.append((one, key, told))
+        for key, value in self._stored.values.get(name, {}).items():
+            self._values.append((one, key, value))
 
     def ranges(self) -> Iterable[Range]:
         return (one for _, _, one in self._tensors)
 
     def decode(self) -> None:
-        """Makes values of the JSON that they are stored as."""
-        self._values = [(one, key, decode(told)) for one, key, told in self._values]
+        """Decodes the values, which are stored as JSON."""
+        self._values = [(one, key, decode(value)) for one, key, value in self._values]
         self._options = [decode(group["options"]) for group in self._stored.groups]
 
     def take(self, source: Source) -> None:
@@ -182,27 +182,27 @@ class _OptimizerPlan:
         for one, key, value in self._values:
             taken.setdefault(one.tensor, {})[key] = value
         for one, key, needed in self._tensors:
-            tensor = _room(one, needed, before.get(one.tensor, {}).get(key))
+            tensor = _target(one, needed, before.get(one.tensor, {}).get(key))
             _fill(source, needed, Held(key, needed.wanted, needed.start, needed.stop, tensor))
             taken.setdefault(one.tensor, {})[key] = tensor
         if isinstance(self._optimizer, OSS):
             self._optimizer.take_shards(taken, self._options)  # type: ignore[arg-type]
         else:
             restore(self._optimizer, taken, self._options)
-        state = inner(self._optimizer).state  # torch's optimizers convert what they load to what they step
+        state = inner(self._optimizer).state  # torch's optimizers convert loaded state to the parameter's dtype
         for tensor, key in self._of_own_dtype:
             if state[tensor][key].dtype != taken[tensor][key].dtype:
                 state[tensor][key] = taken[tensor][key]
 
 
 def _stored_names(training: Training, index: Index) -> dict[str, str]:
-    """Of the model's tensors, the name that each is stored under.
+    """For each of the model's tensors, the name that it is stored under.
 
-    A tensor that has several names is found if one of them is one of the names that a stored tensor has.
+    A tensor with several names matches a stored tensor that has any of these names.
     """
     aliases = {name: [name] for name in training.tensors}
-    for name, home in training.tied.items():
-        aliases[home].append(name)
+    for name, other in training.tied.items():
+        aliases[other].append(name)
     there = {name: name for name in index.names()} | index.tied
     stored = {}
     for name, some in aliases.items():
@@ -215,7 +215,7 @@ def _stored_names(training: Training, index: Index) -> dict[str, str]:
 def _optimizer_misfit(
     training: Training, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
 ) -> str | None:
-    """What shows that the state is of another optimizer; None if nothing does."""
+    """Why the state must be of another optimizer; None if nothing differs."""
     if stored.kind not in ("", kind(optimizer)):
         return f"it holds the state of {stored.kind}, but the optimizer is {kind(optimizer)}."
     here = [[stored_as[name] for name in names] for names in training.group_names(optimizer)]
@@ -223,17 +223,17 @@ def _optimizer_misfit(
         return f"its {stored.kind} has {len(stored.groups)} parameter groups, the optimizer here has {len(here)}."
     group_here = {name: number for number, names in enumerate(here) for name in names}
     group_there = {name: number for number, group in enumerate(stored.groups) for name in group["params"]}
-    homeless = [name for name in sorted(stored.names()) if name not in group_here]
-    if homeless:
-        return f"it has state of {listed(homeless)}, which the {stored.kind} here does not have."
+    unknown = [name for name in sorted(stored.names()) if name not in group_here]
+    if unknown:
+        return f"it has state of {listed(unknown)}, which the {stored.kind} here does not have."
     moved = [name for name, number in group_here.items() if group_there.get(name, number) != number]
     if moved:
         return f"{listed(moved)} were in other parameter groups of the {stored.kind} when it was saved."
     return None
 
 
-def _room(one: Stepped, needed: Range, present: Any) -> Tensor:
-    """A tensor for an entry of the state: the one that is there if it is such a one, or a new one."""
+def _target(one: Stepped, needed: Range, present: Any) -> Tensor:
+    """The tensor to read an entry of the state into: the present one if dtype and shape fit, otherwise a new one."""
     wanted = needed.wanted
     shape = tuple(one.tensor.shape) if one.cut else wanted.shape
     if isinstance(present, Tensor) and present.dtype == wanted.dtype and tuple(present.shape) == shape:
@@ -248,7 +248,7 @@ def _range(entry: Entry, held: Held) -> Range:
 
 
 def _fill(source: Source, one: Range, held: Held) -> None:
-    """Reads a range into the memory of what is held, straight where that lies as the range counts its elements."""
+    """Reads a range into the held tensor: in place where its memory has the order of the range."""
     memory = held.memory()
     if memory is not None:
         source.fill(memory, one)
@@ -267,6 +267,6 @@ def _shown(geometry: Geometry) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as an error tells them, the first few."""
+    """The first few names, for an error message."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{', '.join(names[:_LISTED])}{more}"

@@ -1,4 +1,4 @@
-"""A progress bar where someone is looking at a terminal and tqdm is installed; otherwise nothing."""
+"""A progress bar on a terminal if tqdm is installed; otherwise nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any
 
 _LONG = 1 << 30
-"""Bytes from which work is long enough for a bar."""
+"""The fewest bytes for which a bar is shown."""
 
 
 class Progress:
-    """Counts bytes. shown: whether this rank is the one to show it."""
+    """Counts bytes. shown: whether this rank shows the bar."""
 
     def __init__(self, what: str, nbytes: int, shown: bool = True) -> None:
         self._what, self._nbytes = what, nbytes

@@ -1,13 +1,13 @@
-"""Loading.
+"""Loading, in four steps.
 
     compare   every rank reads the index and compares it with its model and optimizers
     check     every rank reads the bytes that it needs and compares them with their checksums
-    values    every rank takes what is no tensor; modules that set extra state get theirs back if another refuses
+    values    every rank takes the values that are no tensors; if a module refuses its extra state, all get theirs back
     take      every rank reads the tensors again, into the parameters and the optimizer's state, in place
 
-Ranks agree after each that all can go on. Until the last nothing is changed for good. The last has no way back, for
-that would be a second copy of everything: but all that it reads was read a moment before from files that are still
-open, so that only a disk that fails just then can stop it, or the optimizer's own load_state_dict. It says so.
+After each step the ranks agree that all can go on. Only the last step changes anything for good. It cannot be undone,
+because that would take a second copy of everything. But all that it reads was read a moment before, from files that are
+still open, so only a disk that fails just then can stop it, or the optimizer's own load_state_dict. The error says so.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.checkpoint import directory
+from zero.checkpoint.agree import Ranks
 from zero.checkpoint.files import FileProblem
 from zero.checkpoint.format import CheckpointError, Index
 from zero.checkpoint.load_plan import LoadPlan, listed
@@ -30,9 +31,9 @@ from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
 
-_HALF = (
-    "It went wrong while tensors were being taken: model and optimizer are partly as before and partly as saved. Load "
-    "this or another checkpoint before they are used."
+_PARTLY_LOADED = (
+    "This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
+    "this or another checkpoint before you use them."
 )
 
 T = TypeVar("T")
@@ -45,56 +46,82 @@ def load(
     *,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Collective. Takes a checkpoint that was saved at any stage, on any number of ranks. Returns its `extra`.
+    """Collective. Loads a checkpoint that was saved at any stage, on any number of ranks. Returns its `extra`.
 
         extra = zero.checkpoint.load("run", model, optimizer)
 
-    path: a run's directory, for its latest checkpoint, or one checkpoint's; or such a URL of fsspec's.
-    model, optimizer: built as for training, at any stage. Without an optimizer only parameters and buffers are taken.
+    path: a run's directory, for its latest checkpoint, or one checkpoint's directory; or an fsspec URL of either.
+    model, optimizer: built as for training, at any stage. Without an optimizer only parameters and buffers are loaded.
     process_group: of a plain model; a wrapped one knows its own.
 
-    Floating-point tensors are converted to the model's dtypes; where masters were stored, a parameter of another dtype
-    than was stored takes its master's. Optimizer state keeps a dtype that was not that of what was stepped. Of `extra`,
-    what differed between the ranks that saved it comes back to the same ranks, and is left out, with a warning, where
-    there is another number of them.
+    Floating-point tensors are converted to the model's dtypes. Where masters were stored, a parameter whose dtype is
+    not the stored one takes its master's values. Optimizer state whose dtype was not that of the stepped parameter
+    keeps its dtype. Entries of `extra` that differed between the ranks that saved them return to the same ranks; on
+    another number of ranks they are left out, with a warning.
 
-    Memory: state that is there is overwritten in place; besides what the rank keeps in the end there is one buffer of
-    BUFFER (16 MiB), and, for a tensor whose dimensions lie in another order than those stored, that tensor.
+    Memory: existing state is overwritten in place. Besides what the rank keeps in the end there is one buffer of
+    BUFFER (16 MiB), and one full tensor where its dimensions are stored in another order than the model's.
 
     Raises CheckpointError, on every rank and before anything is changed, for files that are missing, truncated or
     altered, for a checkpoint of another model or optimizer, and where a module refuses its extra state. Only a disk
     that fails after it was read once, and an optimizer that refuses what its class has saved, leave the model partly
-    loaded; the error, on every rank, says so, and another load makes it whole.
+    loaded; the error, on every rank, says so, and another load repairs it.
     """
     training = Training(model, optimizer, process_group)
-    ranks = training.ranks
-    given, unknown = _attempt(lambda: place(path))
-    ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}"], unknown or training.problem)
-    assert given is not None
-    source, problem = _attempt(lambda: Source(directory.resolve(given)))
-    ranks.compare("the checkpoints found", [str(source.directory), source.digest] if source else [], problem)
-    assert source is not None
-    with source:
-        plan, problem = _attempt(lambda: LoadPlan(training, source.index))
-        unfit = problem or (plan.problem if plan else None)
-        extra, unreadable = _attempt(lambda: _extra(source.index, training))
-        problem = unfit or unreadable
-        ranks.exchange(None, f"{source.directory} does not fit: {problem}" if problem else None)
-        assert plan is not None
-        assert extra is not None
-        _, problem = _attempt(lambda: source.check(plan.ranges(), shown=ranks.first))
-        ranks.exchange(None, problem)
-        _, problem = _attempt(plan.take_values)
-        try:
-            ranks.exchange(None, problem)
-        except CheckpointError:
-            plan.give_values_back()
-            raise
-        _, problem = _attempt(lambda: plan.take(source))
-        ranks.exchange(None, problem and f"{problem} {_HALF}")
+    with _opened(path, training) as source:
+        plan, extra = _compare(source, training)
+        _check(source, plan, training.ranks)
+        _take_values(plan, training.ranks)
+        _take(source, plan, training.ranks)
     if left_out := _left_out(source.index, training):
         warnings.warn(left_out, stacklevel=2)
     return extra
+
+
+def _opened(path: str | os.PathLike[str], training: Training) -> Source:
+    """Collective. The checkpoint that the path means, the same on all ranks."""
+    given, unknown = _attempt(lambda: place(path))
+    training.ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}"], unknown or training.problem)
+    assert given is not None
+    source, problem = _attempt(lambda: Source(directory.resolve(given)))
+    lines = [str(source.directory), source.digest] if source else []
+    training.ranks.compare("the checkpoints found", lines, problem)
+    assert source is not None
+    return source
+
+
+def _compare(source: Source, training: Training) -> tuple[LoadPlan, dict[str, Any]]:
+    """Collective. What this rank will read, and its `extra`."""
+    plan, problem = _attempt(lambda: LoadPlan(training, source.index))
+    misfit = problem or (plan.problem if plan else None)
+    extra, unreadable = _attempt(lambda: _extra(source.index, training))
+    problem = misfit or unreadable
+    training.ranks.exchange(None, f"{source.directory} does not fit: {problem}" if problem else None)
+    assert plan is not None
+    assert extra is not None
+    return plan, extra
+
+
+def _check(source: Source, plan: LoadPlan, ranks: Ranks) -> None:
+    """Collective."""
+    _, problem = _attempt(lambda: source.check(plan.ranges(), shown=ranks.first))
+    ranks.exchange(None, problem)
+
+
+def _take_values(plan: LoadPlan, ranks: Ranks) -> None:
+    """Collective."""
+    _, problem = _attempt(plan.take_values)
+    try:
+        ranks.exchange(None, problem)
+    except CheckpointError:
+        plan.give_values_back()
+        raise
+
+
+def _take(source: Source, plan: LoadPlan, ranks: Ranks) -> None:
+    """Collective."""
+    _, problem = _attempt(lambda: plan.take(source))
+    ranks.exchange(None, problem and f"{problem} {_PARTLY_LOADED}")
 
 
 def _extra(index: Index, training: Training) -> dict[str, Any]:
@@ -105,7 +132,7 @@ def _extra(index: Index, training: Training) -> dict[str, Any]:
 
 
 def _left_out(index: Index, training: Training) -> str | None:
-    """What of `extra` there is no rank for, in words for the user."""
+    """A warning that names the entries of `extra` that no rank gets; None if there are none."""
     by_rank = index.extra_by_rank
     if not by_rank or len(by_rank) == training.ranks.all:
         return None
@@ -116,16 +143,16 @@ def _left_out(index: Index, training: Training) -> str | None:
 
 
 def _decoded(extra: dict[str, Any]) -> dict[str, Any]:
-    return {key: decode(told) for key, told in extra.items()}
+    return {key: decode(value) for key, value in extra.items()}
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What the work returned, or what is wrong with the checkpoint, in words for the user."""
+    """What the work returned, or an error message for the user about the checkpoint."""
     try:
         return work(), None
     except (FileProblem, ValueError) as error:
         return None, f"{error}."
     except OSError as error:
         return None, f"{error.filename or 'the checkpoint'} cannot be read ({error.strerror or error})."
-    except Exception as error:  # of the user's optimizer or modules: the other ranks must hear of it
+    except Exception as error:  # from the user's optimizer or modules: every rank must raise it
         return None, f"{type(error).__name__}: {error}."

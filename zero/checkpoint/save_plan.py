@@ -1,7 +1,7 @@
 """What one rank writes of a model and its optimizers, planned before anything is written.
 
-What lies in shards is written by its owner. What is full on every rank is written once: parameters, and state that
-all ranks step alike, in equal shares; buffers by rank 0, because its buffers are those that count.
+The owner of a shard writes it. Tensors that are full on every rank are written once: each rank writes an equal share of
+parameters and of state that is the same on all ranks, and rank 0 writes its buffers, which are the ones that count.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from zero.oss.shapes import alignment
 class SavePlan:
     """What this rank writes.
 
-    index: the checkpoint's, but for what will be in the files; the first rank's counts.
+    index: of the checkpoint, without what the files will hold; the first rank's is used.
     held: tensors, or ranges of them.
-    values: for each optimizer, state that is no tensor: {parameter: {key: value, as JSON}}.
-    common: what all ranks have full; `held` has this rank's share of it.
+    values: for each optimizer, the state that is no tensor: {parameter: {key: value, as JSON}}.
+    common: tensors that are the same on all ranks; `held` has this rank's share of them.
     """
 
     index: Index
@@ -44,11 +44,14 @@ class SavePlan:
 
 
 def plan_save(training: Training) -> SavePlan:
-    """What this rank writes. Raises ValueError, in words for the user, for what cannot be stored, and for state whose
-    place in the full tensor is not known."""
+    """What this rank writes.
+
+    Raises ValueError, with a message for the user, for what cannot be stored, and for state of a shard that cannot be
+    mapped to elements of the full parameter.
+    """
     plan = SavePlan(_index(training))
     for name, tensor in training.tensors.items():
-        if training.lies_flat(name):
+        if training.in_shard_group(name):
             plan.held += filter(None, [training.owned(name)])
         elif isinstance(tensor, nn.Parameter):
             plan.common += filter(None, [training.resident(name)])
@@ -65,10 +68,10 @@ def plan_save(training: Training) -> SavePlan:
 
 def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix: str) -> None:
     state = inner(optimizer).state
-    strangers = [key for key in state if not isinstance(key, Tensor)]
-    if strangers:
+    unknown = [key for key in state if not isinstance(key, Tensor)]
+    if unknown:
         raise ValueError(
-            f"the {kind(optimizer)} keeps state under {strangers[0]!r}, which is no parameter and has no owner."
+            f"the {kind(optimizer)} keeps state under {unknown[0]!r}, which is no parameter and has no owner."
         )
     values: dict[str, dict[str, Any]] = {}
     for one in training.stepped(optimizer):
@@ -80,8 +83,9 @@ def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix
                 (plan.common if one.shared else plan.held).append(_state_held(path, one, value))
             elif one.cut and _holds_tensors(value):
                 raise ValueError(
-                    f"{path} is a {type(value).__name__} of tensors, and the parameter is cut between ranks: their "
-                    "place in the whole is not known. Build the optimizer, or FSDP, with partition='whole'."
+                    f"{path} is a {type(value).__name__} of tensors, and the parameter is cut between ranks: only the "
+                    "optimizer knows which elements of the parameter they are for. Build the optimizer, or FSDP, with "
+                    "partition='whole'."
                 )
             elif one.start == 0 and (training.ranks.rank == 0 or not one.shared):
                 values.setdefault(one.name, {})[key] = encode(value, path)
@@ -93,7 +97,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _state_held(path: str, one: Stepped, value: Tensor) -> Held:
-    """A tensor of the state of what this rank steps: elements of a full tensor, or a full tensor itself."""
+    """A state tensor of a parameter that this rank steps: it is elements of a full tensor, or a full tensor itself."""
     problem = tensor_problem(value)
     if problem:
         raise ValueError(f"{path} {problem}.")
@@ -102,14 +106,15 @@ def _state_held(path: str, one: Stepped, value: Tensor) -> Held:
     if one.cut:
         raise ValueError(
             f"{path} has shape {list(value.shape)}, but this rank's shard of the parameter has "
-            f"{list(one.tensor.shape)}: its place in the whole is not known. Build it with partition='whole'."
+            f"{list(one.tensor.shape)}: only the optimizer knows which elements of the parameter it is for. Build the "
+            "optimizer, or FSDP, with partition='whole'."
         )
     full = geometry_of(value)
     return Held(path, full, 0, full.numel, value)
 
 
 def _share(common: list[Held], ranks: Ranks) -> list[Held]:
-    """This rank's share of what is the same on all ranks: as many elements of each dtype as any other's."""
+    """This rank's share of tensors that are the same on all ranks: of each dtype as many elements as any other rank."""
     if ranks.world == 1:
         return common
     kinds: dict[torch.dtype, list[Held]] = {}

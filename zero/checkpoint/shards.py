@@ -1,14 +1,14 @@
 """What one rank has of a model and its optimizers, at every stage.
 
-    stage               parameters                     optimizer state      written by
-    0  plain, DDP       full, the same on all ranks   full, the same      each rank an equal share
+    stage               parameters                    optimizer state       written by
+    0  plain, DDP       full, the same on all ranks   full, the same        each rank an equal share
     1  OSS              full, the same                this rank's shards    the owner of each shard
     2  OSS, ShardedDDP  full, the same                this rank's shards    the owner of each shard
-    3  FSDP             this rank's shards              this rank's shards    the owner of each shard
+    3  FSDP             this rank's shards            this rank's shards    the owner of each shard
 
-Buffers, and parameters that no shard group holds, are unsharded on every rank; of buffers those of rank 0 count, as in
+Buffers, and parameters in no shard group, are full on every rank. Rank 0's buffers are the ones that count, as in
 training. Parameters that no wrapper keeps the same on all ranks (a plain module's, those that FSDP ignores) are
-`unsynchronised`, and compared before they are written.
+`unsynchronised`, and are compared before they are written.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from zero.sdp import ShardedDDP
 
 @dataclass(frozen=True)
 class Held:
-    """Elements [start, stop) of a stored tensor, as this rank has them: in `tensor`, from `offset` on.
+    """Elements [start, stop) of a stored tensor, which this rank has in `tensor`, from `offset` on.
 
-    tensor: of the full's shape and in any order in memory; or of another, such as a shard's, with its elements in the
-        order in which the full tensor counts them.
+    tensor: of the full shape, with any strides; or of another shape, such as a shard's, with its elements in the order
+        of `full`.
     """
 
     path: str
@@ -60,11 +60,11 @@ class Held:
         return self.numel == self.full.numel
 
     def flat(self) -> Tensor:
-        """The elements, flat, in the order in which the full tensor counts them: a view where they lie so."""
+        """The elements, flat, in the order of `full`: a view where memory has that order, otherwise a copy."""
         return self._ordered()[self.offset : self.offset + self.numel]
 
     def memory(self) -> Tensor | None:
-        """The same, to be written into; None where they lie with gaps, or in another order."""
+        """The same as a view, to be written into; None where memory has gaps or another order."""
         ordered = self._ordered()
         if ordered.numel() and ordered.data_ptr() != self.tensor.data_ptr():
             return None
@@ -79,7 +79,7 @@ class Held:
 class Stepped:
     """Elements [start, stop) of a parameter, which this rank's optimizer steps as `tensor`: itself or a shard of it.
 
-    shared: all ranks step the same.
+    shared: all ranks step the same elements.
     """
 
     name: str
@@ -95,12 +95,13 @@ class Stepped:
 
 
 class Training:
-    """A model and its optimizers, seen from this rank. What cannot be used is in `problem`, in words for the user.
+    """A model and its optimizers, seen from this rank.
 
-    module: the innermost, whose names are used.
+    problem: why they cannot be saved or loaded, as an error message for the user.
+    module: the innermost module, whose names are used.
     tensors: its parameters and buffers, each once, by the name that they are stored under.
-    tied: further names of them, and the name that each is stored under.
-    values: of its state_dict what is no tensor, by name; holders: the modules that gave it.
+    tied: for each further name of a tensor the name that it is stored under.
+    values: the entries of its state_dict that are no tensors, by name; holders: the modules that they come from.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Training:
         stored: dict[Tensor, str] = {}
         try:
             given_state = self.module.state_dict(keep_vars=True)
-        except Exception as error:  # of the user's modules: the other ranks must hear of it
+        except Exception as error:  # from the user's modules: every rank must raise it
             self.problem = f"the module's state_dict() raised {type(error).__name__}: {error}."
             return
         for given, value in given_state.items():
@@ -163,16 +164,16 @@ class Training:
                 )
 
     def _misfit(self, wrappers: Sequence[nn.Module]) -> str | None:
-        """What is wrong between model and optimizers."""
+        """Why model and optimizers do not fit each other."""
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 return f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
             elsewhere = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
             if not isinstance(optimizer, OSS) and any(one.state is not optimizer.state for one in elsewhere):
                 return (
-                    f"the {type(optimizer).__name__} keeps its state in an optimizer of its own "
-                    f"({type(elsewhere[0]).__name__}), where zero.checkpoint does not look. Use zero.OSS to "
-                    "shard the state, or give the optimizer inside."
+                    f"the {type(optimizer).__name__} keeps its state in another optimizer "
+                    f"({type(elsewhere[0]).__name__}), which zero.checkpoint does not look into. Use zero.OSS to "
+                    "shard the state, or pass the inner optimizer."
                 )
             if isinstance(optimizer, OSS) and any(isinstance(one, FSDP) for one in wrappers):
                 return "the model is an FSDP, which takes a plain torch optimizer, but the optimizer is an OSS."
@@ -186,10 +187,10 @@ class Training:
                             f"{list(param.shape)}, is not in the state_dict of the model. Pass the model that the "
                             "optimizer trains."
                         )
-        for flat in self._groups:
-            if flat.gathering or flat.summoned:
-                return f"{flat.names[0]} is being gathered, or summoned full. Save and load between steps."
-            moved = flat.reclaim()
+        for shard_group in self._groups:
+            if shard_group.gathering or shard_group.summoned:
+                return f"{shard_group.names[0]} is being gathered, or summoned full. Save and load between steps."
+            moved = shard_group.reclaim()
             if moved is not None:
                 return f"{moved} was moved, cast or given other data after it was sharded. Do that before wrapping."
         return None
@@ -197,15 +198,15 @@ class Training:
     # ------------------------------------------------------------------------------------------- parameters
 
     def full_geometry(self, name: str) -> Geometry:
-        """A parameter or buffer when full, its dimensions in the order in which its elements are counted."""
+        """The geometry of a parameter or buffer when it is full."""
         tensor = self.tensors[name]
         if tensor not in self._places:
             return geometry_of(tensor)
-        flat, index = self._places[tensor]
-        shape, stride = flat.shapes.full[index], flat.shapes.strides[index]
-        return Geometry(tuple(shape), flat.shard.dtype, memory_order(shape, stride))
+        group, index = self._places[tensor]
+        shape, stride = group.shapes.full[index], group.shapes.strides[index]
+        return Geometry(tuple(shape), group.shard.dtype, memory_order(shape, stride))
 
-    def lies_flat(self, name: str) -> bool:
+    def in_shard_group(self, name: str) -> bool:
         """Whether it is a parameter in a shard group, of which each rank owns a shard (stages 1 to 3)."""
         return self.tensors[name] in self._places
 
@@ -217,15 +218,15 @@ class Training:
 
     def sharded(self, name: str) -> bool:
         """Whether ranks keep only their shards of it (stage 3)."""
-        return self.stage == 3 and self.lies_flat(name)
+        return self.stage == 3 and self.in_shard_group(name)
 
     def owned(self, name: str) -> Held | None:
         """What this rank owns of a parameter in a shard group; None where it owns nothing."""
-        flat, index = self._places[self.tensors[name]]
-        span = flat.spans.get(index)
+        group, index = self._places[self.tensors[name]]
+        span = group.spans.get(index)
         if span is None:
             return None
-        shard = flat.shard[span.offset : span.offset + span.numel]
+        shard = group.shard[span.offset : span.offset + span.numel]
         return Held(f"model/{name}", self.full_geometry(name), span.start, span.stop, shard)
 
     def resident(self, name: str) -> Held | None:
@@ -236,20 +237,20 @@ class Training:
         return Held(f"model/{name}", full, 0, full.numel, self.tensors[name])
 
     def buffer(self, name: str) -> Held:
-        """A buffer to be read: in its own dtype, where it is computed with in another."""
+        """A buffer to be written, in its own dtype even where the model computes in another."""
         tensor = self.tensors[name]
         own = tensor.to(self._own_dtypes.get(tensor, tensor.dtype))
         full = geometry_of(own)
         return Held(f"model/{name}", full, 0, full.numel, own)
 
     def masters(self, *, settled: bool) -> Iterator[Held]:
-        """This rank's shards of masters. settled: as the next step takes them, to be read; otherwise to be filled."""
+        """This rank's shards of masters. settled: as the next step uses them, to be read; otherwise to be filled."""
         sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        for optimizer, flat in ((one, flat) for one in sharding for flat in one.shard_groups):
-            master = optimizer.settled_master(flat) if settled else optimizer.master(flat)
+        for optimizer, group in ((one, group) for one in sharding for group in one.shard_groups):
+            master = optimizer.settled_master(group) if settled else optimizer.master(group)
             if master is not None:
-                for index, span in flat.spans.items():
-                    name = self._names[flat.params[index]]
+                for index, span in group.spans.items():
+                    name = self._names[group.params[index]]
                     full = replace(self.full_geometry(name), dtype=master.dtype)
                     shard = master[span.offset : span.offset + span.numel]
                     yield Held(f"master/{name}", full, span.start, span.stop, shard)
@@ -265,8 +266,8 @@ class Training:
                     full = self.full_geometry(name)
                     yield Stepped(name, full, 0, full.numel, param, shared=True)
                     continue
-                flat, index = self._places[param]
-                span = flat.spans.get(index)
+                shard_group, index = self._places[param]
+                span = shard_group.spans.get(index)
                 if span is not None:
                     tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
                     yield Stepped(name, self.full_geometry(name), span.start, span.stop, tensor, shared=False)
@@ -277,12 +278,12 @@ class Training:
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose state is by this rank's shards."""
+    """The optimizer that holds the state of this rank's shards."""
     return optimizer.optim if isinstance(optimizer, OSS) else optimizer
 
 
 def kind(optimizer: Optimizer) -> str:
-    """The class that decides what the state means."""
+    """The name of the class whose state it is."""
     return type(inner(optimizer)).__name__
 
 

@@ -1,7 +1,7 @@
 """A checkpoint that is open for reading: any range of any tensor, checked before it is used.
 
-A range is read straight into the memory that it is for, or BUFFER bytes at a time where that is on another device or
-of another dtype. A tensor that is stored with its dimensions in another order than it is wanted in is read full.
+A range is read directly into its target, or BUFFER bytes at a time where the target is on another device or has another
+dtype. A tensor that is stored with its dimensions in another order than the target's is read full.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Range:
 class Source:
     """A checkpoint's index, and its files, which stay open from their first use until the context is left.
 
-    digest: of the index, to be compared between ranks. Raises FileProblem for all that is wrong with the files.
+    digest: of the index, to be compared between ranks. Raises FileProblem where files are damaged or cannot be read.
     """
 
     def __init__(self, directory: Place) -> None:
@@ -65,7 +65,7 @@ class Source:
         self._buffer = self._buffer.new_empty(0)
 
     def check(self, ranges: Iterable[Range], *, shown: bool = False) -> None:
-        """Reads what the ranges need and compares it with its checksums. shown: show progress."""
+        """Reads the blocks of the ranges and compares their checksums. shown: show progress."""
         needed: dict[str, list[tuple[int, int]]] = {}
         for one in ranges:
             for name, low, high, _ in self._places(one if one.in_order else _all_of(one)):
@@ -76,7 +76,7 @@ class Source:
                 self._files[name].check(places, progress.advance)
 
     def fill(self, target: Tensor, one: Range) -> None:
-        """Reads a range into a flat tensor of as many elements, converting to its dtype."""
+        """Reads a range into a flat tensor of as many elements, and converts to its dtype."""
         stored = one.entry.geometry
         if not one.in_order:
             flat = torch.empty(stored.numel, dtype=stored.dtype)
@@ -88,7 +88,7 @@ class Source:
             self._fill(target[at : at + count], stored.dtype, self._files[name], low)
 
     def stream(self, entry: Entry) -> Iterator[Tensor]:
-        """A full tensor, row-major and flat, a buffer at a time; each is valid until the next."""
+        """Yields a full tensor, row-major and flat, a buffer at a time; each is valid until the next."""
         stored = entry.geometry
         full = Range(entry, replace(stored, order=None), 0, stored.numel)
         if not full.in_order:
@@ -98,7 +98,7 @@ class Source:
             return
         for name, low, high, _ in self._places(full):
             for at in range(low, high, BUFFER):
-                data = self._room()[: min(BUFFER, high - at)]
+                data = self._read_buffer()[: min(BUFFER, high - at)]
                 self._files[name].read(data, at)
                 yield data.view(stored.dtype)
 
@@ -108,32 +108,32 @@ class Source:
             return
         step = BUFFER // dtype.itemsize
         for first in range(0, target.numel(), step):
-            shard = target[first : first + step]
-            data = self._room()[: shard.numel() * dtype.itemsize]
+            section = target[first : first + step]
+            data = self._read_buffer()[: section.numel() * dtype.itemsize]
             file.read(data, low + first * dtype.itemsize)
-            shard.copy_(data.view(dtype))
+            section.copy_(data.view(dtype))
 
     def _places(self, one: Range) -> Iterator[tuple[str, int, int, int]]:
-        """Where a range lies: file, from and to which byte, and at which element of the range this begins."""
-        for piece in one.entry.pieces:
-            start, stop = max(piece.start, one.start), min(piece.stop, one.stop)
+        """Where a range is stored: file, first byte, end byte, and the element of the range at the first byte."""
+        for shard in one.entry.shards:
+            start, stop = max(shard.start, one.start), min(shard.stop, one.stop)
             if start < stop:
-                file = self._open(piece.file)
-                dtype, shape, _ = file.pieces.get(piece.key, (None, (), 0))
-                if dtype != one.entry.geometry.dtype or math.prod(shape) != piece.stop - piece.start:
-                    raise FileProblem(f"{file.place} has no {piece.key} of the dtype and size that {INDEX} tells")
-                low, high = file.range(piece.key, start - piece.start, stop - piece.start)
-                yield piece.file, low, high, start - one.start
+                file = self._open(shard.file)
+                dtype, shape, _ = file.tensors.get(shard.key, (None, (), 0))
+                if dtype != one.entry.geometry.dtype or math.prod(shape) != shard.stop - shard.start:
+                    raise FileProblem(f"{file.place} has no {shard.key} of the dtype and size that {INDEX} names")
+                low, high = file.range(shard.key, start - shard.start, stop - shard.start)
+                yield shard.file, low, high, start - one.start
 
     def _open(self, name: str) -> SafeFile:
         if name not in self._files:
             expected = self.index.files.get(name)
             if expected is None or "/" in name or name == "..":
-                raise FileProblem(f"{self.directory / INDEX} tells of {name!r}, which is none of its files")
+                raise FileProblem(f"{self.directory / INDEX} names {name!r}, which is none of its files")
             self._files[name] = self._stack.enter_context(SafeFile(self.directory / name, expected))
         return self._files[name]
 
-    def _room(self) -> Tensor:
+    def _read_buffer(self) -> Tensor:
         if not len(self._buffer):
             self._buffer = torch.empty(BUFFER, dtype=torch.uint8)
         return self._buffer

@@ -1,7 +1,7 @@
 """Copies of what a rank is about to write, so that training can go on meanwhile.
 
-They lie in the memory of the CPU, in one buffer a model, which is kept for the model's next save: memory that is new
-to the process takes longer to be had than the copy to be made.
+They are in the memory of the CPU, in one buffer a model, which the model's next save reuses: allocating memory that is
+new to the process takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from zero.checkpoint.shards import Held
 
 _ALIGNMENT = 64
-"""Bytes that every copy starts at a multiple of, so that it can be seen as of any dtype."""
+"""Bytes. Every copy starts at a multiple of these, so that it can be viewed as any dtype."""
 
 _buffers: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""Those that no save is being written from."""
+"""Buffers that no save is using."""
 
 
 class Staging:
-    """The same elements, held in copies, until they are written.
+    """Copies of the held elements, until they are written.
 
-    Another save of the model that begins before then has copies of its own.
+    Another save of the model that begins before then makes copies of its own.
     """
 
     def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
@@ -46,8 +46,8 @@ class Staging:
 
 
 def _buffer(model: nn.Module, nbytes: int) -> Tensor:
-    kept = _buffers.pop(model, None)
-    if kept is not None and len(kept) >= nbytes:
-        return kept
-    del kept  # the old one goes before the new one comes
+    reused = _buffers.pop(model, None)
+    if reused is not None and len(reused) >= nbytes:
+        return reused
+    del reused  # freed before the larger one is allocated
     return torch.empty(nbytes, dtype=torch.uint8)

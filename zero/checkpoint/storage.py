@@ -1,12 +1,12 @@
-"""Where checkpoints lie: in directories, or behind the URLs of fsspec ("s3://bucket/run", "gs://...", "memory://...").
+"""Where checkpoints are stored: in directories, or at fsspec URLs ("s3://bucket/run", "gs://...", "memory://...").
 
-    Local    a directory or file that is mounted. Read by positions, straight into the memory that it is for. What is
-             written is on disk when the call returns; names appear and change at once (rename).
-    Remote   an object, or what its name begins with. Read by ranges. An object is there full or not at all, but there
-             are no directories to rename and no files to sync.
+    Local    a mounted directory or file. Read at offsets, directly into the target's memory. Data is on disk when the
+             call that writes it returns, and a rename is atomic.
+    Remote   an object, or a prefix of object names. Read by ranges. An object is complete or absent, but there are no
+             directories to rename and no files to sync.
 
-Both have the same few operations. fsspec's own LocalFileSystem could stand in for the first, but it copies what it
-reads, knows no fsync, and replaces files by copying them where a rename would do.
+Both have the same few operations. fsspec's own LocalFileSystem could replace Local, but it copies what it reads, has no
+fsync, and replaces files by copying them where a rename would do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 AT_A_TIME = 1 << 24
-"""Bytes that are asked of an object store, or sent on their way to the disk, at a time."""
+"""Bytes that are requested from an object store at a time, or whose transfer to the disk is started at a time."""
 
 
 class Reader(Protocol):
@@ -32,7 +32,7 @@ class Reader(Protocol):
     size: int
 
     def read_into(self, data: memoryview, at: int) -> int:
-        """Fills as much of the memory as one read gives, from byte `at`; returns how much, 0 past the end."""
+        """Fills as much of the memory as one read returns, from byte `at`. Returns the bytes read, 0 past the end."""
 
     def close(self) -> None: ...
 
@@ -46,14 +46,14 @@ class Writer(Protocol):
 
 
 class Place(Protocol):
-    """A directory or file, or the name of one that is to be.
+    """A directory or file, which may not exist yet.
 
-    renames: whether a directory can be given another name, all that is in it at once. `write` files are seekable then.
-    look_every: seconds from one look to the next, at most, where something is waited for.
+    renames: whether a directory can be renamed atomically. If so, files opened by `write` are seekable.
+    poll_every: the most seconds between two looks while waiting for a file.
     """
 
     renames: ClassVar[bool]
-    look_every: ClassVar[float]
+    poll_every: ClassVar[float]
 
     @property
     def name(self) -> str: ...
@@ -63,7 +63,7 @@ class Place(Protocol):
 
     @property
     def public(self) -> Path | str:
-        """What `place` makes it from."""
+        """The path or URL from which `place` makes it."""
 
     def __truediv__(self, name: str) -> Place: ...
 
@@ -75,29 +75,29 @@ class Place(Protocol):
     def is_directory(self) -> bool: ...
 
     def make(self) -> None:
-        """Makes the directory, and those around it."""
+        """Makes the directory and its parents."""
 
     def remove(self) -> None:
-        """Removes it with all that is in it, as far as that can be done."""
+        """Removes it with its contents. What cannot be removed stays, without an error."""
 
     def read(self) -> bytes:
         """All of a small file."""
 
     def put(self, data: bytes) -> None:
-        """Makes a small file, or replaces it: others see the one or the other, full. Its directory is on disk then."""
+        """Creates or replaces a small file, atomically for readers. File and directory entry are on disk on return."""
 
     def open(self) -> Reader: ...
 
     def write(self) -> Any:
-        """A context with a Writer; what was written is there for good when it is left."""
+        """A context with a Writer. When it is left, the data is on disk, or the object exists."""
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """What a path or URL means. Raises ValueError or ImportError for a URL that fsspec cannot serve."""
+    """The Place of a path or URL. Raises ValueError or ImportError for a URL that fsspec cannot serve."""
     text = os.fspath(path)
     mounted = re.fullmatch(r"(?:file|local)://(.*)", text)
     if mounted is None and "://" in text:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # not everyone needs it
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # optional: only for URLs
 
         system, inside = url_to_fs(text)
         return Remote(text.rstrip("/"), system, inside.rstrip("/"))
@@ -105,7 +105,7 @@ def place(path: str | os.PathLike[str]) -> Place:
 
 
 def mounted(path: str | os.PathLike[str], what: str) -> Path:
-    """A path that cannot be a URL. Raises ValueError where it is one."""
+    """The path, which must not be a URL. Raises ValueError where it is one."""
     found = place(path)
     if not isinstance(found, Local):
         raise ValueError(f"{found} is a URL: {what} must be on a mounted file system. Copy it from there or to there.")
@@ -120,7 +120,7 @@ class Local:
     path: Path
 
     renames: ClassVar[bool] = True
-    look_every: ClassVar[float] = 0.02
+    poll_every: ClassVar[float] = 0.02
 
     def __str__(self) -> str:
         return str(self.path)
@@ -163,12 +163,12 @@ class Local:
         return self.path.read_bytes()
 
     def put(self, data: bytes) -> None:
-        beside = self.path.with_name(f".partial-{self.name}-{uuid.uuid4().hex[:6]}")
-        with open(beside, "wb") as file:
+        temporary = self.path.with_name(f".partial-{self.name}-{uuid.uuid4().hex[:6]}")
+        with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(self.path)
+        temporary.replace(self.path)
         self.parent.sync()
 
     def open(self) -> Reader:
@@ -181,13 +181,13 @@ class Local:
             os.fsync(file.fileno())
 
     def rename(self, name: str) -> Local:
-        """Gives a directory another name beside its own, for good. What is in it should be on disk."""
+        """Renames a directory within its parent; the new name is on disk on return. Its contents should be already."""
         renamed = Local(self.path.rename(self.path.with_name(name)))
         self.parent.sync()
         return renamed
 
     def sync(self) -> None:
-        """Puts on disk which files a directory has."""
+        """Writes the directory's entries to disk."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -208,7 +208,7 @@ class _LocalReader:
 
 
 class _LocalWriter:
-    """Has what was written start for the disk while more is coming, so that little is left to be synced."""
+    """Starts the transfer to the disk while more is being written, so that the final sync has little left."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -218,7 +218,7 @@ class _LocalWriter:
         count = os.write(self._descriptor, data)
         self._at += count
         if self._at - self._started >= AT_A_TIME and sys.platform == "linux":
-            # Linux begins to write such pages, and drops only those that are on disk already: none of these are.
+            # Linux starts to write such pages, and drops only pages that are on disk already: none of these are.
             os.posix_fadvise(self._descriptor, self._started, self._at - self._started, os.POSIX_FADV_DONTNEED)
             self._started = self._at
         return count
@@ -233,14 +233,14 @@ class _LocalWriter:
 
 @dataclass(frozen=True)
 class Remote:
-    """url: as the user wrote it, and what was added. system: fsspec's. path: what that calls the URL."""
+    """url: the user's, with the names below it. system: the file system of fsspec. path: of the URL in that system."""
 
     url: str
     system: Any = field(compare=False)
     path: str
 
     renames: ClassVar[bool] = False
-    look_every: ClassVar[float] = 0.5
+    poll_every: ClassVar[float] = 0.5
 
     def __str__(self) -> str:
         return self.url
@@ -261,20 +261,20 @@ class Remote:
         return Remote(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
 
     def inside(self) -> list[Place]:
-        self._look_anew()
+        self._drop_cached_listing()
         try:
             found = self.system.ls(self.path, detail=False)
-        except FileNotFoundError:  # of a directory without objects
+        except FileNotFoundError:  # a directory without objects
             return []
         names = {one.rstrip("/").rpartition("/")[2] for one in found}
         return [self / name for name in sorted(names - {self.name})]  # some list the directory itself as well
 
     def exists(self) -> bool:
-        self._look_anew()
+        self._drop_cached_listing()
         return bool(self.system.exists(self.path))
 
     def is_directory(self) -> bool:
-        self._look_anew()
+        self._drop_cached_listing()
         return bool(self.system.isdir(self.path))
 
     def make(self) -> None:
@@ -291,14 +291,14 @@ class Remote:
         self.system.pipe_file(self.path, data)
 
     def open(self) -> Reader:
-        self._look_anew()
+        self._drop_cached_listing()
         return _RemoteReader(self.system, self.path)
 
     def write(self) -> Any:
         return self.system.open(self.path, "wb")
 
-    def _look_anew(self) -> None:
-        """Other ranks write too: what was there a moment ago tells nothing."""
+    def _drop_cached_listing(self) -> None:
+        """Other ranks write too, so a cached listing may be out of date."""
         self.system.invalidate_cache()
 
 

@@ -1,11 +1,11 @@
 """torch's distributed checkpoints, read without loading a pickle.
 
-    .metadata       a pickle: by key, a tensor's dtype, size and chunks, or that it is a value; where each of them lies
+    .metadata       a pickle: for each key a tensor's dtype, size and chunks, or that it is a value; and their places
     *.distcp        files of torch.save, one after another: a chunk or a value each
 
-The pickle is never loaded. Its instructions are read one by one, those that would make an object leave a record of what
-was to be made, and what torch does not write is refused: nothing is imported, looked up or called by a name that a file
-gives. Chunks and values are read by torch.load(weights_only=True).
+The pickle is never loaded. Its instructions are read one by one. An instruction that would make an object makes a
+record of it instead, and an instruction that torch does not write is refused: nothing is imported, looked up or called
+by a name from a file. Chunks and values are read by torch.load(weights_only=True).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _OWN = "torch.distributed.checkpoint.metadata."
 _STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 _MOST_METADATA = 1 << 28
-"""Bytes that are read into memory."""
+"""The most bytes that are read into memory."""
 
 _DEEPEST = 100
-"""Dictionaries and lists in one another."""
+"""The most levels of dictionaries and lists."""
 
 
 class NotPlain(ValueError):
-    """What torch.load(weights_only=True) refuses."""
+    """A value that torch.load(weights_only=True) refuses."""
 
 
 @dataclass
 class _Made:
-    """What was to be made: of which class, of which arguments, and what was then put into it."""
+    """A record of an object that the pickle makes: its class, the class's arguments, and the state set afterwards."""
 
     kind: str
     arguments: Any
@@ -50,10 +50,10 @@ class _Made:
 
 
 class _Pairs(list[Any]):
-    """A dictionary as its keys and values in turn: keys may be anything, and are not hashed."""
+    """A dictionary as a list of keys and values in turn. Keys may be anything, and are not hashed."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Of strings."""
+        """The dictionary. Raises ValueError for a key that is no string."""
         keys = self[::2]
         if not all(isinstance(key, str) for key in keys):
             raise ValueError("a key that is no string")
@@ -61,7 +61,7 @@ class _Pairs(list[Any]):
 
 
 class _Instructions:
-    """Follows the instructions that torch's pickles of metadata have, and makes records."""
+    """Runs the instructions of torch's metadata pickles on records instead of objects."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -115,7 +115,7 @@ class _Instructions:
 
     def _last(self, count: int) -> list[Any]:
         if len(self._stack) < count:
-            raise ValueError("an instruction without what it is about")
+            raise ValueError("an instruction without its operands")
         taken = self._stack[-count:]
         del self._stack[-count:]
         return taken
@@ -126,7 +126,7 @@ class _Instructions:
 
     def _extend(self, kind: type[list[Any]], items: list[Any]) -> None:
         if type(self._stack[-1]) is not kind or (kind is _Pairs and len(items) % 2):
-            raise ValueError("an instruction without what it is about")
+            raise ValueError("an instruction without its operands")
         self._stack[-1].extend(items)
 
 
@@ -169,7 +169,7 @@ class _Window(io.RawIOBase):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor, or (dtype None) a value. path: of it in the dictionary that was saved."""
+    """A tensor, or (dtype None) a value. path: its keys in the dictionary that was saved."""
 
     path: tuple[str | int, ...]
     dtype: torch.dtype | None
@@ -177,7 +177,7 @@ class Stored:
     _chunks: list[tuple[tuple[int, ...], tuple[int, ...], _Slice]]
 
     def read(self) -> Any:
-        """Raises NotPlain where there is other than tensors and plain values."""
+        """Raises NotPlain for anything but tensors and plain values."""
         try:
             return self._chunks[0][2].load() if self.dtype is None else self._assembled(self.dtype)
         except Exception as error:
@@ -195,7 +195,7 @@ class Stored:
 
 
 def read_directory(path: Path) -> list[Stored]:
-    """What a distributed checkpoint holds. Raises ValueError where its metadata is not what torch writes."""
+    """The contents of a distributed checkpoint. Raises ValueError where its metadata is not as torch writes it."""
     file = path / METADATA
     if file.stat().st_size > _MOST_METADATA:
         raise ValueError(f"{file} has more than the {_MOST_METADATA} bytes that metadata may have.")
@@ -234,16 +234,16 @@ def _stored(key: str, path: Any, described: Any, slice_at: Callable[[tuple[int, 
     dtype, size = _dtype(_made(fields["properties"], _OWN + "TensorProperties").state[0]), _sizes(fields["size"])
     chunks = []
     for chunk in fields["chunks"]:
-        told = _made(chunk, _OWN + "ChunkStorageMetadata").fields()
-        low, shard = _sizes(told["offsets"]), _sizes(told["sizes"])
-        if not len(low) == len(shard) == len(size) or any(a + b > c for a, b, c in zip(low, shard, size, strict=True)):
-            raise ValueError(f"a chunk of {key!r} that lies outside of it")
+        place = _made(chunk, _OWN + "ChunkStorageMetadata").fields()
+        low, sizes = _sizes(place["offsets"]), _sizes(place["sizes"])
+        if not len(low) == len(sizes) == len(size) or any(a + b > c for a, b, c in zip(low, sizes, size, strict=True)):
+            raise ValueError(f"a chunk of {key!r} that is outside of it")
         where = slice_at(low)
-        if math.prod(shard) * dtype.itemsize > where.length:
+        if math.prod(sizes) * dtype.itemsize > where.length:
             raise ValueError(f"more of {key!r} than its file holds")
-        chunks.append((low, shard, where))
+        chunks.append((low, sizes, where))
     distinct = len({low for low, _, _ in chunks}) == len(chunks)
-    if not distinct or sum(math.prod(shard) for _, shard, _ in chunks) != math.prod(size):
+    if not distinct or sum(math.prod(sizes) for _, sizes, _ in chunks) != math.prod(size):
         raise ValueError(f"chunks that do not make up {key!r}")
     return Stored(path, dtype, size, chunks)
 
@@ -270,12 +270,12 @@ def _dtype(value: Any) -> torch.dtype:
     return dtype
 
 
-def _slice(told: dict[str, Any], path: Path) -> _Slice:
-    name, start, length = told["relative_path"], told["offset"], told["length"]
+def _slice(stored: dict[str, Any], path: Path) -> _Slice:
+    name, start, length = stored["relative_path"], stored["offset"], stored["length"]
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"{name!r}, which is no name of a file beside it")
-    if told.get("transform_descriptors"):
-        raise ValueError("values that were transformed, such as compressed: save it anew without")
+    if stored.get("transform_descriptors"):
+        raise ValueError("values that were transformed, such as compressed: save the checkpoint again without that")
     if type(start) is not int or type(length) is not int or not 0 <= start <= start + length:
         raise ValueError("a place in a file that is none")
     if start + length > (path / name).stat().st_size:

@@ -1,6 +1,6 @@
-"""Values that are no tensors of the model, to JSON and back: options, step counts, what the user gives as `extra`.
+"""Values other than the model's tensors, to JSON and back: options, step counts, the user's `extra`.
 
-JSON's own values stand for themselves. Anything else is an object with the member "$", which names what it stands for:
+JSON's own values are stored as they are. Anything else is an object with the member "$", which names its type:
 
     {"$": "tuple", "items": [...]}
     {"$": "dict" or "Counter", "items": [[key, value], ...]}            with keys that are no strings, or "$" among them
@@ -21,18 +21,18 @@ from torch import Tensor
 from zero.checkpoint.format import DTYPES, NAMES, tensor_problem
 
 _ARRAYS = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
-"""numpy's names of the dtypes that a checkpoint can hold."""
+"""numpy's names for the dtypes that a checkpoint can hold."""
 
 _TAG = "$"
 
 _MOST_BITS = 1 << 13
-"""Of an integer: Python does not write down those of more than some thousand digits."""
+"""Of an integer. Python does not convert integers of more than some thousand digits to text."""
 
 
 def encode(value: Any, where: str) -> Any:
-    """A value as JSON: JSON's own, and tuples, dictionaries with other keys, Counters, small tensors and arrays.
+    """A value as JSON. It may have tuples, dictionaries with any keys, Counters, small tensors and arrays.
 
-    where: what errors call the value. Raises ValueError for anything else.
+    where: the name of the value in errors. Raises ValueError for anything else.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -42,7 +42,7 @@ def encode(value: Any, where: str) -> Any:
         if isinstance(value, plain):
             return plain(value)
     if isinstance(value, str):
-        return str.__str__(value)  # of an enum's member its value
+        return str.__str__(value)  # an enum's member becomes its value
     if isinstance(value, list):
         return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, tuple):
@@ -60,36 +60,36 @@ def encode(value: Any, where: str) -> Any:
             _TAG: "array",
         }
     if isinstance(value, Tensor) and tensor_problem(value) is None:
-        told = {_TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape)}
+        encoded = {_TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape)}
         if value.dim() == 0 and not value.dtype.is_complex and value.dtype.itemsize != 1:
-            return {**told, "value": value.item()}
+            return {**encoded, "value": value.item()}
         flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return {**told, "base64": base64.b64encode(flat.numpy().tobytes()).decode()}
+        return {**encoded, "base64": base64.b64encode(flat.numpy().tobytes()).decode()}
     raise ValueError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which JSON cannot hold. Save numbers, "
         "strings, lists, tuples, dictionaries and plain tensors of them, such as a state_dict()."
     )
 
 
-def decode(told: Any) -> Any:
-    """The value that `encode` made JSON of."""
-    if isinstance(told, list):
-        return [decode(item) for item in told]
-    if not isinstance(told, dict):
-        return told
-    kind = told.get(_TAG)
+def decode(encoded: Any) -> Any:
+    """The value that `encode` was called with."""
+    if isinstance(encoded, list):
+        return [decode(item) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    kind = encoded.get(_TAG)
     if kind is None:
-        return {key: decode(item) for key, item in told.items()}
+        return {key: decode(item) for key, item in encoded.items()}
     if kind == "tuple":
-        return tuple(decode(item) for item in told["items"])
+        return tuple(decode(item) for item in encoded["items"])
     if kind in ("dict", "Counter"):
-        items = {decode(key): decode(item) for key, item in told["items"]}
+        items = {decode(key): decode(item) for key, item in encoded["items"]}
         return Counter(items) if kind == "Counter" else items
     if kind == "array":
-        return decode({**told, _TAG: "tensor"}).numpy()
-    dtype = DTYPES[told["dtype"]]
-    if "value" in told:
-        return torch.tensor(told["value"], dtype=dtype)
-    data = bytearray(base64.b64decode(told["base64"]))
+        return decode({**encoded, _TAG: "tensor"}).numpy()
+    dtype = DTYPES[encoded["dtype"]]
+    if "value" in encoded:
+        return torch.tensor(encoded["value"], dtype=dtype)
+    data = bytearray(base64.b64decode(encoded["base64"]))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.view(told["shape"])
+    return flat.view(encoded["shape"])

@@ -1,11 +1,11 @@
 """Saving.
 
-    every rank       streams what it owns into a file of its own in a directory that no one looks at yet
+    every rank       streams what it owns into a file of its own, in a directory that no reader looks at yet
     the first rank   when all files are on disk, writes the index from their headers, and gives the directory its name
 
-Waiting or behind training, it is the same. Behind training, what is owned is copied first, and a thread does the rest.
-Threads send nothing, because the process group is training's: each of the others leaves a report on disk when it is
-done, and the first rank's looks for these.
+This is the same with wait=True and wait=False. With wait=False a rank first copies what it owns, and a thread does the
+rest while training goes on. These threads send nothing, because training uses the process group: the thread of every
+other rank writes a report to disk when it is done, and the first rank's thread waits for these reports.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from zero.checkpoint.staging import Staging
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
 
-_PATIENCE = 60.0
-"""Seconds that the first rank's thread goes on waiting for other ranks' files once the program has come to its end."""
+_WAIT_AFTER_EXIT = 60.0
+"""Seconds that the first rank's thread waits for other ranks' files after the main thread has ended."""
 
 _unfinished: dict[Place, Saving] = {}
-"""By run, the save that is being written behind training."""
+"""By run, the save that a thread is writing."""
 
 
 def save(
@@ -55,42 +55,33 @@ def save(
 
         zero.checkpoint.save("run", model, optimizer, extra={"step": 100})
 
-    path: the run's directory, on a file system that all ranks see, or a URL of fsspec's ("s3://bucket/run"). Each save
+    path: the run's directory, on a file system that all ranks see, or an fsspec URL ("s3://bucket/run"). Each save
         makes a numbered checkpoint in it, and `run/latest` names the newest once it is complete and on disk; until then
         the one before is the latest.
     model, optimizer: at any stage, as they are trained; several optimizers as a list.
     extra: JSON values, tuples, small tensors and numpy arrays, such as a scheduler's or GradScaler's state_dict(),
-        torch.get_rng_state(), numpy.random.get_state() or random.getstate(). Each entry is kept once if it is the same
-        on all ranks, otherwise one a rank.
-    keep: how many of the run's checkpoints stay, the oldest go; None keeps all.
-    wait: False copies what this rank owns to memory and writes behind training. The copy's memory is kept for the next
-        such save. `wait()` of what is returned is collective; so is the next save, which does it first.
+        torch.get_rng_state(), numpy.random.get_state() or random.getstate(). An entry is stored once if it is the same
+        on all ranks, otherwise once a rank.
+    keep: how many checkpoints of the run to keep; the oldest are removed. None keeps all.
+    wait: False copies what this rank owns, and a thread writes the copy while training goes on. The memory of the copy
+        is reused by the next such save. `wait()` of the returned Saving is collective; so is the next save, which calls
+        it first.
     process_group: of a plain model; a wrapped one knows its own.
 
-    Memory: what this rank owns is written from where it lies, BUFFER (16 MiB) at a time from devices; with wait=False
-    there is one copy of it besides. fsspec's file systems have buffers of their own.
+    Memory: what this rank owns is written without a copy from the memory of the CPU, BUFFER (16 MiB) at a time from
+    other devices; wait=False holds one copy of it. fsspec's file systems have buffers of their own.
 
-    Raises CheckpointError, on every rank, where the ranks' models or paths differ, for what cannot be stored, and where
-    a rank cannot write; checkpoints that are there stay. Also where parameters that no wrapper synchronises (a plain
+    Raises CheckpointError, on every rank, where models or paths differ between ranks, for what cannot be stored, and
+    where a rank cannot write; earlier checkpoints stay. Also where parameters that no wrapper synchronises (a plain
     module's, or those that FSDP ignores) differ between ranks: make them the same, or save a plain module of each rank
     by a `process_group` of that rank alone, to a path of its own.
     """
     training = Training(model, optimizer, process_group)
-    ranks = training.ranks
-    run, unknown = _attempt(path, lambda: place(path))
-    plan, own_extra, problem = _plan(training, {} if extra is None else extra, keep)
-    lines = _told(training, run, keep, wait)
-    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, own_extra)
-    assert plan is not None
-    if training.unsynchronised:
-        ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", _sums(plan.common))
+    run, plan = _agree(training, path, {} if extra is None else extra, keep, wait)
     earlier = _unfinished.get(run)
     if earlier is not None:
         earlier.wait()
-    begun, problem = _attempt(run, lambda: directory.begin(run)) if ranks.first else (None, None)
-    partial = run / ranks.exchange(begun.name if begun else None, problem)[0]
-    plan.index.take_extras(extras)
-    saving = Saving(ranks, partial, plan.index, keep)
+    saving = Saving(training.ranks, _begin(training.ranks, run), plan.index, keep)
     if wait:
         saving._write_now(plan)
     else:
@@ -99,7 +90,7 @@ def save(
 
 
 class Saving:
-    """A save, under way or done."""
+    """A save that is being written, or is complete."""
 
     def __init__(self, ranks: Ranks, partial: Place, index: Index, keep: int | None) -> None:
         self._ranks, self._partial, self._index, self._keep = ranks, partial, index, keep
@@ -112,7 +103,7 @@ class Saving:
 
     @property
     def path(self) -> Path | str:
-        """The checkpoint, for `load`; a URL where the run's was one. Raises RuntimeError before it is unsharded."""
+        """The checkpoint's path, for `load`; a URL if the run's was one. Raises RuntimeError until it is complete."""
         if self._failure is not None:
             raise RuntimeError(f"there is no checkpoint: {self._failure}")
         if self._final is None:
@@ -120,9 +111,9 @@ class Saving:
         return self._final.public
 
     def wait(self) -> None:
-        """Collective. Returns when the checkpoint is unsharded and on disk, and the latest.
+        """Collective. Returns when the checkpoint is complete, on disk, and the run's latest.
 
-        Raises CheckpointError, on every rank, if it came to nothing.
+        Raises CheckpointError, on every rank, if it could not be written.
         """
         if self._failure is not None:
             raise self._failure
@@ -134,15 +125,15 @@ class Saving:
         try:
             if self._thread is not None:
                 self._join(self._thread)
-            told = self._ranks.exchange(self._final.name if self._final else None, self._problem)
+            names = self._ranks.exchange(self._final.name if self._final else None, self._problem)
         except CheckpointError as failure:
             self._failure = failure
             self._discard()  # again, now that no rank writes there any more
             raise
-        self._final = self._partial.parent / told[0]
+        self._final = self._partial.parent / names[0]
 
     def _join(self, thread: threading.Thread) -> None:
-        """Collective. Ranks tell how they fared before, for one that can write nothing cannot report, either."""
+        """Collective. Ranks exchange their problems first: a rank that cannot write cannot write a report either."""
         self._written.wait()
         try:
             self._ranks.exchange(None, self._problem)
@@ -152,7 +143,7 @@ class Saving:
         finally:
             thread.join()
 
-    # --------------------------------------------------------------------------------------------- the two ways
+    # ------------------------------------------------------------------------------- with wait=True, with wait=False
 
     def _write_now(self, plan: SavePlan) -> None:
         self._write_file(plan)
@@ -170,12 +161,12 @@ class Saving:
         _unfinished[self._partial.parent] = self
 
         def work() -> None:
-            _give_way()
+            _lower_priority()
             self._write_file(replace(plan, held=copies.held))
             copies.release()
             if not self._ranks.first:
-                self._tell()
-            self._written.set()  # only the first rank touches the directory from here on, and can remove it for good
+                self._report()
+            self._written.set()  # from here on only the first rank writes to the directory, and can remove it
             if self._ranks.first:
                 self._finish()
 
@@ -185,23 +176,23 @@ class Saving:
     # ------------------------------------------------------------------------------------------------- the steps
 
     def _write_file(self, plan: SavePlan) -> None:
-        """Writes this rank's file; what goes wrong is in `_problem`."""
+        """Writes this rank's file. An error is left in `_problem`."""
         partial, rank = self._partial, self._ranks.rank
         if self._ranks.writes:
             _, self._problem = _attempt(
                 rank_file(partial, rank), lambda: write_rank_file(partial, rank, plan, shown=self._ranks.first)
             )
 
-    def _tell(self) -> None:
-        """Leaves a report for the first rank's thread: that this rank's file is there, or what went wrong."""
-        report = self._partial / _report(self._ranks.rank)
+    def _report(self) -> None:
+        """Writes a report for the first rank's thread: empty if this rank's file is written, otherwise the error."""
+        report = self._partial / _report_name(self._ranks.rank)
         if self._ranks.writes:
             _attempt(report, lambda: report.put((self._problem or "").encode()))
 
     def _await_others(self) -> str | None:
-        """Until all ranks have reported; the problem of one that has failed. Removes the reports."""
+        """Waits until all ranks have reported, and removes the reports. Returns the problem of one that has failed."""
         ended, pause = None, 0.01
-        missing = {_report(rank) for rank in range(1, self._ranks.world)}
+        missing = {_report_name(rank) for rank in range(1, self._ranks.world)}
         while missing and not self._given_up.is_set():
             for report in [one for one in self._partial.inside() if one.name in missing]:
                 missing.remove(report.name)
@@ -211,18 +202,18 @@ class Saving:
                 report.remove()
             if not threading.main_thread().is_alive():
                 ended = ended or time.monotonic()
-                if time.monotonic() - ended > _PATIENCE:
+                if time.monotonic() - ended > _WAIT_AFTER_EXIT:
                     return "other ranks have not written their files before the program ended."
             if missing:
                 self._given_up.wait(pause)
-                pause = min(2 * pause, self._partial.look_every)
+                pause = min(2 * pause, self._partial.poll_every)
         return "another rank could not write its file." if missing else None
 
     def _finish(self) -> None:
-        """On the first rank, behind training, when its own file is written or could not be."""
+        """On the first rank's thread, after it has tried to write its own file."""
         if self._problem is None:
-            told, problem = _attempt(self._partial, self._await_others)
-            self._problem = told or problem
+            reported, problem = _attempt(self._partial, self._await_others)
+            self._problem = reported or problem
         if self._problem is None:
             self._publish()
         else:
@@ -241,10 +232,33 @@ class Saving:
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
+def _agree(
+    training: Training, path: str | os.PathLike[str], extra: dict[str, Any], keep: int | None, wait: bool
+) -> tuple[Place, SavePlan]:
+    """Collective. The run's directory, and what this rank writes. Raises where ranks do not save the same."""
+    ranks = training.ranks
+    run, unknown = _attempt(path, lambda: place(path))
+    plan, own_extra, problem = _plan(training, extra, keep)
+    lines = _signature(training, run, keep, wait)
+    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, own_extra)
+    assert plan is not None
+    if training.unsynchronised:
+        ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", _checksums(plan.common))
+    plan.index.take_extras(extras)
+    return run, plan
+
+
+def _begin(ranks: Ranks, run: Place) -> Place:
+    """Collective. A new directory to write into."""
+    begun, problem = _attempt(run, lambda: directory.begin(run)) if ranks.first else (None, None)
+    name: str = ranks.exchange(begun.name if begun else None, problem)[0]
+    return run / name
+
+
 def _plan(
     training: Training, extra: dict[str, Any], keep: int | None
 ) -> tuple[SavePlan | None, dict[str, Any], str | None]:
-    """What this rank writes, its extra as JSON, and what is wrong, in words for the user."""
+    """What this rank writes, its extra as JSON, and an error message for the user."""
     if training.problem:
         return None, {}, training.problem
     if keep is not None and (not isinstance(keep, int) or keep < 1):
@@ -252,15 +266,15 @@ def _plan(
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
         return None, {}, f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}."
     try:
-        told = {key: encode(value, f"extra[{key!r}]") for key, value in extra.items()}
-        return plan_save(training), told, None
+        encoded = {key: encode(value, f"extra[{key!r}]") for key, value in extra.items()}
+        return plan_save(training), encoded, None
     except ValueError as error:
         return None, {}, str(error)
-    except Exception as error:  # of the user's optimizer or values: the other ranks must hear of it
-        return None, {}, f"what is to be saved could not be looked at ({type(error).__name__}: {error})."
+    except Exception as error:  # from the user's optimizer or values: every rank must raise it
+        return None, {}, f"what is to be saved could not be read ({type(error).__name__}: {error})."
 
 
-def _told(training: Training, run: Place | None, keep: int | None, wait: bool) -> list[str]:
+def _signature(training: Training, run: Place | None, keep: int | None, wait: bool) -> list[str]:
     """What must be the same on all ranks."""
     lines = [f"path {run}", f"keep {keep}, wait {wait}", f"stage {training.stage}"]
     lines += [f"optimizer {kind(one)}" for one in training.optimizers]
@@ -269,27 +283,27 @@ def _told(training: Training, run: Place | None, keep: int | None, wait: bool) -
     return lines
 
 
-def _sums(common: Sequence[Held]) -> list[str]:
+def _checksums(common: Sequence[Held]) -> list[str]:
     return [f"{held.path} with checksum {checksum(held.flat()):08x}" for held in common]
 
 
 def _attempt(path: Any, work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What the work returned, or what went wrong with the disk, in words for the user."""
+    """What the work returned, or an error message for the user about the disk."""
     try:
         return work(), None
     except FileProblem as error:
         return None, f"{error}."
     except OSError as error:
         return None, f"{error.filename or path} could not be written ({error.strerror or error}). Nothing was changed."
-    except Exception as error:  # the other ranks must hear of it
+    except Exception as error:  # every rank must raise it
         return None, f"{path} could not be written ({type(error).__name__}: {error})."
 
 
-def _give_way() -> None:
-    """Has training go before this thread where there are not cores for both. On Linux threads have priorities."""
+def _lower_priority() -> None:
+    """Lets training run before this thread where there are not cores for both. On Linux threads have priorities."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _report(rank: int) -> str:
+def _report_name(rank: int) -> str:
     return f"rank-{rank:05d}.report"

@@ -123,12 +123,17 @@ def link_of(group: dist.ProcessGroup) -> Link:
     return _links[group]
 
 
+def orders_groups() -> bool:
+    """Whether torch makes groups whose ranks are not sorted: torch 2.11 does not."""
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
 def group_in_order(ranks: list[int]) -> dist.ProcessGroup:
     """Collective over all ranks of the job. Returns a group, with the job's backend, of these ranks in this order.
 
     Raises ValueError if this version of torch always sorts the ranks of a group.
     """
-    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+    if not orders_groups():
         raise ValueError(
             f"torch {torch.__version__} sorts the ranks of every group, but this needs another order. Take a newer one."
         )

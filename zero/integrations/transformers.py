@@ -1,7 +1,7 @@
 """Hugging Face's Trainer, at any stage: a mixin before any Trainer class.
 
-The Trainer does not hear of FSDP: it builds its optimizer of the plain model, and the Accelerator shards both. So
-`trainer.model` is the plain module, whose parameters are sharded, and `trainer.model_wrapped` what shards them.
+The Trainer does not know of FSDP: it builds its optimizer from the plain model, and the Accelerator shards both. So
+`trainer.model` is the plain module, whose parameters are sharded, and `trainer.model_wrapped` is its wrapper.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ZeroTrainerMixin:
 
         trainer = SFTTrainer(model, args, zero_plugin=2, ...)
 
-    zero_plugin: a ZeroPlugin, or a stage. Without one `TrainingArguments(fsdp=..., fsdp_config=...)` says how to shard,
-        and without these what `accelerate launch` has put into the environment.
+    zero_plugin: a ZeroPlugin, or a stage. By default `TrainingArguments(fsdp=..., fsdp_config=...)` are used, and
+        without these the environment that `accelerate launch` sets.
 
-    Losses and weights are those of DistributedDataParallel. `save_model` and checkpoints have all weights, which
-    `from_pretrained` loads, and checkpoints the optimizer's full state, so that a run goes on at any stage, also
+    Losses and weights are those of DistributedDataParallel. `save_model` and checkpoints have full weights, which
+    `from_pretrained` loads. Checkpoints also have the optimizer's full state, so that a run continues at any stage, and
     without zero; with state_dict_type "SHARDED_STATE_DICT" that state is a zero.checkpoint.
     Raises ValueError, on every rank, for arguments that are not available.
     """
@@ -53,8 +53,8 @@ class ZeroTrainerMixin:
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, (FSDP, ShardedDDP, DistributedDataParallel)):
             raise ValueError(
-                f"the Trainer was given a {type(model).__name__}, and would take its forward for one without "
-                "arguments. Pass the plain model and zero_plugin."
+                f"the Trainer was given a {type(model).__name__}, whose forward does not show the model's arguments. "
+                "Pass the plain model and zero_plugin."
             )
         super().__init__(*args, **kwargs)
 
@@ -69,7 +69,7 @@ class ZeroTrainerMixin:
                 super().create_accelerator_and_postprocess()  # type: ignore[misc]
         finally:
             self.args.fsdp_plugin_args = asked
-        self.accelerator.__class__ = Accelerator  # the Trainer has handed out methods of this very object
+        self.accelerator.__class__ = Accelerator  # other objects already hold methods of this one, so it must stay
         self.accelerator.set_up(plugin)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class ZeroTrainerMixin:
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """The Trainer's own, of full parameters."""
+        """The Trainer's own, with the number of full parameters."""
         name = getattr(self.model, "main_input_name", "input_ids")
         if self._full_numel is None or name not in inputs:
             return int(super().floating_point_ops(inputs))  # type: ignore[misc]
@@ -99,7 +99,7 @@ class ZeroTrainerMixin:
         return None if self.args.save_on_each_node else 0
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Collective. All weights, as `from_pretrained` loads them."""
+        """Collective. Saves the full weights, as `from_pretrained` loads them."""
         self._saves_to_go_on = _internal_call
         try:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
@@ -121,7 +121,7 @@ class ZeroTrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _full_parameters(self) -> AbstractContextManager[None]:
-        """Collective. In here weights may be loaded into the plain module."""
+        """Collective. In this context weights may be loaded into the plain module."""
         wrapped = self.model_wrapped
         return wrapped.summon_full_params() if isinstance(wrapped, FSDP) else nullcontext()
 
@@ -148,11 +148,11 @@ class ZeroTrainerMixin:
 
     @contextmanager
     def _optimizer_is(self, optimizer: Any) -> Iterator[None]:
-        kept, self.optimizer = self.optimizer, optimizer
+        own, self.optimizer = self.optimizer, optimizer
         try:
             yield
         finally:
-            self.optimizer = kept
+            self.optimizer = own
 
 
 class _StandIn:
@@ -180,10 +180,10 @@ class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):  # type: ig
 
 
 def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
-    """What a Trainer with these TrainingArguments shards by. Raises ValueError for what does not fit together."""
+    """The ZeroPlugin of a Trainer with these TrainingArguments. Raises ValueError for arguments that contradict it."""
     if getattr(args, "deepspeed", None) is not None:
         raise ValueError(
-            "TrainingArguments(deepspeed=...) has transformers build models by DeepSpeed. Leave it out, and pass "
+            "TrainingArguments(deepspeed=...) makes transformers build models by DeepSpeed. Leave it out, and pass "
             "zero_plugin=ZeroPlugin.from_json(path) to the Trainer."
         )
     if args.auto_find_batch_size:
@@ -206,26 +206,24 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
     for name, (asked, found) in theirs.items():
         if asked is not None and asked != found:
             raise ValueError(
-                f"{name} is {asked!r} in the configuration of zero, but TrainingArguments say {found!r}. Make them the "
+                f"{name} is {asked!r} in the configuration of zero, but {found!r} in TrainingArguments. Make them the "
                 "same, or leave it out of the configuration."
             )
-    # The Trainer sees to these itself.
+    # The Trainer applies these itself.
     return replace(plugin, gradient_accumulation_steps=None, gradient_clipping=None, micro_batch_size=None)
 
 
 def _of_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """TrainingArguments have taken the prefix `fsdp_` off, and have added keys of XLA's."""
+    """The fields of an fsdp_config. TrainingArguments have removed the prefix `fsdp_`, and added keys for XLA."""
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
         if config.get(name):
-            raise ValueError(
-                f"fsdp_config: {name}={config[name]!r} is not available: torch_xla lacks what zero rests on."
-            )
+            raise ValueError(f"fsdp_config: {name}={config[name]!r} is not available: zero does not support torch_xla.")
     return fields({name: value for name, value in config.items() if not name.startswith("xla")})
 
 
 @contextmanager
 def _full_parameters_counted() -> Iterator[None]:
-    """In here the Trainer logs the number of full parameters, where it would count shards."""
+    """In this context the Trainer logs the number of full parameters; otherwise it would count shards."""
     count: Callable[..., int] = transformers.trainer.get_model_param_count
 
     def counted(model: nn.Module, trainable_only: bool = False) -> int:

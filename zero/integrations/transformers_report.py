@@ -1,4 +1,4 @@
-"""MemoryCallback: what each rank holds, in the logs of the Trainer of transformers."""
+"""MemoryCallback: the bytes that each rank holds, in the logs of the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import zero
 
 
 class MemoryCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds `zero.report`, taken between backward and step, to what the Trainer logs, and prints the last at the end.
+    """Adds `zero.report`, taken between backward and step, to the Trainer's logs, and prints the last one at the end.
 
-    every: steps between reports. Figures are this rank's, by the names of `Report.numbers()`; `sent` is what went since
-    the step before, so from the second step on. `report` is the last.
+    every: steps between reports. Figures are this rank's, by the names of `Report.numbers()`. `sent` counts from the
+    step before, so reports begin with the second step. `report` is the last one.
     """
 
     def __init__(self, every: int = 50) -> None:

@@ -1,8 +1,8 @@
-"""What an optimizer reads and writes, measured by stepping small tensors. Nothing here knows of ranks or shards.
+"""What an optimizer reads and writes, measured by stepping small tensors. Nothing here uses ranks.
 
 kinds      whether an optimizer may be cut inside parameters, sharded between them, or not at all
 probe      how that is measured
 numbers    what a step writes into param_groups
-built      the same of an optimizer that the user has built
+built      the kind of an optimizer that the user has built
 named      optimizers that take (name, parameter) pairs
 """

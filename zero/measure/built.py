@@ -1,4 +1,4 @@
-"""What an optimizer is that the user has built, and what others do around it."""
+"""The kind of an optimizer that the user has built, and other optimizers that work with it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from zero.measure.param_groups import described_options, options
 
 
 def finding_of_built(optimizer: Optimizer) -> Finding:
-    """What an optimizer is that was built already: another is built alike, as far as its attributes tell."""
+    """The kind of an optimizer that exists already: measured on another, built with the same arguments as far as the
+    optimizer's attributes have them."""
     found = known(type(optimizer))
     if found is not None:
         return found
     groups = [options(group) for group in optimizer.param_groups]
-    return measured(type(optimizer), _told(optimizer), partial(_built_alike, optimizer), groups)
+    return measured(type(optimizer), _description(optimizer), partial(_built_alike, optimizer), groups)
 
 
 def _built_alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -34,7 +35,8 @@ def _built_alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimize
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """Those of its constructor after the first, as far as they are known. Of an optimizer inside, what builds it."""
+    """The constructor's arguments after the first, as far as they are known; for an inner optimizer a function that
+    builds it."""
     held = _held(optimizer)
     given: dict[str, Any] = {}
     for name in [*inspect.signature(type(optimizer)).parameters][1:]:
@@ -48,7 +50,7 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _held(optimizer: Optimizer) -> dict[str, Any]:
-    """Its defaults, and what it keeps in attributes of plain values, or of an optimizer."""
+    """Its defaults, and its attributes that are plain values or optimizers."""
     attributes = {
         name.lstrip("_"): value
         for name, value in vars(optimizer).items()
@@ -57,16 +59,18 @@ def _held(optimizer: Optimizer) -> dict[str, Any]:
     return {**attributes, **optimizer.defaults}
 
 
-def _told(optimizer: Optimizer) -> str:
+def _description(optimizer: Optimizer) -> str:
     held = _held(optimizer)
-    inner = [f"{name} {type(one).__name__} {_told(one)}" for name, one in held.items() if isinstance(one, Optimizer)]
+    inner = [
+        f"{name} {type(one).__name__} {_description(one)}" for name, one in held.items() if isinstance(one, Optimizer)
+    ]
     return "; ".join([described_options({k: v for k, v in held.items() if not isinstance(v, Optimizer)}), *inner])
 
 
 def around(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Other optimizers with this one's groups. What they do beside its step, no hook of torch's tells.
+    """Other optimizers with this one's groups. No hook of torch shows what they do besides its step.
 
-    Costs 70 ms where 300,000 objects live.
+    Takes 70 ms with 300,000 objects in the process.
     """
     for each in gc.get_objects():
         if issubclass(type(each), Optimizer) and each is not optimizer:
@@ -76,9 +80,9 @@ def around(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def working_by(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Others that hold this one, and state of its parameters besides: they do more than to pass its step on.
+    """Other optimizers that hold this one and have state for its parameters: they do more than call its step.
 
-    Costs as much as `around`.
+    Takes as long as `around`.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for each in gc.get_objects():

@@ -1,4 +1,4 @@
-"""Which optimizers may be sharded, and how: known of torch's own, measured of all others, once a class and options."""
+"""Which optimizers may be sharded, and how: known for torch's own; others are measured, once a class and options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
     for name in ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
-"""torch's optimizers whose step of one element reads no other element: a part is stepped as the whole would be."""
+"""torch's optimizers whose step of one element reads no other element: a shard is stepped as in the full parameter."""
 
 _TENSORWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
 
@@ -32,7 +32,7 @@ _WORST_FIRST = (Kind.COUPLED, Kind.UNKNOWN, Kind.TENSORWISE, Kind.ELEMENTWISE)
 
 
 def known(optim: Callable[..., object] | None) -> Finding | None:
-    """Of torch's own optimizers, without measuring anything."""
+    """The kind of torch's own optimizers; None for others. Measures nothing."""
     optim = unwrapped(optim)
     if not isinstance(optim, type):
         return None
@@ -46,14 +46,14 @@ def known(optim: Callable[..., object] | None) -> Finding | None:
 
 
 def unwrapped(optim: Any) -> Any:
-    """The class or function that a partial, of a partial maybe, is of."""
+    """The class or function inside a partial, or inside nested ones."""
     while isinstance(optim, partial):
         optim = optim.func
     return optim
 
 
 def title(optim: Callable[..., object]) -> str:
-    """What errors call it: names such as AdamW are those of several, so others than torch's come with their module."""
+    """The optimizer's name in errors, with its module if it is not torch's: several classes are called AdamW."""
     kind = unwrapped(optim)
     module = getattr(kind, "__module__", "")
     return called(kind) if module.split(".")[0] == "torch" else f"{called(kind)} ({module})"
@@ -65,14 +65,14 @@ def finding_of(
     groups: Sequence[Mapping[str, Any]] = ({},),
     granularity: int | None = None,
 ) -> Finding:
-    """What an optimizer is that is built by `optim(params, **defaults)` from groups with these options.
+    """The kind of an optimizer that `optim(params, **defaults)` builds from groups with these options.
 
-    granularity: elements of whose multiples cuts are.
+    granularity: parameters are cut at multiples of so many elements.
     """
     given = dict(defaults or {})
     while isinstance(optim, partial):
         if optim.args:
-            break  # not the groups, which come first
+            break  # positional arguments would take the place of the groups
         given, optim = {**optim.keywords, **given}, optim.func
     found = known(optim)
     if found is not None:
@@ -89,9 +89,9 @@ def finding_of(
 def measured(
     source: Any, options: str, build: Build, groups: Sequence[Mapping[str, Any]], granularity: int | None = None
 ) -> Finding:
-    """What an optimizer of groups with such options is: the worst that was found of any of them.
+    """The kind of an optimizer of groups with such options: the worst kind of any group.
 
-    source, options: what `build` builds, and how, in words; by these it is remembered.
+    source, options: what `build` builds, and with which options, as text; they are the key of the cache.
     """
     findings = {}
     for group in groups:
@@ -109,7 +109,7 @@ def measured(
 def _remembered(source: Any, key: tuple[str, int | None], build: Build, group: Mapping[str, Any]) -> Finding:
     try:
         known_before = _found.setdefault(source, {})
-    except TypeError:  # what cannot be referred to weakly is measured each time
+    except TypeError:  # without weak references it is measured each time
         known_before = {}
     if key not in known_before:
         known_before[key] = probe(build, group, key[1])
@@ -117,7 +117,7 @@ def _remembered(source: Any, key: tuple[str, int | None], build: Build, group: M
 
 
 def _sort(value: Any) -> Any:
-    """Groups that differ in rates alone are one sort: of a fraction its sign matters."""
+    """The value in a cache key. Only the sign of a fraction counts, so groups that differ in rates share a key."""
     if isinstance(value, Tensor) and value.is_floating_point() and not value.dim():
         value = value.item()
     return f"a number, {(value > 0) - (value < 0)}" if isinstance(value, float) else value

@@ -17,10 +17,10 @@ def build(
     named: Sequence[tuple[str, nn.Parameter]],
     defaults: Mapping[str, Any],
 ) -> tuple[Optimizer, bool]:
-    """The optimizer, and whether it was given pairs.
+    """The optimizer, and whether it was built from pairs.
 
-    params: what it is given first, parameters or groups. named: the pairs, if there are any, for where it takes no
-        other. Raises what it raised of the first.
+    params: parameters or groups, tried first. named: (name, parameter) pairs, if there are any, tried if the optimizer
+        refuses `params`. If both fail, raises the error of the first.
     """
     try:
         return optim(params, **defaults), False
@@ -29,18 +29,18 @@ def build(
             if named:
                 return optim([*named], **defaults), True
         except Exception:
-            pass  # what it said of the first is told
+            pass  # the first error is raised
         raise
 
 
 def groups_made(optimizer: Optimizer, originals: Mapping[nn.Parameter, tuple[str, nn.Parameter]]) -> list[Any]:
-    """The groups that an optimizer of parts has made, with the parameters in the place of their parts.
+    """The groups that an optimizer of shards has made, with each shard replaced by its parameter.
 
-    originals: of each part the parameter and its name.
+    originals: for each shard the parameter's name and the parameter.
     """
     made = []
     for group in optimizer.param_groups:
-        of_group = [originals[part] for part in group["params"]]
+        of_group = [originals[shard] for shard in group["params"]]
         names, params = [name for name, _ in of_group], [param for _, param in of_group]
         made.append({**options(group), "params": params, "param_names": names})
     return made

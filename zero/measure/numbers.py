@@ -1,7 +1,7 @@
-"""The numbers in an optimizer's param_groups, and whether those that its steps write there agree between ranks.
+"""The numbers in an optimizer's param_groups, and whether the numbers that its steps write there agree between ranks.
 
-An optimizer that estimates one number over all the parameters that it has (a step size, a norm) writes it there as a
-rule. On a rank it has parts: where ranks then have different numbers, they would train something of their own.
+An optimizer that estimates one number over all its parameters (a step size, a norm) usually writes it there. On a rank
+it has only shards. If ranks then have different numbers, their steps are wrong.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from zero.measure.param_groups import options
 Numbers = dict[str, float]
 
 SLOTS = 8
-"""Groups that are compared, from the first on."""
+"""The number of groups that are compared, from the first."""
 
 
 def numbers(group: Mapping[str, Any]) -> Numbers:
-    """By option. Without those on an accelerator, which would have to be waited for."""
+    """The group's numbers by option, without those on an accelerator: reading them would wait for it."""
     found: Numbers = {}
     for key, value in options(dict(group)).items():
         if isinstance(value, Tensor):
@@ -37,41 +37,43 @@ def numbers(group: Mapping[str, Any]) -> Numbers:
 
 
 class Written:
-    """What one optimizer writes into its groups in a step."""
+    """The numbers that an optimizer writes into its groups in a step. Construct it before the step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """To be made before the step."""
         self._before = [numbers(group) for group in optimizer.param_groups[:SLOTS]]
 
     def anything(self, optimizer: Optimizer) -> bool:
-        """After the step: whether it has written any number."""
+        """Whether the step has written any number. Call it after the step."""
         return self._before != [numbers(group) for group in optimizer.param_groups[:SLOTS]]
 
     def as_tensor(self, optimizer: Optimizer) -> Tensor:
-        """After the step: what ranks are to compare by `differs`, as the maximum over them; [2 x SLOTS], float64."""
-        told = torch.full((2, SLOTS), -math.inf, dtype=torch.float64)
+        """After the step: a signature, [2 x SLOTS], float64. Its maximum over the ranks is for `differs`."""
+        signature = torch.full((2, SLOTS), -math.inf, dtype=torch.float64)
         for slot, (old, group) in enumerate(zip(self._before, optimizer.param_groups, strict=False)):
-            if any(param.grad is not None and param.numel() for param in group["params"]):  # else it need not know
+            if any(param.grad is not None and param.numel() for param in group["params"]):  # otherwise it may not know
                 changed = sorted((key, value) for key, value in numbers(group).items() if old.get(key) != value)
                 digest = hashlib.sha256(repr(changed).encode()).digest()
-                told[0, slot] = int.from_bytes(digest[:6], "little")
-                told[1, slot] = -told[0, slot]
-        return told.flatten()
+                signature[0, slot] = int.from_bytes(digest[:6], "little")
+                signature[1, slot] = -signature[0, slot]
+        return signature.flatten()
 
 
 NOTHING = torch.full((2 * SLOTS,), -math.inf, dtype=torch.float64)
-"""Told where no step was taken yet."""
+"""The signature before the first step."""
 
 
-def differs(told: Tensor, optimizer: Optimizer) -> str | None:
-    """Of the maximum over the ranks of what they told: what is wrong, in words for the user; None if nothing."""
-    most, least = told.view(2, SLOTS)[0], -told.view(2, SLOTS)[1]
+def differs(largest: Tensor, optimizer: Optimizer) -> str | None:
+    """Whether ranks wrote different numbers, as an error message for the user; None if they did not.
+
+    largest: the maximum over the ranks of their signatures.
+    """
+    most, least = largest.view(2, SLOTS)[0], -largest.view(2, SLOTS)[1]
     for slot in range(SLOTS):
         if math.isfinite(most[slot]) and most[slot] != least[slot]:
             return (
                 f"{type(optimizer).__name__} wrote other numbers into param_groups[{slot}] on another rank; here are "
-                f"{numbers(optimizer.param_groups[slot])}. It computes them from all the parameters that it has, and "
-                "each rank has others of them: it cannot be sharded. Use it without zero (stage 0), from weights of "
-                "before this step."
+                f"{numbers(optimizer.param_groups[slot])}. It computes them from all its parameters, and each rank has "
+                "only its shards: it cannot be sharded. Use it without zero (stage 0), from weights saved before this "
+                "step."
             )
     return None

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 SHARD_MARK = "zero_shard"
-"""Key of the mark of one rank's part, in a state_dict or its groups."""
+"""Key that marks one rank's shard, in a state_dict or its groups."""
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
@@ -15,14 +15,14 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def described_options(given: dict[str, Any]) -> str:
-    """Options in words that are the same in every process."""
-    told = {
+    """Options as text that is the same in every process."""
+    described = {
         key: value.tolist() if isinstance(value, Tensor) else called(value) if callable(value) else value
         for key, value in given.items()
     }
-    return ", ".join(f"{key}={value}" for key, value in sorted(told.items())) or "no options of its own"
+    return ", ".join(f"{key}={value}" for key, value in sorted(described.items())) or "no options of its own"
 
 
 def called(optim: object) -> str:
-    """The name of a class or function; of anything else its class, as its own words may hold an address."""
+    """The name of a class or function; for other objects that of their class, as repr() may have an address in it."""
     return getattr(optim, "__name__", type(optim).__name__)

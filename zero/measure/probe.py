@@ -1,13 +1,13 @@
-"""What an optimizer is, measured by stepping a few small tensors on the CPU.
+"""Measures the kind of an optimizer by stepping a few small tensors on the CPU.
 
-    whole    a list of tensors, by one optimizer
+    full     a list of tensors, by one optimizer
     lists    the same tensors, by two optimizers of half of them each, in another order
-    pieces   tensors cut in two, the first pieces by one optimizer, the second by another
+    shards   tensors cut in two, the first shards by one optimizer, the second by another
 
-All start from the same values, take the same gradients and draw the same random numbers. An optimizer that gives the
-same in `pieces` as in `whole` may be cut inside parameters; one that does so in `lists` may be sharded between them.
-What is compared is every bit of the tensors, of their state, and the numbers that it writes into its param_groups:
-those of an optimizer that estimates one number over all parameters (Prodigy) move before the parameters do.
+All start from the same values, take the same gradients and draw the same random numbers. If an optimizer's `shards`
+equal `full`, parameters may be cut for it; if its `lists` do, it may be sharded between parameters. Compared are the
+tensors and their state, bit for bit, and the numbers that the optimizer writes into its param_groups: an optimizer that
+estimates one number over all parameters (Prodigy) changes that number before it changes the parameters.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from zero.measure.shapes import shard_shape
 from zero.measure.undisturbed import seed, undisturbed
 
 Build = Callable[[list[dict[str, Any]]], Optimizer]
-"""Makes a new optimizer of the groups that it is given."""
+"""Makes a new optimizer from parameter groups."""
 
 Shapes = Sequence[tuple[int, ...]]
 
 _STEPS, _GROWTH, _RATE = 6, 2.0, 0.1
-"""In the sixth step RAdam begins to rectify. Gradients grow, for what is clipped. The learning rate is the probe's own,
-as a schedule may begin at nothing."""
+"""RAdam begins to rectify in the sixth step. Gradients grow, so that clipping shows. The probe sets its own learning
+rate, because a schedule may begin at 0."""
 
 _SECONDS = 10.0
-"""After which an optimizer stays unknown."""
+"""The time limit, after which an optimizer's kind stays unknown."""
 
 _MATRIX, _VECTOR, _KERNEL = (12, 16), (37,), (4, 3, 2, 2)
 _LONG, _LARGE = 5120, (136, 144)
-"""Optimizers that keep their state in 8 bits do so from 4,096 elements on: the pieces have fewer. Some factor matrices
-from 128 rows and columns on. These come last: what works with whole matrices would take seconds."""
+"""Optimizers with 8-bit state use it from 4,096 elements on: the shards have fewer. Some factor matrices from 128 rows
+and columns on. These are tried last: optimizers that compute with full matrices take seconds for them."""
 
 _LISTS: tuple[Shapes, ...] = ((_MATRIX, _VECTOR, _KERNEL), (_MATRIX, _VECTOR), (_MATRIX,))
 """Tried in turn, as some optimizers take matrices only."""
@@ -58,12 +58,12 @@ class Kind(Enum):
     ELEMENTWISE = "that element alone"
     TENSORWISE = "the parameter that it is in"
     COUPLED = "other parameters, too"
-    UNKNOWN = "nobody knows"
+    UNKNOWN = "not known"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """reason: what was compared and differed, or why nothing could be measured, in words for the user.
+    """reason: what differed, or why nothing could be measured, as text for the user.
 
     writes_numbers: whether a step may write numbers into param_groups.
     writes_frozen: whether a step may write into parameters that have no gradient.
@@ -76,16 +76,16 @@ class Finding:
 
 
 class _LateError(Exception):
-    """The time is up."""
+    """The time limit has passed."""
 
 
 class _DifferenceError(Exception):
-    """What was compared differs; the message says how."""
+    """A comparison failed; the message says where."""
 
 
 @dataclass(frozen=True)
-class _Course:
-    """What became of tensors: their last values, their states, and the numbers in param_groups after every step.
+class _Outcome:
+    """The outcome of some steps: the tensors' last values, their states, the numbers in param_groups after each step.
 
     drew: whether random numbers were drawn.
     """
@@ -97,9 +97,9 @@ class _Course:
 
 
 def probe(build: Build, options: Mapping[str, Any], granularity: int | None = None) -> Finding:
-    """Measures the optimizers that `build` makes of a group with these options. Leaves all generators as they were.
+    """Measures the optimizers that `build` makes of a group with these options. Random generators stay as they were.
 
-    granularity: elements of whose multiples, counted from a parameter's start, cuts are.
+    granularity: parameters are cut at multiples of so many elements.
     """
     with undisturbed():
         measure = _Measure(build, options)
@@ -118,60 +118,60 @@ class _Measure:
 
     def find(self, granularity: int | None) -> Finding:
         try:
-            shapes, whole = self._first()
+            shapes, full = self._first()
         except _LateError:
             raise
-        except Exception as error:  # whatever a stranger's code raises
-            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_told(error)}", writes_numbers=True)
-        writes = any(each != whole.numbers[0] for each in whole.numbers)
+        except Exception as error:  # the optimizer is foreign code, and may raise anything
+            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(error)}", writes_numbers=True)
+        writes = any(each != full.numbers[0] for each in full.numbers)
         try:
-            self._compare_lists(shapes, whole)
+            self._compare_lists(shapes, full)
         except _DifferenceError as difference:
             return Finding(Kind.COUPLED, str(difference), writes)
         except _LateError:
             raise
         except Exception as error:
-            return Finding(Kind.UNKNOWN, f"a step of some of its tensors raised {_told(error)}", writes_numbers=True)
+            return Finding(Kind.UNKNOWN, f"a step of some of its tensors raised {_text(error)}", writes_numbers=True)
         try:
-            self._compare_pieces(_large_enough(shapes, granularity), granularity)
+            self._compare_shards(_large_enough(shapes, granularity), granularity)
             if granularity is None:
-                self._compare_pieces([_LARGE], None)
+                self._compare_shards([_LARGE], None)
             if _VECTOR in shapes:
-                self._compare_pieces([(max(_LONG, (granularity or 0) + _LONG // 5),)], granularity)
+                self._compare_shards([(max(_LONG, (granularity or 0) + _LONG // 5),)], granularity)
         except _DifferenceError as difference:
             return Finding(Kind.TENSORWISE, str(difference), writes)
         except _LateError:
             raise
         except Exception as error:
-            return Finding(Kind.TENSORWISE, f"a step of pieces of tensors raised {_told(error)}", writes)
+            return Finding(Kind.TENSORWISE, f"a step of shards of tensors raised {_text(error)}", writes)
         return Finding(Kind.ELEMENTWISE, writes_numbers=writes)
 
     def writes_frozen(self) -> bool:
-        """Of a matrix that has no gradient, beside one that has."""
+        """Whether a step writes into a matrix without a gradient, stepped with one that has a gradient."""
         (value, gradient), (frozen, _) = _values([_MATRIX, _MATRIX])
         try:
             return not torch.equal(self._run([(value, gradient), (frozen, None)]).values[1], frozen)
         except _LateError:
             raise
-        except Exception:  # it is not known to leave such a one alone
+        except Exception:  # not measured, so it may write
             return True
 
-    def _first(self) -> tuple[Shapes, _Course]:
-        """The shapes that the optimizer takes, without a closure if it can be, and the course of two tensors of each.
+    def _first(self) -> tuple[Shapes, _Outcome]:
+        """The shapes that the optimizer takes, without a closure if possible, and the outcome of two tensors of each.
 
-        Raises what the first attempt raised where none succeeds.
+        If no attempt succeeds, raises the error of the first.
         """
         first: Exception | None = None
         for self._closure in (False, True):
             for shapes in _LISTS:
                 given = _values([*shapes, *(shape[::-1] for shape in shapes)])
                 try:
-                    whole = self._run(given)
-                    if not all(value.isfinite().all() for value in whole.values):
+                    full = self._run(given)
+                    if not all(value.isfinite().all() for value in full.values):
                         raise ArithmeticError("it made numbers that are not finite")
-                    if any(torch.equal(value, old) for value, (old, _) in zip(whole.values, given, strict=True)):
+                    if any(torch.equal(value, old) for value, (old, _) in zip(full.values, given, strict=True)):
                         raise RuntimeError("it left a tensor as it was")
-                    return shapes, whole
+                    return shapes, full
                 except _LateError:
                     raise
                 except Exception as error:
@@ -179,53 +179,53 @@ class _Measure:
         assert first is not None
         raise first
 
-    def _compare_lists(self, shapes: Shapes, whole: _Course) -> None:
-        """One of each shape goes to either half."""
+    def _compare_lists(self, shapes: Shapes, full: _Outcome) -> None:
+        """Each half has one tensor of each shape."""
         given = _values([*shapes, *(shape[::-1] for shape in shapes)])
         count = len(shapes)
         one = [kind + count * (kind % 2) for kind in range(count)][::-1]
         other = [kind + count * (1 - kind % 2) for kind in range(count)]
         for half in (one, other):
-            course = self._run([given[index] for index in half])
-            self._compare_numbers(course, whole, "some of the parameters")
+            outcome = self._run([given[index] for index in half])
+            self._compare_numbers(outcome, full, "some of the parameters")
             where = "beside other tensors, or at another place in the list"
-            if whole.drew:
+            if full.drew:
                 where += " (it draws random numbers, for one tensor after another)"
-            for index, value, state in zip(half, course.values, course.states, strict=True):
+            for index, value, state in zip(half, outcome.values, outcome.states, strict=True):
                 shape = list(value.shape)
-                if not _same(value, whole.values[index]):
+                if not _same(value, full.values[index]):
                     raise _DifferenceError(f"a tensor of shape {shape} was stepped to other values {where}")
-                for key in state.keys() & whole.states[index].keys():
-                    if not _same(state[key], whole.states[index][key]):
+                for key in state.keys() & full.states[index].keys():
+                    if not _same(state[key], full.states[index][key]):
                         raise _DifferenceError(f"the state {key!r} of a tensor of shape {shape} became another {where}")
 
-    def _compare_pieces(self, shapes: Shapes, granularity: int | None) -> None:
+    def _compare_shards(self, shapes: Shapes, granularity: int | None) -> None:
         given = _values(shapes)
-        whole = self._run(given)
+        full = self._run(given)
         cuts = [_cut(prod(shape), granularity) for shape in shapes]
         halves = [
-            self._run([_piece(pair, 0, cut) for pair, cut in zip(given, cuts, strict=True)]),
-            self._run([_piece(pair, cut, None) for pair, cut in zip(given, cuts, strict=True) if cut is not None]),
+            self._run([_shard(pair, 0, cut) for pair, cut in zip(given, cuts, strict=True)]),
+            self._run([_shard(pair, cut, None) for pair, cut in zip(given, cuts, strict=True) if cut is not None]),
         ]
         for half in halves:
-            self._compare_numbers(half, whole, "pieces of them")
+            self._compare_numbers(half, full, "shards of them")
         second = iter(zip(halves[1].values, halves[1].states, strict=True))
         for index, shape in enumerate(shapes):
-            value, state = whole.values[index], whole.states[index]
+            value, state = full.values[index], full.states[index]
             if granularity is None:
                 _compare_state_shapes(state, value.shape)
-            pieces, states = [halves[0].values[index]], [halves[0].states[index]]
+            shards, states = [halves[0].values[index]], [halves[0].states[index]]
             if cuts[index] is not None:
                 last, its = next(second)
-                pieces, states = [*pieces, last], [*states, its]
-            if not _same(torch.cat([piece.flatten() for piece in pieces]), value.flatten()):
-                raise _DifferenceError(f"a tensor of shape {list(shape)} was stepped to other values than its pieces")
+                shards, states = [*shards, last], [*states, its]
+            if not _same(torch.cat([shard.flatten() for shard in shards]), value.flatten()):
+                raise _DifferenceError(f"a tensor of shape {list(shape)} was stepped to other values than its shards")
             for key in state.keys() & states[0].keys():
                 if _single(state[key]) and not all(key in of and _same(of[key], state[key]) for of in states):
-                    raise _DifferenceError(f"the state {key!r} of a tensor is not that of its pieces")
+                    raise _DifferenceError(f"the state {key!r} of a tensor is not that of its shards")
 
-    def _compare_numbers(self, course: _Course, whole: _Course, of: str) -> None:
-        for step, (got, expected) in enumerate(zip(course.numbers, whole.numbers, strict=True)):
+    def _compare_numbers(self, outcome: _Outcome, full: _Outcome, of: str) -> None:
+        for step, (got, expected) in enumerate(zip(outcome.numbers, full.numbers, strict=True)):
             for key in got.keys() & expected.keys():
                 if got[key] != expected[key]:
                     raise _DifferenceError(
@@ -233,17 +233,17 @@ class _Measure:
                         f"{got[key]:.6g} where it had {of}"
                     )
 
-    def _run(self, given: Sequence[tuple[Tensor, Tensor | None]]) -> _Course:
-        """Steps copies of tensors, each given with its first gradient if it has any, by an optimizer of their own."""
+    def _run(self, given: Sequence[tuple[Tensor, Tensor | None]]) -> _Outcome:
+        """Steps copies of tensors, each given with its first gradient if it has one, by a new optimizer."""
         params = [nn.Parameter(value.clone()) for value, _ in given]
         if not params:
-            return _Course([], [], [{}] * (_STEPS + 1))
+            return _Outcome([], [], [{}] * (_STEPS + 1))
         seed(0)
         optimizer = self._build([{**deepcopy(dict(self._options)), "params": params}])
         _set_rate(optimizer)
         if callable(train := getattr(optimizer, "train", None)):
-            train()  # as Schedule-Free wants
-        told, drew = [numbers(optimizer.param_groups[0])], False
+            train()  # Schedule-Free requires it
+        written, drew = [numbers(optimizer.param_groups[0])], False
         for step in range(_STEPS):
             gradients = [None if gradient is None else gradient * _GROWTH**step for _, gradient in given]
 
@@ -259,21 +259,21 @@ class _Measure:
             step_once: Callable[..., Any] = optimizer.step
             step_once(evaluate) if self._closure else step_once()
             drew = drew or not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
-            told.append(numbers(optimizer.param_groups[0]))
+            written.append(numbers(optimizer.param_groups[0]))
             if time.monotonic() > self._until:
                 raise _LateError
         states = [dict(_leaves("", optimizer.state.get(param, {}))) for param in params]
-        return _Course([param.detach() for param in params], states, told, drew)
+        return _Outcome([param.detach() for param in params], states, written, drew)
 
 
 def _values(shapes: Shapes) -> list[tuple[Tensor, Tensor]]:
-    """Tensors and their gradients, by the shape and the place in the list."""
+    """Tensors and their gradients, the same for the same shapes."""
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(shape, generator=generator) / 16, torch.randn(shape, generator=generator)) for shape in shapes]
 
 
 def _large_enough(shapes: Shapes, granularity: int | None) -> Shapes:
-    """With a granularity matrices of two pieces, about square; what else there is would not be cut."""
+    """With a granularity, matrices large enough for two shards, about square; smaller tensors would not be cut."""
     if granularity is None:
         return shapes
     rows = next(rows for rows in range(isqrt(2 * granularity), 0, -1) if 2 * granularity % rows == 0)
@@ -281,14 +281,14 @@ def _large_enough(shapes: Shapes, granularity: int | None) -> Shapes:
 
 
 def _cut(numel: int, granularity: int | None) -> int | None:
-    """Where it is cut, within a row and within a vector of the processor; None if it is too small to be cut."""
+    """The element to cut at, inside a row and inside a SIMD vector; None if the tensor is too small to be cut."""
     if granularity is None:
         return numel // 2 if numel == _LONG else numel * 3 // 7
     half = numel // 2 // granularity * granularity or granularity
     return half if half < numel else None
 
 
-def _piece(given: tuple[Tensor, Tensor], start: int | None, stop: int | None) -> tuple[Tensor, Tensor]:
+def _shard(given: tuple[Tensor, Tensor], start: int | None, stop: int | None) -> tuple[Tensor, Tensor]:
     value, gradient = (tensor.flatten()[start:stop] for tensor in given)
     if start == 0 and stop is None:
         return given
@@ -317,7 +317,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _compare_state_shapes(state: Mapping[str, Any], shape: torch.Size) -> None:
-    """What is kept of rows, blocks or whole matrices may come to be used after some steps only."""
+    """Raises where state is not per element: state of rows or matrices may take effect only after some steps."""
     for key, leaf in state.items():
         plain = leaf is None or isinstance(leaf, (str, bytes, bool, int, float, complex, np.number, torch.dtype))
         if not plain and not (isinstance(leaf, Tensor) and (leaf.shape == shape or leaf.numel() <= 1)):
@@ -332,11 +332,11 @@ def _single(leaf: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """To every bit, but that one NaN is as another; of what cannot be compared, True."""
+    """Whether both are equal bit for bit, NaN equal to NaN; True for values that cannot be compared."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape:
             return False
-        with suppress(RuntimeError, NotImplementedError):  # tensors that others made
+        with suppress(RuntimeError, NotImplementedError):  # tensor classes of other libraries
             return bool(((one == other) | ((one != one) & (other != other))).all())
         return True
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
@@ -344,6 +344,6 @@ def _same(one: Any, other: Any) -> bool:
     return True
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     lines = f"{type(error).__name__}: {error}".strip().splitlines()
     return lines[0][:200]

@@ -1,4 +1,4 @@
-"""Runs what nobody is to notice: generators, hooks and modes stay as they are."""
+"""Runs foreign code without side effects on random generators, hooks and modes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 
 import numpy as np
 import torch
-from torch.optim import optimizer as hooks
+
+from zero._torch import without_optimizer_hooks
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """What runs in here is seen by nobody: no hook of any optimizer is called, and generators are put back."""
+    """In this context no global hook of optimizers is called. On exit random generators are restored."""
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        stack.enter_context(_without_hooks())
+        stack.enter_context(without_optimizer_hooks())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(redirect_stdout(None))
@@ -29,19 +30,8 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Others are put in their place: this may run in a hook, which is called in a loop over these."""
-    before, after = hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
-    try:
-        hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks = type(before)(), type(after)()
-        yield
-    finally:
-        hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks = before, after
-
-
 def seed(number: int) -> None:
-    """On the CPU alone: torch.manual_seed would reach the GPUs' generators."""
+    """Seeds the generators of the CPU. torch.manual_seed would also seed those of GPUs."""
     torch.default_generator.manual_seed(number)
     random.seed(number)
     np.random.seed(number)

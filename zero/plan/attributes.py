@@ -1,4 +1,4 @@
-"""What a model keeps in attributes, put back after it has run on tensors without values."""
+"""A model's attributes, restored after it has run on tensors without values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 _HOLDERS = (dict, list, set, deque)
 _ENDS = (Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
-"""What holds nothing that a forward would write into, or too much of others."""
+"""Values that are not searched: they hold nothing that a forward would write into, or refer to too much else."""
 
 
 @contextmanager
-def put_back(module: nn.Module) -> Iterator[None]:
-    """Whatever a forward keeps meanwhile is gone afterwards: masks and tables in attributes, in the objects, lists and
-    dictionaries that these hold, and so on. What it keeps in global variables stays."""
+def restored(module: nn.Module) -> Iterator[None]:
+    """On exit, restores what the module refers to: its attributes, and the objects, lists and dictionaries in them, at
+    any depth. So masks and tables that a forward stores are dropped. Global variables are not restored."""
     before = [(holder, holder.copy()) for holder in _holders(module)]
     try:
         yield
@@ -31,25 +31,25 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 
 def _holders(root: object) -> Iterator[Any]:
-    """Attributes, as dictionaries, and all containers that can be changed."""
-    waiting: list[object] = [root]
+    """The dictionaries of attributes, and all mutable containers."""
+    to_search: list[object] = [root]
     seen: set[_Identity] = set()
-    while waiting:
-        value = waiting.pop()
+    while to_search:
+        value = to_search.pop()
         if isinstance(value, _ENDS) or _Identity(value) in seen:
             continue
         seen.add(_Identity(value))
         if isinstance(value, _HOLDERS):
             yield value
         if isinstance(value, (*_HOLDERS, tuple)):
-            waiting += _contents(value)
+            to_search += _contents(value)
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
-            waiting.append(attributes)
+            to_search.append(attributes)
 
 
 class _Identity:
-    """Stands for an object in a set, though that may not be hashable, or equal others."""
+    """An object's identity, for a set: the object itself may not be hashable, or may equal others."""
 
     __slots__ = ("_value",)
 
@@ -68,7 +68,7 @@ def _contents(holder: Any) -> list[Any]:
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that modules have as attributes, and not as parameters or buffers; with their full names."""
+    """The tensors that modules have as plain attributes, not as parameters or buffers, with their full names."""
     for prefix, holder in module.named_modules():
         for name, value in vars(holder).items():
             if isinstance(value, Tensor):

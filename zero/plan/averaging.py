@@ -1,4 +1,4 @@
-"""DistributedDataParallel stood in for, which needs a process group: what it holds of gradients and sends, and when."""
+"""A stand-in for DistributedDataParallel, which needs a process group: it holds and sends the same buckets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zero._torch import at_end_of_backward
 from zero.plan.trace import Transfers
 
 _BUCKET = 25 << 20
-"""Bytes that it sends at a time, by default."""
+"""The default bucket size of DistributedDataParallel, in bytes."""
 
 
 class Averaged(nn.Module):
-    """A module whose gradients go into buckets, that are there all the time, as they come.
+    """A module whose gradients are copied into buckets as they are computed. The buckets are never freed.
 
-    into_buckets: whether gradients are views of the buckets then (gradient_as_bucket_view), or copies beside them.
-    transfers: is told when a bucket is sent; what reads gradients afterwards waits for it.
+    into_buckets: whether gradients become views of the buckets (gradient_as_bucket_view); otherwise buckets are copies.
+    transfers: records when a bucket is sent; operators that read gradients afterwards wait for it.
     """
 
     def __init__(self, module: nn.Module, world: int, *, into_buckets: bool, transfers: Transfers | None) -> None:
@@ -26,14 +26,14 @@ class Averaged(nn.Module):
         self.module, self._into_buckets, self._transfers = module, into_buckets, transfers
         self._filling: list[Tensor] = []
         self._arrived: list[tuple[Tensor, Tensor]] = []
-        """In this backward: places in buckets, and gradients beside them."""
+        """Of this backward: views of buckets, and the gradients to copy them to."""
         trained = [param for param in module.parameters() if param.requires_grad]
         if world > 1:
             for param in trained:
                 self._watch(param, torch.zeros_like(param, requires_grad=False))
 
     def _watch(self, param: nn.Parameter, place: Tensor) -> None:
-        """place: of its gradient in the buckets."""
+        """place: the view of a bucket for the parameter's gradient."""
 
         def arrived(param: Tensor) -> None:
             assert param.grad is not None

@@ -1,7 +1,7 @@
-"""How fast this machine's CPU computes and sends, measured on two ranks at a time, in some seconds.
+"""Measures how fast this machine's CPU computes and sends, on two ranks at once.
 
-All figures are of CPU time, one thread a rank, so that what else the machine does meanwhile counts little. Of each the
-median of several rounds is taken.
+All figures are of CPU time, with one thread a rank, so that other load on the machine matters little. Each is the
+median of several rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUNDS = 7
 _TIMEOUT = timedelta(minutes=3)
 
 _CACHE = 4 << 20
-"""Bytes that an operator may move to be measured, and taken, as working in the processor's cache."""
+"""Bytes. Operators that move at most so many are taken to work in the processor's cache."""
 
 SIZES = {"small": 1 << 16, "large": 1 << 24}
 """Bytes of transfers."""
@@ -41,18 +41,18 @@ Measured = dict[str, float]
 
 
 def calibrate() -> tuple[Hardware, str]:
-    """The hardware, and where and how it was measured, in words. Takes about half a minute.
+    """The hardware, and a note on where and how it was measured. Takes about half a minute.
 
     Raises RuntimeError where a rank fails.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        told: Queue[Measured | str] = context.Queue()
-        processes = [context.Process(target=_be_rank, args=(rank, folder, told)) for rank in range(_RANKS)]
+        results: Queue[Measured | str] = context.Queue()
+        processes = [context.Process(target=_run_rank, args=(rank, folder, results)) for rank in range(_RANKS)]
         for process in processes:
             process.start()
         try:
-            found = [told.get(timeout=_TIMEOUT.total_seconds()) for _ in processes]
+            found = [results.get(timeout=_TIMEOUT.total_seconds()) for _ in processes]
         finally:
             for process in processes:
                 process.join(10)
@@ -93,12 +93,12 @@ def _link(found: Measured, name: str) -> Link:
 
 
 def _bandwidth(found: Measured, transfer: str) -> float:
-    """Bytes a second of a rank, of which a gather or reduction moves half of the buffer, an all-reduce all of it."""
+    """Bytes a second of a rank. On two ranks a gather or reduction moves half of the buffer, an all-reduce all."""
     moved = (SIZES["large"] - SIZES["small"]) * (1 if transfer.endswith("all-reduce") else 0.5)
     return moved / max(1e-9, found[f"{transfer} large"] - found[f"{transfer} small"])
 
 
-def _be_rank(rank: int, folder: str, told: Queue[Measured | str]) -> None:
+def _run_rank(rank: int, folder: str, results: Queue[Measured | str]) -> None:
     try:
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -110,9 +110,9 @@ def _be_rank(rank: int, folder: str, told: Queue[Measured | str]) -> None:
         with _group(rank, Path(folder, "between")):
             configure(host_memory="off")
             found |= sending(Comm(), "between")
-        told.put(found)
+        results.put(found)
     except Exception as error:
-        told.put(f"{type(error).__name__}: {error}")
+        results.put(f"{type(error).__name__}: {error}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whether what a user passed can be called."""
+"""Whether a function that the user passed can be called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
-    """Why a function cannot be called with these arguments; None where it can, or does not say what it takes."""
+    """Why a function cannot be called with these arguments; None if it can, or if its signature is not known."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -144,8 +144,8 @@ def _found(text: str) -> Callable[[], Any]:
         raise ValueError(f"{text!r} is not of the form package.module:factory.")
     try:
         found = importlib.import_module(module)
-        for shard in name.split("."):
-            found = getattr(found, shard)
+        for attribute in name.split("."):
+            found = getattr(found, attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{text!r} was not found: {error}.") from error
     if not callable(found):
@@ -166,7 +166,7 @@ def _size(text: str) -> int:
     match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text)
     if match is None or match[2] not in UNITS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; write 80GiB, or one of {', '.join(filter(None, UNITS))}"
+            f"{text!r} is no size; write it like 80GiB, with one of {', '.join(filter(None, UNITS))}"
         )
     return round(float(match[1]) * UNITS[match[2]])
 

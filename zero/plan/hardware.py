@@ -1,4 +1,4 @@
-"""What a step runs on: how fast it computes and sends. Presets, and TOML files of the same."""
+"""How fast hardware computes and sends: presets, and TOML files of the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 class Link:
     """latency: seconds that one hop between two ranks takes. bandwidth: bytes a second of one rank.
 
-    reduce, all_reduce: bytes a second of these, where they differ: on the CPU sums are added up meanwhile.
+    reduce, all_reduce: bytes a second of these if they are slower, as on the CPU, which also computes the sums.
     """
 
     latency: float
@@ -36,8 +36,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a transfer. stride: from one of them to the next among all ranks. one_host: whether all ranks are on
-    one host, where transfers do not overlap. grows: whether it has more ranks where the job has."""
+    """The ranks of a transfer.
+
+    stride: from one of them to the next among all ranks. one_host: whether all are on one host, for hardware that does
+    not overlap. grows: whether the group has more ranks if the job has more.
+    """
 
     world: int
     stride: int = 1
@@ -47,12 +50,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Hardware:
-    """flops: FLOP/s by dtype, at most. efficiency: the share of them that matrix multiplications attain.
-    memory: bytes a second. cache, cached: operators on up to so many bytes move so many bytes a second.
-    elements: so many results a second of operators that compute more than sums and products of each element.
+    """flops: the peak FLOP/s by dtype. efficiency: the share of the peak that matrix multiplications attain.
+    memory: bytes a second. cache, cached: operators on at most `cache` bytes move `cached` bytes a second.
+    elements: results a second of operators that compute more than sums and products of each element.
     launch: seconds of the host for each operator and transfer. collective: seconds of a transfer before its first hop.
-    exchange: seconds for each other rank in which hosts compare what they do. within, between: links of hosts.
-    overlaps: whether launching, computing and sending go on at the same time; else one takes place after another.
+    exchange: seconds a rank for comparing the ranks' operations. within, between: links within hosts and between them.
+    overlaps: whether launching, computing and sending go on at the same time; otherwise one after another.
     """
 
     name: str
@@ -75,20 +78,20 @@ class Hardware:
         return "nccl" if self.overlaps else "gloo"
 
     def peak(self, dtype: torch.dtype) -> float:
-        """FLOP/s; of dtypes that are not told, as of float32."""
+        """FLOP/s. For dtypes that `flops` does not have, those of float32."""
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
     def hosts(self, group: Group) -> int:
-        """How many the ranks of the group are on."""
+        """The number of hosts that the group's ranks are on."""
         if not self.overlaps:
             return 1 if group.one_host else group.world
         return -(-group.world // max(1, self.ranks_a_host // group.stride))
 
     def transfer(self, kind: Kind, nbytes: int, group: Group) -> tuple[float, float]:
-        """Seconds before bytes flow, and seconds in which they do where nothing else is sent.
+        """Seconds before bytes flow, and seconds in which they flow if nothing else is sent.
 
-        As of NCCL: rings, that hop from rank to rank and once to each other host, and for all-reduces trees of hosts. A
-        host has as many links to others as ranks of the group, and sends through all of them.
+        The model is NCCL's: rings that hop from rank to rank and once to each other host, and for all-reduces trees of
+        hosts. A host has as many links to others as ranks of the group, and sends through all of them.
         """
         world, hosts = group.world, self.hosts(group)
         if kind == "exchange":
@@ -115,10 +118,10 @@ class Hardware:
 
 
 def _gpus(name: str, flops: dict[str, float], memory: float, within: float, between: float) -> Hardware:
-    """Eight GPUs a host. within, between: bytes a second that data sheets name, of which 0.8 are attained.
+    """Eight GPUs a host. within, between: bytes a second by the data sheets, of which 0.8 are taken to be attained.
 
-    Latencies are those by which NCCL chooses algorithms (its src/graph/tuning.cc, rings, Simple protocol). Assumed, not
-    measured: the efficiency, 6 us a launch, 60 us a rank and exchange.
+    Latencies are those in NCCL's cost model (its src/graph/tuning.cc, rings, Simple protocol). Assumed, not measured:
+    the efficiency, 6 us a launch, 60 us a rank and exchange.
     """
     return Hardware(
         name,
@@ -162,7 +165,7 @@ PRESETS = {
 
 
 def as_hardware(given: Hardware | str | Path) -> Hardware:
-    """The name of a preset, or a TOML file. Raises ValueError for what is neither."""
+    """The Hardware of a preset's name or of a TOML file. Raises ValueError for anything else."""
     if isinstance(given, Hardware):
         return given
     if str(given) in PRESETS:
@@ -185,7 +188,7 @@ def as_hardware(given: Hardware | str | Path) -> Hardware:
 
 
 def _made(kind: type[Any], content: Any, where: str) -> Any:
-    """An object with these fields. Raises ValueError where one is missing, unknown, or no number as it should be."""
+    """An object with these fields. Raises ValueError for fields that are missing, unknown, or of a wrong type."""
     if not isinstance(content, dict):
         raise ValueError(f"{where}: {content!r} is not a table. Write its keys below a line with its name.")
     known = {one.name: one for one in fields(kind)}
@@ -199,7 +202,7 @@ def _made(kind: type[Any], content: Any, where: str) -> Any:
         if number and (not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0):
             raise ValueError(f"{where}: {name} is {value!r}. Give a number that is not negative.")
         if name in ("bandwidth", "memory", "ranks_a_host", "efficiency", "reduce", "all_reduce") and not value:
-            raise ValueError(f"{where}: {name} is 0. Give what there is of it.")
+            raise ValueError(f"{where}: {name} is 0. Give a number above 0.")
     if kind is Hardware and not isinstance(content["overlaps"], bool):
         raise ValueError(f"{where}: overlaps is {content['overlaps']!r}. Write true or false.")
     return kind(**content)
@@ -210,11 +213,11 @@ def _required(kind: type[Any]) -> list[str]:
 
 
 def _refuse_flops(flops: Any, path: Path) -> None:
-    told = flops if isinstance(flops, dict) else {}
-    unknown = [name for name in told if name not in _DTYPES]
+    known = flops if isinstance(flops, dict) else {}
+    unknown = [name for name in known if name not in _DTYPES]
     if unknown:
         raise ValueError(f"{path}, [flops]: {unknown[0]!r} is unknown. There are {', '.join(_DTYPES)}.")
-    if not isinstance(told.get("float32"), (int, float)) or any(not value > 0 for value in told.values()):
+    if not isinstance(known.get("float32"), (int, float)) or any(not value > 0 for value in known.values()):
         raise ValueError(f"{path}, [flops]: 'float32' is missing or 0. Give FLOP/s by dtype, above 0.")
 
 

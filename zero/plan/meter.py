@@ -1,14 +1,13 @@
 """Counts the bytes of the tensors that are alive while something runs.
 
 A storage is the memory behind a tensor. It is counted once, however many tensors view it, with the bytes that it has at
-that moment: one that was shrunk to nothing by `resize_` counts as nothing, and one that lies within the memory of
-another (torch.from_dlpack) is not counted beside it. Tensors on the meta device and fake ones count as much as real
-ones would.
+that moment. A storage that `resize_` has shrunk to nothing counts as nothing, and a storage inside another's memory
+(torch.from_dlpack) is not counted again. Tensors on the meta device and fake ones count as much as real ones would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -31,13 +30,13 @@ class Meter(DispatchMode):
         super().__init__()
         self._apart = WeakSet(tensor.untyped_storage() for tensor in apart)
         self._bytes: dict[ref[torch.UntypedStorage], int] = {}
-        """Of the storages that live, as they were when last looked at."""
+        """The bytes of each live storage when it was last measured."""
         self._resized: set[ref[torch.UntypedStorage]] = set()
-        """Those that were found to have become larger or smaller, and are looked at after every operator."""
+        """Storages that were found to change their size; they are measured after every operator."""
         self._with_address: set[ref[torch.UntypedStorage]] = set()
-        """Those that may lie within one another."""
+        """Storages that may be inside one another."""
         self._since_all = 0
-        """Operators since all storages were looked at."""
+        """Operators since all storages were measured."""
         self._live = 0
         self._peak = 0
 
@@ -49,28 +48,23 @@ class Meter(DispatchMode):
         kwargs = kwargs or {}
         result = self.run(func, args, kwargs)
         for values in (args, kwargs.values(), result if isinstance(result, (tuple, list)) else (result,)):
-            for value in values:
-                if isinstance(value, Tensor):
-                    self._see(value)
-                elif isinstance(value, (tuple, list)):
-                    for one in value:
-                        if isinstance(one, Tensor):
-                            self._see(one)
+            for tensor in tensors_among(values):
+                self._see(tensor)
         self._since_all += 1
         if self._since_all < max(len(self._bytes) // 4, 8):
             for known in [*self._resized]:
                 self._measure(known)
             self._peak = max(self._peak, self._live)
-        else:  # nothing tells of a storage that is resized
+        else:  # resizing a storage calls no operator
             self._peak = max(self._peak, self.live())
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the operator, which is counted afterwards."""
+        """Runs the operator. Its tensors are counted afterwards."""
         return func(*args, **kwargs)
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether the memory behind a tensor that is seen for the first time is counted."""
+        """Whether to count the memory behind a tensor that is seen for the first time."""
         return True
 
     def _see(self, tensor: Tensor) -> None:
@@ -100,7 +94,7 @@ class Meter(DispatchMode):
         self._measure(known)
 
     def _measure(self, known: ref[torch.UntypedStorage]) -> bool:
-        """Returns whether the storage has other bytes than before."""
+        """Returns whether the storage's size has changed."""
         storage, before = known(), self._bytes.get(known, 0)
         if storage is None or storage.nbytes() == before:
             return False
@@ -125,6 +119,17 @@ class Meter(DispatchMode):
         self._peak = self.live()
 
 
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, or in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            for one in value:
+                if isinstance(one, Tensor):
+                    yield one
+
+
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind the tensors, each byte of memory counted once."""
     outermost: list[torch.UntypedStorage] = []
@@ -138,7 +143,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _lies_within(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    """Of storages that have addresses."""
+    """Whether a storage is inside another's memory. Both must have addresses."""
     if not storage.nbytes():
         return False
     start = other.data_ptr()

@@ -30,9 +30,9 @@ def _named(kind: str, name: str, process: int, thread: int = 0) -> dict[str, Any
 
 
 def _event(span: Span, process: int, thread: int) -> dict[str, Any]:
-    """In microseconds."""
-    lasts = 1e6 * (span.end - span.begin)
-    return {"name": span.name, "ph": "X", "ts": 1e6 * span.begin, "dur": lasts, "pid": process, "tid": thread}
+    """The event of a span; Chrome's times are in microseconds."""
+    duration = 1e6 * (span.end - span.begin)
+    return {"name": span.name, "ph": "X", "ts": 1e6 * span.begin, "dur": duration, "pid": process, "tid": thread}
 
 
 def draw_timeline(plan: Plan, file: Path) -> None:
@@ -54,8 +54,8 @@ def draw_timeline(plan: Plan, file: Path) -> None:
         axes.set_yticks(range(len(QUEUES)), QUEUES)
         axes.set_ylim(len(QUEUES) - 0.5, -0.5)
         axes.set_xlim(0, longest)
-        said = f"{timing.title}: {timing.step_ms:.1f} ms, of which {timing.exposed_ms:.1f} ms wait for transfers"
-        axes.set_title(said, loc="left", fontsize=9)
+        title = f"{timing.title}: {timing.step_ms:.1f} ms, of which {timing.exposed_ms:.1f} ms wait for transfers"
+        axes.set_title(title, loc="left", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("ms")
     figure.savefig(file, dpi=120)
@@ -63,5 +63,5 @@ def draw_timeline(plan: Plan, file: Path) -> None:
 
 def _timings(plan: Plan) -> tuple[Timing, ...]:
     if not plan.timings:
-        raise ValueError("the plan has no times. Say on which hardware: zero.plan(..., hardware='h100-8').")
+        raise ValueError("the plan has no times. Pass the hardware: zero.plan(..., hardware='h100-8').")
     return plan.timings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from zero.plan.timing import Timing, prefetches, timed
 from zero.plan.trace import Trace
 
 _OFFLOADED = ("1", "2")
-"""The stages of which plans count offload."""
+"""The stages for which plans count offload."""
 
 
 def plan(
@@ -43,7 +43,7 @@ def plan(
     hardware: Hardware | str | Path | None = None,
     tokens: int | None = None,
 ) -> Plan:
-    """What every stage would cost a rank: each is rehearsed, one rank of it, on tensors without values.
+    """What every stage would cost a rank: one rank of each stage is rehearsed on tensors without values.
 
         model = torch.nn.Transformer(device="meta")
         print(zero.plan(model, world_size=[8, 64], memory=80 * 2**30).table())
@@ -52,62 +52,90 @@ def plan(
 
     model: a module, also on the meta device, or Sizes.
     world_size: number of ranks, or several.
-    optimizer: its class, or a partial of it with options that matter. Values that it reads of tensors are 0.
-    precision: as of FSDP. The lower stages are planned with the same: parameters in its param_dtype, masters of their
-        own dtype (OSS's master_dtype).
-    auto_wrap_policy, prefetch: as of FSDP. With Sizes the units are those that they have.
-    memory: bytes that a rank has, for what fits.
-    batch: positional arguments of one forward of one rank, by which its activations are measured, but for what a kernel
-        holds only while it runs. What forward keeps in attributes is forgotten.
-    options: what else OSS, ShardedDDP and FSDP would be given.
+    optimizer: its class, or a partial of it with options that matter. It reads 0 where it reads a tensor's value.
+    precision: as in FSDP. The lower stages are planned with the same: parameters in its param_dtype, masters in the
+        parameters' own dtype (OSS's master_dtype).
+    auto_wrap_policy, prefetch: as in FSDP. Sizes have their own units.
+    memory: bytes that a rank has, to say which stages fit.
+    batch: positional arguments of one forward of one rank, to measure its activations, without what a kernel holds only
+        while it runs. Attributes that forward sets are restored.
+    options: further options of OSS, ShardedDDP and FSDP.
     stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload 1 and 2.
-    hardware: "h100-8", "a100-8", "cpu", a TOML file or a Hardware: what steps are timed on. It decides the backend.
-    tokens: of a rank's step, where there is no batch to be timed: each parameter is multiplied with so many.
+    hardware: "h100-8", "a100-8", "cpu", a TOML file or a Hardware, to time steps on. It decides the backend.
+    tokens: of a rank's step, to time it without a batch: each parameter is multiplied with so many.
 
-    Raises ValueError for what the stages would refuse and a batch that forward does not take, RuntimeError for one
+    Raises ValueError for what the stages would refuse and a batch that forward does not take, RuntimeError for a batch
     that cannot be measured.
     """
     worlds = [world_size] if isinstance(world_size, int) else list(world_size)
-    options = _options(options, precision)
-    every = _OFFLOADED if options.offload else STAGES
-    wanted = [str(stage) for stage in (every if stages is None else stages)]
-    runs_on = None if hardware is None else as_hardware(hardware)
-    if runs_on is not None:
-        options = replace(options, backend=runs_on.backend)
-    problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, wanted)
-    problem = problem or _unfit(optimizer, options) or _untimed(hardware, batch, tokens)
-    if problem:
-        raise ValueError(problem)
-    prefetch = as_prefetch(prefetch)
-    if batch is not None and isinstance(model, Sizes):
-        raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
-    costs: list[Cost] = []
-    timings: list[Timing] = []
-
-    def job(world: int, prefetch: Prefetch) -> Job:
-        sizes = _sizes(model, auto_wrap_policy, options.precision, small=prefetch.limit == 1)
-        master_dtype = options.master_dtype or _stored(sizes)
-        return Job(sizes, world, optimizer, options, prefetch, master_dtype, batch, tokens)
-
-    for world, stage in ((world, stage) for world in worlds for stage in STAGES if stage in wanted):
-        if runs_on is None:
-            costs.append(cost_of(job(world, prefetch), stage))
-            continue
-        for name, each in prefetches(stage, prefetch):
-            trace = Trace()
-            cost = cost_of(replace(job(world, each), trace=trace), stage)
-            timings.append(timed(trace, runs_on, stage, name, world))
-            if each == prefetch:
-                costs.append(cost)
-    numel = job(worlds[0], prefetch).sizes.numel
-    return Plan(numel, tuple(costs), memory, batch is not None, tuple(timings))
+    timed_on = None if hardware is None else as_hardware(hardware)
+    options = _options(options, precision, timed_on)
+    wanted = _wanted(stages, options)
+    _refuse(worlds, wanted, optimizer, options, hardware, batch, tokens)
+    planner = _Planner(model, auto_wrap_policy, optimizer, options, as_prefetch(prefetch), batch, tokens)
+    costs, timings = planner.run(worlds, wanted, timed_on)
+    return Plan(planner.numel, tuple(costs), memory, batch is not None, tuple(timings))
 
 
-def _options(options: Options | None, precision: MixedPrecision | None) -> Options:
+@dataclass(frozen=True)
+class _Planner:
+    """What the rehearsals of all stages have in common."""
+
+    model: nn.Module | Sizes
+    policy: Policy
+    optimizer: Callable[..., Optimizer]
+    options: Options
+    prefetch: Prefetch
+    batch: Sequence[Any] | None
+    tokens: int | None
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and isinstance(self.model, Sizes):
+            raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
+
+    @property
+    def numel(self) -> int:
+        return self._sizes(self.prefetch).numel
+
+    def run(
+        self, worlds: Sequence[int], stages: Sequence[str], hardware: Hardware | None
+    ) -> tuple[list[Cost], list[Timing]]:
+        """The costs of each stage, and on hardware the timings with each prefetch."""
+        costs: list[Cost] = []
+        timings: list[Timing] = []
+        for world, stage in ((world, stage) for world in worlds for stage in stages):
+            if hardware is None:
+                costs.append(cost_of(self._job(world, self.prefetch), stage))
+                continue
+            for name, prefetch in prefetches(stage, self.prefetch):
+                trace = Trace()
+                cost = cost_of(replace(self._job(world, prefetch), trace=trace), stage)
+                timings.append(timed(trace, hardware, stage, name, world))
+                if prefetch == self.prefetch:
+                    costs.append(cost)
+        return costs, timings
+
+    def _job(self, world: int, prefetch: Prefetch) -> Job:
+        sizes = self._sizes(prefetch)
+        master_dtype = self.options.master_dtype or _stored(sizes)
+        return Job(sizes, world, self.optimizer, self.options, prefetch, master_dtype, self.batch, self.tokens)
+
+    def _sizes(self, prefetch: Prefetch) -> Sizes:
+        return _sizes(self.model, self.policy, self.options.precision, small=prefetch.limit == 1)
+
+
+def _options(options: Options | None, precision: MixedPrecision | None, hardware: Hardware | None) -> Options:
     options = options or Options(precision=as_precision(precision))
     if precision is not None and options.precision != as_precision(precision):
         raise ValueError("precision was given twice, and differs: by itself and in options. Give it once.")
-    return options
+    return options if hardware is None else replace(options, backend=hardware.backend)
+
+
+def _wanted(stages: Sequence[str | int] | None, options: Options) -> list[str]:
+    """The stages to plan, in their own order, and after them any that do not exist."""
+    default = _OFFLOADED if options.offload else STAGES
+    wanted = {str(stage): None for stage in (default if stages is None else stages)}
+    return [*(stage for stage in STAGES if stage in wanted), *(stage for stage in wanted if stage not in STAGES)]
 
 
 def _sizes(model: nn.Module | Sizes, policy: Policy, precision: MixedPrecision, *, small: bool) -> Sizes:
@@ -129,6 +157,22 @@ def _stored(sizes: Sizes) -> torch.dtype | None:
     return next((dtype for dtype in stored if computed is not None and dtype.itemsize > computed.itemsize), None)
 
 
+def _refuse(
+    worlds: Sequence[int],
+    stages: Sequence[str],
+    optimizer: Callable[..., Optimizer],
+    options: Options,
+    hardware: object,
+    batch: object,
+    tokens: int | None,
+) -> None:
+    """Raises ValueError for arguments that the stages would refuse, or that do not go together."""
+    problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, stages)
+    problem = problem or _unfit(optimizer, options) or _untimed(hardware, batch, tokens)
+    if problem:
+        raise ValueError(problem)
+
+
 def _unfit(optimizer: Callable[..., Optimizer], options: Options) -> str | None:
     found = finding_of(optimizer, granularity=options.granularity)
     return optimizer_problem(title(optimizer), found, options.partition, options.granularity)
@@ -140,7 +184,7 @@ def _untimed(hardware: object, batch: object, tokens: int | None) -> str | None:
     if hardware is None and tokens is not None:
         return "tokens are for the time of a step: pass hardware too, such as 'h100-8'."
     if hardware is not None and (batch is None) == (tokens is None):
-        return "the time of a step is that of a batch, or of so many tokens of each rank: pass one of the two."
+        return "the time of a step is that of a batch, or of a number of tokens a rank: pass one of batch and tokens."
     return None
 
 
@@ -149,7 +193,7 @@ def _misfit(worlds: Sequence[int], options: Options, stages: Sequence[str]) -> s
     if unknown:
         return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
     if options.offload and not {*stages} <= {*_OFFLOADED}:
-        return f"stages={[*stages]} with offload: plans count it at stages {' and '.join(_OFFLOADED)} only. Pass these."
+        return f"stages={[*stages]} with offload: it is planned at stages {' and '.join(_OFFLOADED)} only. Pass these."
     for world in worlds:
         if world < 1:
             return f"world_size={world}: it is a number of ranks, at least 1."

@@ -1,7 +1,7 @@
-"""A model on tensors without values, and what takes memory while it runs on them.
+"""A model that runs on tensors without values, while the memory that it would take is counted.
 
-Operators run in a mode that counts live bytes (meter.py). They take no time there; a trace, if there is one, takes
-notes of them (trace.py).
+Operators run in a mode that counts live bytes (meter.py). They take no time there. A trace, if there is one, records
+them (trace.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero.comm.traffic import rehearsed_traffic
 from zero.fsdp import CPUOffload, MixedPrecision
 from zero.oss.offload import ShardStore
 from zero.oss.slices import step_alone
-from zero.plan.attributes import plain_tensors, put_back
+from zero.plan.attributes import plain_tensors, restored
 from zero.plan.calls import misfit
 from zero.plan.meter import Meter
 from zero.plan.trace import Trace
@@ -29,13 +29,12 @@ from zero.sdp.tensors import tensors_in
 
 
 class Rehearsal(Meter):
-    """Counts live bytes, and answers for tensors without values.
+    """Counts live bytes, and returns 0 where the value of a tensor without values is read.
 
-    zero and optimizers read some on the host: whether a rank has found a problem, the norm of a parameter. They are
-    told 0, which says that there is none. A forward that reads values is not to be told any: what it computes may
-    depend on them.
+    zero and optimizers read some values on the host: whether a rank has found a problem, the norm of a parameter. 0
+    means that there is none. A forward that reads values raises: what it computes may depend on them.
 
-    trace: takes notes of the operators.
+    trace: records the operators.
     """
 
     def __init__(self, trace: Trace | None = None) -> None:
@@ -45,7 +44,7 @@ class Rehearsal(Meter):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Values that are read in here raise what they raise of tensors that have none."""
+        """In this context reading a value raises, as torch does for tensors without values."""
         self._in_forward = True
         try:
             yield
@@ -68,12 +67,12 @@ class Rehearsal(Meter):
 
 
 _HOST = "meta"
-"""The device that stands for the memory of the host, which offload moves shards to. Whatever the model's own device is,
-this is another; torch can copy to and from it in a rehearsal."""
+"""The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
+torch can copy to and from it in a rehearsal."""
 
 
 class Offloaded(CPUOffload):
-    """Shards lie on the host: what lies on the model's device is counted alone."""
+    """Shards are on the host, and only what is on the model's device is counted."""
 
     def store(self) -> ShardStore:
         return _Host()
@@ -95,21 +94,22 @@ class _Host:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor of a rehearsal was moved there by offload."""
+    """Whether offload has moved the tensor to the host."""
     return tensor.device.type == _HOST
 
 
 @contextmanager
 def rehearsing(module: nn.Module, device: str, trace: Trace | None) -> Iterator[Rehearsal]:
-    """In this context the module's parameters and buffers are others, without values, and so are all new tensors.
+    """In this context the module's parameters and buffers are replaced by tensors without values, and new tensors have
+    none either.
 
-    Whatever happens to the module in here is undone. What is sent is not counted as this process's.
+    Changes to the module are undone on exit. What is sent is not counted as this process's.
     """
     with ExitStack() as stack:
-        stack.enter_context(put_back(module))
+        stack.enter_context(restored(module))
         stack.enter_context(rehearsed_traffic())
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch's, that such tensors have no address; of the model's it has warned, too
+        warnings.simplefilter("ignore")  # torch warns that such tensors have no address; the model's own were shown
         if torch.get_default_device().type != device:  # a mode, which takes time
             stack.enter_context(torch.device(device))
         stack.enter_context(torch.enable_grad())
@@ -117,17 +117,17 @@ def rehearsing(module: nn.Module, device: str, trace: Trace | None) -> Iterator[
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_values())
         rehearsal = stack.enter_context(Rehearsal(trace))
-        _take_values(module, device)
+        _replace_tensors(module, device)
         yield rehearsal
 
 
-def _take_values(module: nn.Module, device: str) -> None:
+def _replace_tensors(module: nn.Module, device: str) -> None:
     params: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for holder in module.modules():
         for name, param in [*holder.named_parameters(recurse=False, remove_duplicate=False)]:
             if param not in params:
                 params[param] = nn.Parameter(faked(param, device), requires_grad=param.requires_grad)
-            holder.__setattr__(name, params[param])  # which nn.LSTM, say, takes note of
+            holder.__setattr__(name, params[param])  # nn.LSTM, for one, overrides it
     buffers: dict[Tensor, Tensor] = {}
     for holder in module.modules():
         for name, buffer in buffers_of(holder).items():
@@ -141,7 +141,7 @@ def faked(tensor: Tensor, device: str) -> Tensor:
 
 
 def cast(module: nn.Module, precision: MixedPrecision) -> None:
-    """Parameters and buffers in the dtypes that they are computed with, as FSDP gathers them."""
+    """Casts parameters and buffers to the dtypes that they are computed with, as FSDP gathers them."""
     for holder in module.modules():
         dtype = precision.dtype_of(holder)
         for param in holder.parameters(recurse=False):
@@ -151,7 +151,7 @@ def cast(module: nn.Module, precision: MixedPrecision) -> None:
 
 
 def run_forward(model: nn.Module, inputs: Sequence[Any], rehearsal: Rehearsal) -> Tensor | None:
-    """The loss, or a sum of what the model returns; None where nothing of it is trained."""
+    """The loss, or a sum of what the model returns; None if no output requires a gradient."""
     with rehearsal.forward():
         outputs = [tensor for tensor in tensors_in(model(*inputs)) if tensor.requires_grad]
     if not outputs:
@@ -162,22 +162,22 @@ def run_forward(model: nn.Module, inputs: Sequence[Any], rehearsal: Rehearsal) -
 
 @contextmanager
 def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator[None]:
-    """Says of errors that come of running the model in this way what to do about them."""
+    """Turns errors that come from running the model without values into errors with a remedy."""
     try:
         yield
     except NEEDS_VALUES as error:
         raise RuntimeError(
             "the activations cannot be measured without running the model: its forward needs values, as .item() and "
-            f"masks by value do ({error}). Plan without a batch, and add what a step of yours holds to what is planned."
+            f"masks by value do ({error}). Plan without a batch, and add the bytes of your step's activations."
         ) from error
     except TypeError as error:
         problem = misfit(module.forward, *batch)
         if not problem:
             raise
         raise ValueError(
-            f"{type(module).__name__}.forward cannot be called with what is in the batch (positional arguments: "
-            f"{len(batch)}): {problem}. Pass all that it needs, in order; what it takes by keyword only, have a module "
-            "around it pass."
+            f"{type(module).__name__}.forward cannot be called with the batch (positional arguments: {len(batch)}): "
+            f"{problem}. Pass all positional arguments, in order. For arguments by keyword only, wrap the model in a "
+            "module that passes them."
         ) from error
     except RuntimeError as error:
         elsewhere = [name for name, tensor in plain_tensors(module) if tensor.device.type != device]
@@ -185,7 +185,7 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
             raise
         raise RuntimeError(
             f"the activations are measured on {device}, but these attributes are tensors elsewhere: "
-            f"{', '.join(elsewhere)} ({error}). Make them buffers, which go where the model goes: "
+            f"{', '.join(elsewhere)} ({error}). Make them buffers, which move with the model: "
             'self.register_buffer("name", tensor, persistent=False).'
         ) from error
 
@@ -194,7 +194,7 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
 
 
 class _Touch(torch.autograd.Function):
-    """Computes nothing with a parameter, which gets a gradient all the same. compute: is told of what would be."""
+    """Computes nothing with a parameter, but gives it a gradient. compute: called for what would be computed."""
 
     @staticmethod
     def forward(ctx: Any, passed: Tensor, param: Tensor, compute: Compute) -> Tensor:
@@ -214,7 +214,7 @@ class _Touch(torch.autograd.Function):
 
 
 Compute = Callable[[int, torch.dtype, Sequence[torch.UntypedStorage], int], None]
-"""Called with the bytes and the dtype of a parameter, what holds it and its gradient, and how often it multiplies."""
+"""Called with a parameter's bytes and dtype, its storage and its gradient's, and the number of multiplications."""
 
 
 def walk(
@@ -223,13 +223,13 @@ def walk(
     owned: dict[str, list[tuple[str, nn.Parameter]]],
     compute: Compute,
 ) -> None:
-    """Gives the units forwards without activations, to be called with a 0-dim tensor: the units run in the order of
-    their first parameters, one after another, and gradients come from the last parameter to the first.
+    """Replaces the units' forwards by forwards without activations, to be called with a 0-dim tensor. The units run one
+    after another in the order of their first parameters, and gradients arrive from the last parameter to the first.
 
-    owned: the parameters of each unit, as before their values were taken.
+    owned: the parameters of each unit, as before they were replaced by tensors without values.
     """
     touch: Callable[[Tensor, Tensor, Compute], Tensor] = _Touch.apply
-    homes = {name: unit for unit, named in owned.items() for name, _ in named}
+    unit_of = {name: unit for unit, named in owned.items() for name, _ in named}
 
     def touching(unit: nn.Module, names: Sequence[str]) -> Callable[[Tensor], Tensor]:
         def forward(passed: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def walk(
 
     steps: dict[str, Callable[[Tensor], Tensor]] = {}
     for name in [name for name, _ in module.named_parameters()]:
-        unit = homes[name]
+        unit = unit_of[name]
         steps[unit or name] = units[unit] if unit else touching(module, [name])
         if unit:
             units[unit].forward = touching(units[unit], [one for one, _ in owned[unit]])

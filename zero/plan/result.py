@@ -1,4 +1,4 @@
-"""What a plan says, as data, as a table and as JSON."""
+"""A plan's result, as data, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TITLES = {
 class Cost:
     """Bytes of a settled step at one stage, on the rank that needs most.
 
-    parameters, gradients, optimizer: what lies there between backward and step: parameters with the model's buffers,
-        and the optimizer's state with masters.
-    peak: the most that is there at once.
-    sent: what leaves the rank; of buffers what leaves the first, whose buffers all take before each forward.
-    host: what offload keeps in the memory of the host, or in files, and what is not among the others for that: shards,
-        their gradients and the optimizer's state.
+    parameters, gradients, optimizer: resident between backward and step: parameters with the model's buffers, and the
+        optimizer's state with masters.
+    peak: the most bytes at any time.
+    sent: the bytes that the rank sends. Buffers are counted as the first rank sends them, before each forward.
+    host: what offload keeps in the host's memory, or in files: shards, their gradients and the optimizer's state. The
+        other figures do not include it.
     """
 
     stage: str
@@ -53,9 +53,9 @@ class Plan:
     """The costs of every stage at every number of ranks.
 
     parameters: how many the model has.
-    memory: bytes that a rank has, if that was said.
-    activations: whether they are in the peaks.
-    timings: of steps, if it was said on which hardware; with every prefetch at stage 3.
+    memory: bytes that a rank has; None if not given.
+    activations: whether the peaks include them.
+    timings: of steps on the given hardware, at stage 3 with every prefetch; empty without hardware.
     """
 
     parameters: int
@@ -65,14 +65,14 @@ class Plan:
     timings: tuple[Timing, ...] = ()
 
     def cost(self, stage: str | int, world: int | None = None) -> Cost:
-        """Of a stage: 0, 1, 2, 3 or "3 kept". world: may be left out where there is one only."""
+        """The cost of a stage: 0, 1, 2, 3 or "3 kept". world: may be left out if only one was planned."""
         for cost in self.costs:
             if cost.stage == str(stage) and world in (None, cost.world):
                 return cost
         raise KeyError(f"stage {stage} on {world} ranks is not in this plan")
 
     def timing(self, stage: str | int, world: int | None = None, prefetch: str | None = None) -> Timing:
-        """Of a stage, as `cost`. prefetch: such as "speed-first"; by default the first that there is."""
+        """The timing of a stage, as in `cost`. prefetch: such as "speed-first"; by default the first one."""
         for timing in self.timings:
             wanted = str(stage), world or timing.world, prefetch or timing.prefetch
             if (timing.stage, timing.world, timing.prefetch) == wanted:
@@ -96,12 +96,12 @@ class Plan:
         costs, chosen = self._at(world), self.recommended(world)
         without = "" if self.activations else ", activations not counted"
         if self.memory is None:
-            return f"{ranks}: say how much memory a rank has to be told which stage to take"
-        room = f"{_gib(self.memory)} GiB"
+            return f"{ranks}: say how much memory a rank has, to see which stage fits"
+        available = f"{_gib(self.memory)} GiB"
         if chosen is None:
             least = min(costs, key=lambda cost: cost.peak)
             return (
-                f"{ranks}: nothing fits in {room}; stage {least.stage} comes closest with {_gib(least.peak)} GiB"
+                f"{ranks}: nothing fits in {available}; stage {least.stage} comes closest with {_gib(least.peak)} GiB"
                 f"{without}. Take more ranks, smaller units, or less precision"
             )
         below = costs[: costs.index(chosen)]
@@ -111,7 +111,7 @@ class Plan:
         else:
             reason = f"of the others {', '.join(larger)} do not fit" if larger else "everything fits"
         return (
-            f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), the lowest that fits in {room}: it needs "
+            f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), the lowest that fits in {available}: it needs "
             f"{_gib(chosen.peak)} GiB{without}; {reason}"
         )
 
@@ -148,7 +148,7 @@ class Plan:
             "memory": self.memory,
             "activations": self.activations,
             "costs": costs,
-            "times": [{name: getattr(timing, name) for name in _TOLD} for timing in self.timings],
+            "times": [{name: getattr(timing, name) for name in _TIMING_FIELDS} for timing in self.timings],
             "recommended": [{"world": world, "stage": chosen[world], "why": self.why(world)} for world in self.worlds],
         }
         return json.dumps(content, indent=2)
@@ -157,7 +157,7 @@ class Plan:
         return [cost for cost in self.costs if cost.world == world]
 
 
-_TOLD = [one.name for one in fields(Timing) if one.name != "timeline"]
+_TIMING_FIELDS = [one.name for one in fields(Timing) if one.name != "timeline"]
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:

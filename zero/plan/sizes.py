@@ -1,4 +1,4 @@
-"""What is planned for: a model without values, its units, and the options of the stages."""
+"""The input of a plan: a model without values, its units, and the options of the stages."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from zero.oss.partition import Partition
 
 @dataclass(frozen=True)
 class Options:
-    """What OSS, ShardedDDP and FSDP would be given besides the model; the names are theirs.
+    """The options of OSS, ShardedDDP and FSDP, besides the model; the names are theirs.
 
-    bucket_bytes: of stages 1 and 2, by default what OSS chooses.
-    offload: of stages 1 and 2, from a GPU, so that its shards, gradients of them and state lie elsewhere.
-    broadcast_dtype, reduce_dtype: in which stages 1 and 2 send, or Int8; stage 3 as `precision` says.
-    replicas, optimizer_sharding: at stage 3, how often the sharded model is repeated across the ranks (HYBRID_SHARD),
-        and whether what is stepped is cut over "all" ranks.
-    backend: decides what comparing operations between ranks takes, and which implementation torch's optimizers choose.
+    bucket_bytes: at stages 1 and 2; by default OSS chooses.
+    offload: at stages 1 and 2, from a GPU: shards, their gradients and the optimizer's state are on the host.
+    broadcast_dtype, reduce_dtype: the dtypes that stages 1 and 2 send, or Int8; stage 3 sends those of `precision`.
+    replicas, optimizer_sharding: at stage 3, how often the sharded model is replicated across the ranks (HYBRID_SHARD),
+        and whether what is stepped is sharded over "all" ranks.
+    backend: decides the cost of comparing operations between ranks, and the implementation of torch's optimizers.
     one_host: whether all ranks run on one Linux host, where over Gloo, with tensors on the CPU, they read one another's
-        memory, and none holds what is on its way from the others. Otherwise the larger figure of several hosts is
-        planned, which is also that of a host where processes may not read one another. Nothing changes with NCCL.
+        memory and need no buffer to receive into. Otherwise the larger figure of several hosts is planned, which holds
+        also for one host where processes may not read one another. Nothing changes with NCCL.
     """
 
     partition: Partition = "auto"
@@ -47,7 +47,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters of a unit that are computed with in one dtype (None: as they are stored)."""
+    """Parameters of a unit that are computed with in the same dtype (None: the one that they are stored in)."""
 
     unit: str
     dtype: torch.dtype | None
@@ -57,11 +57,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model as far as its memory goes. `Sizes.of_module`, `Sizes.of_shapes` and `Sizes.of_count` make one.
+    """What a plan needs to know of a model. `Sizes.of_module`, `Sizes.of_shapes` and `Sizes.of_count` make one.
 
     module: may be on the meta device.
-    unit_modules: those of FSDP by name; the root "" comes first.
-    precision: as of FSDP.
+    unit_modules: FSDP's units by name; the root "" comes first.
+    precision: as in FSDP.
     """
 
     module: nn.Module
@@ -79,7 +79,7 @@ class Sizes:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Of all units, as FSDP lays them out."""
+        """The groups of all units, as FSDP makes them."""
         return tuple(
             Group(unit, dtype, *zip(*named, strict=True))
             for unit, owned in self.owned().items()
@@ -104,9 +104,10 @@ class Sizes:
         *,
         small: bool = False,
     ) -> Sizes:
-        """Of a module, which may be on the meta device.
+        """The sizes of a module, which may be on the meta device.
 
-        policy: FSDP's `auto_wrap_policy`. small: make units of large embeddings and heads too, as a limit of 1 does.
+        policy: FSDP's `auto_wrap_policy`. small: make large embeddings and heads units too, as FSDP does where a
+            prefetch has a limit of 1.
         """
         return cls(module, unit_modules(module, policy, small=small), precision or MixedPrecision())
 
@@ -117,7 +118,7 @@ class Sizes:
         dtype: torch.dtype = torch.float32,
         precision: MixedPrecision | None = None,
     ) -> Sizes:
-        """Of shapes of parameters, by unit: those of the root first (it may have none), then unit by unit."""
+        """The sizes of a model with parameters of these shapes: the root's first (it may have none), then by unit."""
         root = nn.Module()
         modules = {"": root}
         for number, shapes in enumerate(units):
@@ -140,8 +141,8 @@ class Sizes:
         dtype: torch.dtype = torch.float32,
         precision: MixedPrecision | None = None,
     ) -> Sizes:
-        """Of so many parameters in so many equal blocks: each has the four matrices of a transformer's block, of width
-        w together 12 w², and nothing lies outside them."""
+        """The sizes of a model of equal blocks: each has the four matrices of a transformer's block, which have 12 w²
+        elements together at width w. There are no parameters outside the blocks."""
         if not math.isfinite(parameters):
             raise ValueError(f"{parameters} parameters: give a finite number, such as 7e9.")
         if layers < 1 or parameters < layers:

@@ -35,18 +35,18 @@ STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
 
 _WARM_UP = 1
-"""Steps until one is as all that follow: state is made, and units know which comes next."""
+"""Steps before a settled one: they create the optimizer's state, and record the order of the units."""
 
 _FEW = 2
-"""Ranks that are all rehearsed where they differ: in how large pieces they add up gradients of 16 bits, say."""
+"""Up to so many ranks are all rehearsed if they differ, as in the size of the buffers that add up 16-bit gradients."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """master_dtype: at stages 0 to 2, where parameters are computed with in a dtype of fewer bits.
-    batch: positional arguments of a forward; None where activations are not to be measured.
-    tokens: that each parameter is multiplied with, where there is no batch.
-    trace: takes notes of the step of the first rank.
+    """master_dtype: at stages 0 to 2, if parameters are computed with in a dtype of fewer bits.
+    batch: positional arguments of a forward; None if activations are not measured.
+    tokens: that each parameter is multiplied with, if there is no batch.
+    trace: records the step of the first rank.
     """
 
     sizes: Sizes
@@ -64,22 +64,23 @@ class Job:
         return "cuda" if self.options.backend == "nccl" and torch.cuda.is_available() else "cpu"
 
     def comm(self, rank: int, world: int, *, stride: int = 1) -> Comm:
-        """stride: from one of its ranks to the next."""
+        """stride: from one of the group's ranks to the next among all ranks."""
         reads = self.options.one_host and self.options.backend == "gloo"
         observer = None
         if self.trace is not None:
-            grows = world * stride == self.world  # a hybrid's shards stay as many
+            grows = world * stride == self.world  # a hybrid's shard group does not grow with the job
             observer = self.trace.of(Group(world, stride, one_host=reads, grows=grows))
         return Comm.rehearsal(rank, world, "host memory" if reads else self.options.backend, observer)
 
     def averaged(self, *, into_buckets: bool) -> Averaged:
-        """Over Gloo also on one host, but where zero.setup(stage=1) puts sums into the buckets."""
+        """The stand-in for DistributedDataParallel. It uses Gloo even on one host, except with `into_buckets`, as
+        zero.setup(stage=1) does."""
         one_host = into_buckets and self.options.one_host
         transfers = None if self.trace is None else self.trace.of(Group(self.world, one_host=one_host))
         return Averaged(self.sizes.module, self.world, into_buckets=into_buckets, transfers=transfers)
 
     def optimizer(self) -> Callable[..., Optimizer]:
-        """As on CUDA with the backend "nccl": there torch's take all parameters at once."""
+        """The optimizer's class; with the backend "nccl" as on CUDA, where torch's step all parameters at once."""
         parameters = inspect.signature(self.optim).parameters
         with_all = self.options.backend == "nccl" and "foreach" in parameters
         return partial(self.optim, foreach=True) if with_all else self.optim
@@ -90,7 +91,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """stepped: the optimizer that has the state. groups: what the parameters lie in."""
+    """stepped: the optimizer that has the state. groups: the parameters' shard groups."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -99,7 +100,7 @@ class Built:
 
 
 def _data_parallel(job: Job, rank: int) -> Built:
-    """Stage 0. Masters, where there are any, are those of an OSS of one rank: whole beside the parameters."""
+    """Stage 0. Masters, if there are any, are those of an OSS on one rank: full, besides the parameters."""
     cast(job.sizes.module, job.sizes.precision)
     model = job.averaged(into_buckets=False)
     if job.master_dtype is not None:
@@ -109,7 +110,7 @@ def _data_parallel(job: Job, rank: int) -> Built:
 
 
 def _sharded_state(job: Job, rank: int) -> Built:
-    """Stage 1: DistributedDataParallel, whose buckets are the gradients, and OSS."""
+    """Stage 1: DistributedDataParallel, whose gradients are views of its buckets, and OSS."""
     cast(job.sizes.module, job.sizes.precision)
     return _with_oss(job, job.averaged(into_buckets=True), job.comm(rank, job.world))
 
@@ -171,13 +172,13 @@ _BUILD: dict[str, Callable[[Job, int], Built]] = {
 
 
 def cost_of(job: Job, stage: str) -> Cost:
-    """Of the rank that needs most."""
+    """The cost on the rank that needs most."""
     costs: dict[int, Cost] = {}
     fullest = [0]
-    while waiting := [rank for rank in fullest if rank not in costs]:
-        costs[waiting[0]], groups = _rehearsed(replace(job, trace=None) if costs else job, stage, waiting[0])
+    while missing := [rank for rank in fullest if rank not in costs]:
+        costs[missing[0]], groups = _rehearsed(replace(job, trace=None) if costs else job, stage, missing[0])
         fullest = [0, *_fullest(job, groups)]
-    sent = max(cost.sent for cost in costs.values())  # of buffers the first rank sends most
+    sent = max(cost.sent for cost in costs.values())  # the first rank sends most, because it sends the buffers
     return replace(max(costs.values(), key=lambda cost: cost.peak), sent=sent)
 
 
@@ -213,15 +214,15 @@ def _multiply(job: Job, nbytes: int, dtype: torch.dtype, storages: Sequence[torc
 
 
 def _count_slices(optimizer: Optimizer, trace: Trace) -> None:
-    """Of a long parameter one slice is stepped in a rehearsal: what that takes counts for all of them."""
+    """A rehearsal steps only one slice of a long parameter. Its operators count as often as there are slices."""
 
     def stepped() -> int:
         return sum(param.numel() for group in optimizer.param_groups for param in group["params"])
 
-    whole = stepped()
+    full = stepped()
 
     def begin(*_: object) -> None:
-        trace.times = whole / max(1, stepped())
+        trace.times = full / max(1, stepped())
 
     def end(*_: object) -> None:
         trace.times = 1
@@ -246,11 +247,14 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
 
 def _held(built: Built) -> dict[str, int]:
     stepped = [param for group in built.stepped.param_groups for param in group["params"]]
-    params = [*built.model.parameters(), *(flat.full for flat in built.groups if flat.full.untyped_storage().nbytes())]
-    params += [flat.exchange.node_shard for flat in built.groups if flat.exchange.node_shard is not None]
+    groups = built.groups
+    params = [*built.model.parameters(), *(group.full for group in groups if group.full.untyped_storage().nbytes())]
+    params += [group.exchange.node_shard for group in groups if group.exchange.node_shard is not None]
     both = [*params, *stepped]
     gradients = [param.grad for param in both if param.grad is not None]
-    state = [value for kept in built.stepped.state.values() for value in kept.values() if isinstance(value, Tensor)]
+    state = [
+        value for entries in built.stepped.state.values() for value in entries.values() if isinstance(value, Tensor)
+    ]
     here = partial(filterfalse, on_host)
     return {
         "parameters": nbytes(params) + nbytes(built.model.buffers()),
@@ -261,7 +265,7 @@ def _held(built: Built) -> dict[str, int]:
 
 
 def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
-    """What DistributedDataParallel sends: gradients to all, and buffers from the first rank."""
+    """Bytes that DistributedDataParallel sends: gradients by all ranks, buffers by the first."""
     if stage not in ("0", "1"):
         return 0
     buffers = sum(buffer.nbytes for batch in batches([*job.sizes.module.buffers()]) for buffer in batch)
@@ -269,7 +273,7 @@ def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
 
 
 def _fullest(job: Job, groups: Sequence[ShardGroup]) -> Iterable[int]:
-    """The ranks among which the one is that needs most, but for the first."""
+    """The ranks, besides the first, that may need most."""
     owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
     sent = [job.options.reduce_dtype, job.sizes.precision.reduce_dtype, *(group.full.dtype for group in groups)]
     widened = any(dtype is not None and dtype.itemsize < torch.float32.itemsize for dtype in sent)

@@ -1,8 +1,8 @@
 """When each task of a trace begins and ends on some hardware.
 
-Streams run beside one another and beside the host, computing as fast as alone. Transfers share the links: what was
-launched first goes first, and what was launched later takes what time is left. Where the hardware overlaps nothing, one
-task takes place after another.
+Streams and the host run at the same time, and each computes as fast as if alone. Transfers share the links: the one
+that was launched first goes first, and later ones take the time that is left. If the hardware overlaps nothing, tasks
+run one after another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero.plan.trace import COMPUTE, HOST, Task
 
 @dataclass(frozen=True)
 class Span:
-    """In seconds since the step began. queue: a stream or the host."""
+    """A task's time, in seconds since the step began. queue: a stream or the host."""
 
     name: str
     queue: str
@@ -38,7 +38,7 @@ class Timeline:
 
 
 def play(tasks: Sequence[Task], hardware: Hardware) -> Timeline:
-    """From a moment at which host and streams have nothing to do, until they have done all."""
+    """The timeline of the tasks, from host and streams idle to all tasks done."""
     spans, exposed = (_overlapping if hardware.overlaps else _in_turn)(tasks, hardware)
     seconds = max((span.end for span in spans), default=0.0)
     ideal = sum(task.times * task.flops / hardware.peak(task.dtype) for task in tasks)
@@ -82,7 +82,7 @@ def _overlapping(tasks: Sequence[Task], hardware: Hardware) -> tuple[list[Span],
 
 
 def _sent(busy: list[tuple[float, float]], begin: float, seconds: float) -> float:
-    """When a transfer ends that takes so many seconds of the links, which are busy in between; they are then, too."""
+    """When a transfer ends that needs the links for `seconds`, in the gaps of `busy`. Adds these times to `busy`."""
     taken = []
     for start, end in [*busy, (float("inf"), float("inf"))]:
         gap = min(seconds, start - begin)
@@ -98,7 +98,7 @@ def _sent(busy: list[tuple[float, float]], begin: float, seconds: float) -> floa
 
 
 def _seconds(task: Task, hardware: Hardware) -> tuple[float, float]:
-    """On its stream, without its launch; and of the links, were it alone on them."""
+    """Seconds on its stream, without its launch, and seconds of the links if nothing else is sent."""
     if task.kind is not None and task.group is not None:
         return hardware.transfer(task.kind, task.nbytes, task.group)
     rate = hardware.cached if task.nbytes <= hardware.cache else hardware.memory

@@ -1,4 +1,4 @@
-"""How long a step takes, and how much of it the ranks wait for one another."""
+"""How long a step takes, and how much of that time ranks wait for transfers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from zero.plan.trace import Trace
 PREFETCHES = {"memory-first": MEMORY_FIRST, "default": Prefetch(), "speed-first": SPEED_FIRST}
 
 _HIDDEN = 0.05
-"""The share of a step that may be exposed where communication is said to hide."""
+"""The share of a step that may be exposed if communication is called hidden."""
 
 _DOUBLINGS = 16
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A settled step of one rank, from a moment at which it has nothing to do.
+    """A settled step of one rank that is idle before.
 
     prefetch: "memory-first", "default", "speed-first" or "given"; None at stages that have none.
-    exposed_ms: in which the computing did nothing but wait for a transfer.
+    exposed_ms: the time in which the compute stream only waits for a transfer.
     mfu: the share of the hardware's FLOP/s that matrix multiplications and attention used, recomputation included.
-    exposed_from: the lowest power of two of ranks from which more than a twentieth of a step is exposed; None where it
-        is not on 65,536 either. What each rank computes is taken to stay the same.
+    exposed_from: the lowest power of two of ranks from which more than a twentieth of a step is exposed, if each rank
+        computes the same as here; None if it is less even on 65,536.
     """
 
     stage: str
@@ -66,7 +66,7 @@ def timed(trace: Trace, hardware: Hardware, stage: str, prefetch: str | None, wo
 
 
 def prefetches(stage: str, given: Prefetch) -> Iterator[tuple[str | None, Prefetch]]:
-    """Those that a stage is timed with, by name: all at stage 3, and what was given."""
+    """The prefetches that a stage is timed with, by name: all at stage 3, and the given one."""
     if not stage.startswith("3"):
         yield None, given
         return

@@ -1,14 +1,14 @@
-"""What a rehearsed step does, in the order in which the host does it, whatever it runs on (timeline.py plays it).
+"""The tasks of a rehearsed step, in the order in which the host launches them. timeline.py gives them times.
 
 host      Python, which launches everything else, and compares ranks
 compute   the operators
 gather    gathers, and what prepares them: a shard copied into its full buffer
 reduce    reductions, and what prepares them: gradients copied into one buffer
 
-A stream takes one after another. A gather waits for what last read or wrote its buffers, and for what last read the
-full buffers that were released before it was launched, whose memory it takes; not for whatever else computes. What is
-computed after a `wait` waits for the transfer. That the host reads a value is not noted: a settled step reads none of
-the device, and the counts of steps that torch's optimizers read lie on the CPU.
+A stream runs one task after another. A gather waits for the tasks that last read or wrote its buffers, and for those
+that last read the full buffers released before its launch, because it takes their memory; not for other computing. What
+is computed after a `wait` waits for the transfer. Values that the host reads are not recorded: a settled step reads
+none from the device, and the step counts that torch's optimizers read are on the CPU.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from torch.utils.flop_counter import flop_registry
 from zero._torch import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 from zero.comm.rehearsal import Kind
 from zero.plan.hardware import Group
+from zero.plan.meter import tensors_among
 
 HOST, COMPUTE, GATHER, REDUCE = QUEUES = ("host", "compute", "gather", "reduce")
 
 _FREE = ("empty", "view", "detach", "set_", "resize_", "alias", "_local_scalar_dense", "prim::device", "lift_fresh")
-"""Operators with such names compute nothing."""
+"""Operators with these in their names compute nothing."""
 
 _OVERWRITING = ("copy_", "fill_", "zero_")
-"""Operators with such names write into their first argument, which they do not read."""
+"""Operators whose names end so write into their first argument, which they do not read."""
 
 _PICKING = ("embedding", "gather", "index", "index_select")
-"""Operators that read of their first argument as much as they return."""
+"""Operators that read only as many bytes of their first argument as they return."""
 
 _INTENSIVE = ("gelu", "softmax", "exp", "log", "tanh", "erf", "sigmoid", "silu", "pow", "norm", "sqrt", "div")
 """Operators with these in their names compute more than sums and products of each element."""
 
 _OF_HOSTS = 1 << 10
-"""Bytes up to which an all-reduce is of numbers on the CPU, by which ranks agree before a step."""
+"""The most bytes of an all-reduce of numbers on the CPU, by which ranks agree before a step."""
 
 Storage = ref[torch.UntypedStorage]
 
 
 @dataclass(slots=True)
 class Task:
-    """nbytes: that an operator reads and writes, or that are given to a transfer. after: tasks that must have ended,
-    besides those before it in its queue. times: how often it is done. kind, group: of a transfer; None of others."""
+    """nbytes: the bytes that an operator reads and writes, or those of a transfer. after: tasks that must have ended,
+    besides those before it in its queue. times: how often it runs. kind, group: of a transfer, otherwise None."""
 
     name: str
     queue: str
@@ -65,29 +66,29 @@ class Task:
 
     @property
     def launches(self) -> float:
-        """What the host launches for it; nothing where streams wait for one another."""
+        """The number of launches by the host; none for a wait of one stream for another."""
         return self.times if self.nbytes and self.queue != HOST else 0
 
 
 class Trace:
-    """Takes notes while it is `on`. `times`: how often each operator counts."""
+    """Records tasks while it is `on`. times: how often each operator counts."""
 
     def __init__(self) -> None:
         self.on = False
         self.times: float = 1
         self.tasks: list[Task] = []
         self._written: list[set[Storage]] = []
-        """By each task."""
+        """The storages that each task wrote."""
         self._touched: dict[Storage, int] = {}
-        """The last task that read or wrote each."""
+        """The last task that read or wrote each storage."""
         self._gathered: list[Storage] = []
-        """Full buffers that were not yet seen to be released."""
+        """Full buffers that have not been released, as far as known."""
         self._released = -1
-        """The last task that used one that was."""
+        """The last task that used a released one."""
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Takes notes in here."""
+        """Records in this context."""
         self.on = True
         try:
             yield
@@ -100,13 +101,13 @@ class Trace:
         return len(self.tasks) - 1
 
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """One has run."""
+        """Records an operator that has run."""
         kind = _kind(func)
         if not self.on or kind is None:
             return
-        read, written = [*_tensors(args), *_tensors(kwargs.values())], [*_tensors((result,))]
+        read, written = [*tensors_among(args), *tensors_among(kwargs.values())], [*tensors_among((result,))]
         if result is None:
-            written = [*_tensors((kwargs.get("out", args[0]),))]
+            written = [*tensors_among((kwargs.get("out", args[0]),))]
         storages = {ref(tensor.untyped_storage()) for tensor in (*read, *written)}
         task = kind.task(args, kwargs, result, read, written)
         task.after = self._last(storages)
@@ -117,7 +118,7 @@ class Trace:
     def work(
         self, name: str, flops: int, dtype: torch.dtype, nbytes: int, storages: Sequence[torch.UntypedStorage]
     ) -> None:
-        """What is computed, though no operator runs."""
+        """Records computing for which no operator runs."""
         if self.on:
             used = {ref(storage) for storage in storages}
             place = self._add(Task(name, COMPUTE, nbytes, flops, dtype, after=self._last(used)), set())
@@ -149,7 +150,7 @@ class Trace:
         return place
 
     def _prepare(self, queue: str, own: set[Storage], free: tuple[int, ...]) -> None:
-        """What has just been launched, and writes into nothing but the buffers, runs on their stream."""
+        """Moves the latest tasks that write only into these buffers to the transfer's stream."""
         place = len(self.tasks)
         while place and self.tasks[place - 1].queue == COMPUTE and self._written[place - 1]:
             if not self._written[place - 1] <= own:
@@ -169,7 +170,7 @@ class Trace:
             self._add(Task(f"wait for {self.tasks[transfer].name}", COMPUTE, after=(transfer,)), set())
 
     def on_ranks(self, world: int) -> list[Task]:
-        """The tasks, were there so many ranks: transfers are of the same full buffers."""
+        """The tasks if there were so many ranks. Full buffers stay the same."""
         return [
             replace(task, group=replace(task.group, world=max(1, world // task.group.stride)))
             if task.group is not None and task.group.grows
@@ -179,7 +180,7 @@ class Trace:
 
 
 class Transfers:
-    """Those of one group, as zero.comm tells of them."""
+    """The observer of one group's transfers, which zero.comm calls."""
 
     def __init__(self, trace: Trace, group: Group) -> None:
         self._trace, self._group = trace, group
@@ -196,7 +197,7 @@ class Transfers:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Of operators. flops: a formula of torch's, if it has one."""
+    """A kind of operator. flops: torch's formula, if it has one."""
 
     name: str
     flops: Callable[..., int] | None
@@ -209,7 +210,7 @@ class _Kind:
         if self.picking:
             used = returned
         else:
-            unread = written if self.overwriting else [*_tensors((kwargs.get("out"),))]
+            unread = written if self.overwriting else [*tensors_among((kwargs.get("out"),))]
             used = sum(_nbytes(tensor) for tensor in read if not any(tensor is other for other in unread))
         task = Task(self.name, COMPUTE, used + returned)
         if self.flops is not None:
@@ -220,12 +221,12 @@ class _Kind:
 
 
 def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
-    """Of scores and of what they weigh; masked ones too, as torch counts."""
+    """FLOPs of scores and of weighted values; torch counts masked ones too."""
     return 4 * q.numel() * k.shape[-2]
 
 
 def _attention_backward(_: Tensor, q: Tensor, k: Tensor, *__: Any, **___: Any) -> int:
-    """Scores are computed again."""
+    """FLOPs; scores are computed again."""
     return 10 * q.numel() * k.shape[-2]
 
 
@@ -234,39 +235,24 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     CPU_ATTENTION: _attention,
     CPU_ATTENTION_BACKWARD: _attention_backward,
 }
-"""By operator, those of torch and the CPU's attention, of which torch has none."""
+"""Formulas by operator: torch's, and those of the CPU's attention, which torch does not have."""
 
 _kinds: dict[Any, _Kind | None] = {}
 
 
 def _kind(func: Any) -> _Kind | None:
-    """None of what computes nothing."""
+    """The operator's kind; None if it computes nothing."""
     if func not in _kinds:
-        whole = func.name()
-        name = whole.partition("::")[2].partition(".")[0]
-        free = func.is_view or any(part in whole for part in _FREE)
-        flops = _FLOPS.get(func.overloadpacket)
-        _kinds[func] = (
-            None
-            if free
-            else _Kind(
-                name, flops, name.endswith(_OVERWRITING), name in _PICKING, any(shard in name for shard in _INTENSIVE)
-            )
-        )
+        _kinds[func] = None if func.is_view or any(word in func.name() for word in _FREE) else _kind_by_name(func)
     return _kinds[func]
 
 
+def _kind_by_name(func: Any) -> _Kind:
+    name = func.name().partition("::")[2].partition(".")[0]
+    intensive = any(word in name for word in _INTENSIVE)
+    return _Kind(name, _FLOPS.get(func.overloadpacket), name.endswith(_OVERWRITING), name in _PICKING, intensive)
+
+
 def _nbytes(tensor: Tensor) -> int:
-    """Of its elements, each once: it may be expanded."""
+    """Bytes of its memory; an expanded tensor has fewer than its elements would take."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Those among the arguments of an operator, or in lists among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            for one in value:
-                if isinstance(one, Tensor):
-                    yield one

@@ -1,7 +1,7 @@
-"""What a kernel of torch's leaves for its backward and tells nobody of where tensors have no values: oneDNN's LSTM.
+"""The workspace that oneDNN's LSTM keeps for its backward. On tensors without values torch does not allocate it.
 
-Its workspace was found to be as computed here, to the byte, with torch 2.13 in float32 (oneDNN: src/cpu/rnn/rnn_utils).
-In 16 bits it is up to a third smaller.
+The formula here gave the real size, to the byte, with torch 2.13 in float32 (oneDNN: src/cpu/rnn/rnn_utils). In 16 bits
+the workspace is up to a third smaller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PAGE = 4096
 
 
 def with_workspace(result: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """result, args: of the operator; of the result the last is the workspace, without elements."""
+    """The operator's result with a workspace of the real size. The last tensor of `result` is an empty workspace."""
     (steps, batch, inputs), (_, hidden) = args[0].shape, args[2].shape
     buffers = [
         (steps, batch, _padded(4 * hidden)),  # gates
@@ -32,6 +32,6 @@ def with_workspace(result: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tenso
 
 
 def _padded(numel: int) -> int:
-    """A row of so many numbers: whole lines of the cache, and no power of two apart, which would share them."""
+    """A row's length, padded to full cache lines, and not to a power of two, whose rows would share cache sets."""
     rows = -(-numel // 16) * 16
     return rows + 16 if rows % 256 == 0 else rows

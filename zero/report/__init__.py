@@ -1,4 +1,4 @@
-"""What a rank holds and has sent, beside what was planned; and as a command, what there is on this machine."""
+"""What a rank holds and has sent, beside the plan; and a command that describes this machine."""
 
 from zero.report.held import Report, report
 

@@ -1,6 +1,6 @@
 """`python -m zero.report`: versions, devices, and how ranks can reach each other here, to paste into an issue.
 
-Needs no process group, starts no rank, and never raises: what cannot be found out says why.
+Needs no process group, starts no rank, and never raises: what cannot be determined is printed with the reason.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def environment() -> str:
         try:
             for fact in facts():
                 lines.append(f"  {fact}")
-        except Exception as error:  # whoever asks has a problem already
-            lines.append(f"  could not be found out ({type(error).__name__}: {error})")
+        except Exception as error:  # the report must come, whatever is wrong here
+            lines.append(f"  could not be determined ({type(error).__name__}: {error})")
     return "\n".join(lines)
 
 
@@ -78,12 +78,12 @@ def _backends() -> str:
     if not dist.is_available():
         return "none: torch was built without torch.distributed"
     there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    told = _listed(name for name, available in there.items() if available())
-    return f"{told}; {'initialised' if dist.is_initialized() else 'not initialised'}"
+    names = _listed(name for name, available in there.items() if available())
+    return f"{names}; {'initialised' if dist.is_initialized() else 'not initialised'}"
 
 
 def _host_memory() -> str:
-    """Whether ranks of this host can read one another's memory, as far as one process can tell."""
+    """Whether ranks of this host can read one another's memory, as far as one process can find out."""
     if sys.platform != "linux":
         return f"not on {sys.platform}: Gloo sends"
     if os.environ.get("ZERO_HOST_MEMORY") == "0":
@@ -118,7 +118,7 @@ def _attempt(what: str, find: Callable[[], str]) -> str:
     try:
         return f"{what}: {find()}"
     except Exception as error:
-        return f"{what}: could not be found out ({type(error).__name__}: {error})"
+        return f"{what}: could not be determined ({type(error).__name__}: {error})"
 
 
 def _listed(names: Iterable[str]) -> str:

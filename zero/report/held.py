@@ -1,4 +1,4 @@
-"""`zero.report`: bytes that lie on this rank now, by kind, and bytes that it has sent, beside what zero.plan says."""
+"""`zero.report`: bytes on this rank now, by kind, and bytes that it has sent, beside the figures of zero.plan."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Report:
     """Bytes on this rank.
 
     stage: as in a plan: "0" to "3", or "3 kept".
-    parameters, gradients, optimizer: what lies there now: parameters with the model's buffers, and the optimizer's
-        state with masters.
+    parameters, gradients, optimizer: resident now: parameters with the model's buffers, and the optimizer's state with
+        masters.
     peak: the most that tensors have taken on this rank's GPU since its counter was reset; None without a GPU.
-    sent: what this process has sent through `zero`, after the reading that was given as `since`, or in all.
-    planned: what zero.plan says of a settled step, without activations; None where it cannot plan the optimizer.
+    sent: bytes that this process has sent through `zero`, since the reading `since`, or in all.
+    planned: the plan of a settled step, without activations; None if zero.plan cannot plan the optimizer.
     """
 
     stage: str
@@ -49,7 +49,7 @@ class Report:
         return self.parameters + self.gradients + self.optimizer
 
     def numbers(self) -> dict[str, int]:
-        """By name, for loggers: those that are known."""
+        """The known figures by name, for loggers."""
         found = {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -77,15 +77,16 @@ class Report:
 
 
 def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, since: Traffic | None = None) -> Report:
-    """What this rank holds of a model and its optimizers now, and has sent. Sends nothing; gradients are there between
-    backward and step.
+    """The bytes of a model and its optimizers that this rank holds now, and what it has sent. Sends nothing.
+
+    Call it between backward and step to count gradients.
 
         before = zero.traffic()
         ...  # a step
         print(zero.report(model, optimizer, since=before))
 
     model: at any stage, or the module inside its wrapper. optimizer: the one that trains it, or several.
-    since: a reading of zero.traffic(), after which `sent` counts.
+    since: a reading of zero.traffic(); `sent` counts from there.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     inner = model.module if isinstance(model, (FSDP, ShardedDDP, DistributedDataParallel)) else model
@@ -107,16 +108,16 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
 
 
 def _resident(inner: nn.Module, optimizers: Sequence[Optimizer], sharding: Sequence[OSS]) -> dict[str, int]:
-    """Storages count once, however many tensors view them."""
-    buffers = [flat.full for one in sharding for flat in one.shard_groups]
+    """Bytes by kind. A storage counts once, however many tensors view it."""
+    buffers = [group.full for one in sharding for group in one.shard_groups]
     parameters = [*inner.parameters(), *buffers, *inner.buffers()]
     stepping = [one.optim if isinstance(one, OSS) else one for one in optimizers]
     stepped = [param for one in stepping for group in one.param_groups for param in group["params"]]
     state = [
         leaf
         for one in stepping
-        for kept in one.state.values()
-        for leaf in leaves.opened(dict(kept)).values()
+        for entries in one.state.values()
+        for leaf in leaves.opened(dict(entries)).values()
         if isinstance(leaf, torch.Tensor)
     ]
     masters = nbytes([*parameters, *stepped]) - nbytes(parameters)

@@ -1,4 +1,4 @@
-"""The plan of a model that is wrapped already: what zero.plan says of the stage that it is at."""
+"""The plan of a model that is wrapped already, at its own stage."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zero.oss.from_optimizer import arguments
 from zero.oss.in_backward import steps_in_backward
 from zero.plan import Cost, Options, Sizes, plan
 
-_KEPT = 16
+_CACHED = 16
 _planned: dict[tuple[object, ...], Cost | None] = {}
-"""A plan takes seconds, and reports are made again and again of one model."""
+"""A plan takes seconds, and a model is usually reported many times."""
 
 
 def planned_for(
@@ -31,7 +31,7 @@ def planned_for(
     comms: Sequence[Comm],
     device: torch.device,
 ) -> Cost | None:
-    """None where there are several optimizers, or one that cannot be planned, and with offload or steps in backward."""
+    """The planned cost; None for several optimizers, one that cannot be planned, offload, and steps in backward."""
     if len(optimizers) != 1:
         return None
     optimizer = optimizers[0]
@@ -52,7 +52,7 @@ def planned_for(
     shapes = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in _tensors(sizes.module))
     key = stage, world, options, type(inside), described_options(given), shapes
     if key not in _planned:
-        if len(_planned) == _KEPT:
+        if len(_planned) == _CACHED:
             _planned.clear()
         _planned[key] = _plan(stage, world, options, partial(type(inside), **given), sizes)
     return _planned[key]
@@ -61,7 +61,7 @@ def planned_for(
 def _plan(stage: str, world: int, options: Options, optim: Callable[..., Optimizer], sizes: Sizes) -> Cost | None:
     try:
         found = plan(sizes, world_size=world, optimizer=optim, options=options, stages=[stage])
-    except (ValueError, RuntimeError):  # of an optimizer that was built in a way that cannot be told
+    except (ValueError, RuntimeError):  # such as an optimizer whose arguments are not known
         return None
     return found.cost(stage, world)
 
@@ -72,11 +72,11 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _without_values(units: Sequence[Unit], inner: nn.Module) -> Sizes:
-    """A module of the same parameters, full, and buffers, in the same units: the model itself, which trains, is left
-    alone. What is kept in float32 by its module's class is planned as the rest."""
+    """A module with the same parameters, full, and the same buffers and units, so that the model itself, which trains,
+    is not touched. Modules that stay in float32 because of their class are planned like the others."""
     params = [(param.shape, param) for param in inner.parameters()]
     of_units = [
-        [pair for flat in unit.groups for pair in zip(flat.shapes.full, flat.params, strict=True)] for unit in units
+        [pair for group in unit.groups for pair in zip(group.shapes.full, group.params, strict=True)] for unit in units
     ]
     root = nn.Module()
     modules = {"": root}

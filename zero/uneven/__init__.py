@@ -1,4 +1,4 @@
-"""Data that ends earlier on some ranks than on others."""
+"""Training with different numbers of batches on different ranks."""
 
 from zero.uneven.join import join
 

@@ -1,4 +1,4 @@
-"""What users call on a model and its optimizers, schedulers and scaler, seen before it runs, and as JSON."""
+"""The methods that users call on a model, its optimizers, schedulers and scaler: intercepted, and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = {
     "update": False,
     "zero_grad": False,
 }
-"""What ranks without data do along, and whether it may send something."""
+"""The methods that ranks without data call too, and whether they may send something."""
 
 
 def sends(one: object, name: str) -> bool:
@@ -28,26 +28,26 @@ def sends(one: object, name: str) -> bool:
     return METHODS[name] and not isinstance(one, LRScheduler)
 
 
-def replace(one: Any, name: str, told: Callable[..., Any]) -> Callable[[], None]:
-    """Has the method `name` call `told` with the method before its arguments. Returns what puts it back."""
+def replace(one: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces the method `name` by the function, whose first argument is the method. Returns what undoes this."""
     original, before = getattr(one, name), vars(one).get(name)
 
-    @wraps(original)  # with the marks that schedulers leave on a step
+    @wraps(original)  # with the marks that schedulers set on a step
     def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return told(original, *args, **kwargs)
+        return function(original, *args, **kwargs)
 
     vars(one)[name] = replaced = MethodType(method, one)
 
-    def put_back() -> None:
-        if vars(one).get(name) is replaced:  # and not what a scheduler has put around it since
+    def restore() -> None:
+        if vars(one).get(name) is replaced:  # a scheduler may have wrapped it since
             del vars(one)[name]
             vars(one).update({} if before is None else {name: before})
 
-    return put_back
+    return restore
 
 
 def as_plain(value: Any, known: Sequence[object]) -> Any:
-    """An argument as JSON can tell it, of `known` by their place. Raises TypeError for what it cannot."""
+    """An argument as JSON; an object in `known` by its place there. Raises TypeError for others."""
     for place, one in enumerate(known):
         if value is one:
             return {"place": place}
@@ -56,7 +56,7 @@ def as_plain(value: Any, known: Sequence[object]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
-        f"a {type(value).__name__}, of which ranks without data cannot be told. Inside zero.join call step() without a "
+        f"a {type(value).__name__}, which cannot be sent to ranks without data. Inside zero.join call step() without a "
         "closure, after backward, and give other methods numbers."
     )
 

@@ -29,22 +29,22 @@ def join(
     throw_on_early_termination: bool = False,
     enable: bool = True,
 ) -> Iterator[None]:
-    """Collective. In its context ranks may have different numbers of batches, at least one each.
+    """Collective. In this context ranks may have different numbers of batches, at least one each.
 
         with zero.join(model, optimizer):
             for inputs, targets in batches: ...  # forward, backward and step, as without
 
     model: a DistributedDataParallel, ShardedDDP or FSDP.
-    others: its optimizers; and the learning rate schedulers and the GradScaler that the loop steps and updates, which
-        then go on alike on all ranks.
-    divide_by_initial_world_size: gradients are averaged over all ranks, of which those without data have zeros; with
-        False over the ranks that still have data.
-    throw_on_early_termination: RuntimeError on every rank as soon as the data of one has ended.
+    others: its optimizers; and the learning rate schedulers and the GradScaler that the loop steps and updates, so that
+        they stay the same on all ranks.
+    divide_by_initial_world_size: gradients are averaged over all ranks, and ranks without data add zeros. With False
+        they are averaged over the ranks that still have data.
+    throw_on_early_termination: raise RuntimeError on every rank as soon as one rank's data has ended.
     enable: False changes nothing.
 
     At the end buffers are those of the first rank that had data to the end, unless broadcast_buffers is False.
     Raises RuntimeError, on every rank, where one leaves the context by an error, where ranks with data do different
-    things, and where a rank had no batch at all. ValueError for what cannot be followed.
+    things, and where a rank had no batch at all. ValueError for a model or other objects of an unknown class.
     """
     model = uncompiled(model)
     if not isinstance(model, DistributedDataParallel | ShardedDDP | FSDP):
@@ -53,8 +53,8 @@ def join(
             "DistributedDataParallel, ShardedDDP or FSDP."
         )
     ranks = Ranks(_comms_of(model))
-    told = [f"divide {divide_by_initial_world_size}, throw {throw_on_early_termination}, enable {enable}"]
-    ranks.compare([*told, *(type(one).__name__ for one in (model, *others))], _unknown(others))
+    options = f"divide {divide_by_initial_world_size}, throw {throw_on_early_termination}, enable {enable}"
+    ranks.compare([options, *(type(one).__name__ for one in (model, *others))], _unknown(others))
     if not enable or ranks.world == 1:
         yield
         return
@@ -64,7 +64,7 @@ def join(
             yield
             joined.follow()
         except Exception as error:
-            joined.tell_failure(error)
+            joined.announce_failure(error)
             raise
 
 

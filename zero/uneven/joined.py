@@ -1,14 +1,14 @@
-"""Training where data ends earlier on some ranks than on others, at every stage.
+"""Training with different numbers of batches on different ranks, at every stage.
 
-Inside zero.join each rank tells the others what it does next. A rank whose data has ended does what the others tell,
-until the data of all has ended:
+Inside zero.join each rank announces to the others what it does next. A rank whose data has ended does the same as the
+others, until the data of all has ended:
 
-    forward     of its last batch once more, so that every operation comes in the order in which the others have it
-    backward    of that, with gradients of zero (repeat.py)
-    the rest    (step, clipping, loss scaling, zero_grad, schedulers) with the arguments that the others were given
+    forward     of its last batch again, so that its operations are in the same order as the others'
+    backward    of this forward, with gradients of zero (repeat.py)
+    the rest    (step, clipping, loss scaling, zero_grad, schedulers) with the arguments of the others
 
-What sends nothing, such as zero_grad, is told with what comes next. While all ranks have data, telling is a comparison
-of where they are, as at the end of a backward.
+A call that sends nothing, such as zero_grad, is announced with the next one that does. While all ranks have data, an
+announcement is only a comparison of signatures, as at the end of a backward.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from zero.uneven.repeat import Call, Repeat, outputs_in
 
 
 class _Forward:
-    """One whose backward may come, as long as its graph lives."""
+    """A forward whose backward may follow, as long as its graph is alive."""
 
     def __init__(self, call: Call, outputs: Sequence[Tensor]) -> None:
         self.call, self._outputs = call, [ref(tensor) for tensor in outputs]
 
     def is_reached(self) -> bool:
-        """By the backward that is running now, if it began at another; also where only the graph is left, not what the
-        forward returned."""
+        """Whether the backward that is running now, which began at another forward, reaches this one. Also True if its
+        outputs are gone and only the graph is left."""
         alive = [tensor for output in self._outputs if (tensor := output()) is not None]
         return not alive or any(writes_into(tensor.grad_fn) for tensor in alive if tensor.grad_fn is not None)
 
 
 class Joined:
-    """A model, and what follows it. Both are told of by their place in one list."""
+    """A model, and its optimizers, schedulers and scaler. Messages name all of them by their place in one list."""
 
     def __init__(self, model: Any, others: Sequence[Any], ranks: Ranks, divide_by_initial: bool, throw: bool) -> None:
         self._model, self._all, self._ranks = model, [model, *others], ranks
@@ -56,10 +56,10 @@ class Joined:
         self._divide_by_initial, self._throw = divide_by_initial, throw
         self._repeat = Repeat(model)
         self._later: list[Message] = []
-        """What was done since this rank last told something, and sends nothing."""
+        """Calls since this rank's last announcement. They send nothing."""
         self._problem: str | None = None
         self._busy = False
-        """Whether what is called is part of something that was told."""
+        """Whether a method runs that was announced; what it calls is not announced."""
         self._ended_before = self._over = self._all_know = self._in_backward = False
         self._forwards, self._factor, self._kind = 0, 1.0, ""
         self._pending: WeakValueDictionary[int, _Forward] = WeakValueDictionary()
@@ -67,8 +67,8 @@ class Joined:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """In here what the user calls is told first."""
-        disable = partial(torch.compiler.disable, reason="zero.join tells other ranks of each forward")
+        """In this context the user's calls are announced before they run."""
+        disable = partial(torch.compiler.disable, reason="zero.join announces each forward to other ranks")
         with ExitStack() as stack:
             before = self._model.register_forward_pre_hook(disable(self._forward), prepend=True, with_kwargs=True)
             after = self._model.register_forward_hook(disable(self._forward_done))
@@ -89,24 +89,24 @@ class Joined:
     def _forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._busy:
             return
-        self._in_backward = False  # one that an exception ended has no end
+        self._in_backward = False  # an exception may have ended the last backward
         self._forwards += 1
         self._call = self._repeat.remember(args, kwargs)
         self._kind = self._call.kind
         act = {"do": "forward", "number": self._forwards, "gradients": torch.is_grad_enabled()}
-        self._tell({**act, "training": self._model.training, "reduced": self._model.require_backward_grad_sync})
+        self._announce({**act, "training": self._model.training, "reduced": self._model.require_backward_grad_sync})
 
     def _forward_done(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._busy or not torch.is_grad_enabled():
             return
         outputs = outputs_in(output)
         forward = _Forward(self._call, [tensor for tensor, _ in outputs])
-        for place, (tensor, leaf) in enumerate(outputs):  # whose graph keeps `forward`
+        for place, (tensor, leaf) in enumerate(outputs):  # their graph keeps `forward` alive
             tensor.register_hook(partial(self._reached, forward, place, leaf))
         self._pending[self._forwards] = forward
 
     def _reached(self, forward: _Forward, place: int, leaf: Node | None, gradient: Tensor) -> Tensor | None:
-        """A backward is at an output: one that leaves gradients, or an inner torch.autograd.grad."""
+        """Called when a backward is at an output: one that leaves gradients, or an inner torch.autograd.grad."""
         if self._over or not (leaf is None or writes_into(leaf)):
             return None
         if not self._in_backward:
@@ -117,12 +117,12 @@ class Joined:
     def _begin_backward(self, first: _Forward) -> None:
         reached = sorted(number for number, one in self._pending.items() if one is first or one.is_reached())
         reduced, keeps = self._model.require_backward_grad_sync, keeps_graph()
-        with_data = self._tell({"do": "backward", "of": reached, "reduced": reduced, "keeps_graph": keeps})
+        with_data = self._announce({"do": "backward", "of": reached, "reduced": reduced, "keeps_graph": keeps})
         self._factor = 1.0 if self._divide_by_initial else self._ranks.world / with_data
         for number in [] if keeps else reached:
             self._pending.pop(number, None)
         self._in_backward = True
-        at_end_of_backward(lambda: at_end_of_backward(self._backward_ends))  # after all that the wrapper does there
+        at_end_of_backward(lambda: at_end_of_backward(self._backward_ends))  # after the wrapper's own callbacks
 
     def _backward_ends(self) -> None:
         self._in_backward = False
@@ -138,7 +138,7 @@ class Joined:
         except TypeError as error:
             self._problem = f"{type(self._all[place]).__name__}.{name} was given {error}"
         if sends(self._all[place], name):
-            self._tell(act)
+            self._announce(act)
         else:
             self._later.append(act)
         self._busy = True
@@ -148,7 +148,7 @@ class Joined:
             self._busy, self._seen = False, self._gradients()
 
     def _gradients(self) -> tuple[int, int, int]:
-        """How many there are, where they lie, and how often they were written into."""
+        """The number of gradients, the sum of their addresses, and how often they were written into."""
         found = [
             param.grad
             for one in self._optimizers
@@ -158,9 +158,9 @@ class Joined:
         ]
         return len(found), sum(gradient.data_ptr() for gradient in found), writes_so_far(found)
 
-    # -------------------------------------------------------------------------------------------- telling
+    # --------------------------------------------------------------------------------------- announcements
 
-    def _tell(self, act: Message) -> int:
+    def _announce(self, act: Message) -> int:
         """Collective. Returns how many ranks have data. Raises RuntimeError on every rank where one has a problem."""
         now = self._gradients()
         cleared = now != self._seen and not now[0]
@@ -176,13 +176,14 @@ class Joined:
         message = {"act": act, "later": later, "problem": problem, "options": self._options(), **shown}
         return len(self._hear(self._ranks.gather(message)))
 
-    def tell_failure(self, error: Exception) -> None:
+    def announce_failure(self, error: Exception) -> None:
         """Collective, unless all ranks know. This rank leaves by an error.
 
-        Those that wait in a backward of DistributedDataParallel would not hear of it, and this one would wait for them.
+        Not within a backward of DistributedDataParallel: other ranks wait there without reading messages, and this
+        rank would wait for them.
         """
         if not self._all_know and not (self._in_backward and isinstance(self._model, DistributedDataParallel)):
-            with suppress(RuntimeError):  # which others may have by now, too
+            with suppress(RuntimeError):  # other ranks may have failed by now, too
                 self._ranks.agree(None)
                 self._ranks.gather({"problem": f"left zero.join by {type(error).__name__}: {error}"})
 
@@ -201,9 +202,9 @@ class Joined:
         return active
 
     def _send_along(self, messages: Sequence[Message], active: Sequence[int]) -> None:
-        """Collective. What ranks without data need of the others."""
+        """Collective. Sends ranks without data what they need from the others."""
         do, source = messages[active[0]]["act"]["do"], active[0]
-        if do == "forward" and source != 0:  # the buffers of rank 0 are everybody's
+        if do == "forward" and source != 0:  # all ranks use rank 0's buffers
             buffers = self._repeat.buffers()
             copies = [buffer.detach().clone() for buffer in buffers]
             self._ranks.broadcast(copies, source)
@@ -216,7 +217,7 @@ class Joined:
     # -------------------------------------------------------------------------- a rank whose data has ended
 
     def follow(self) -> None:
-        """Collective. Does what ranks with data do, until none has any."""
+        """Collective. Does what ranks with data do, until no rank has data."""
         self._busy = True
         with self._repeat.without_gradients():
             while self._follow_one():
@@ -243,13 +244,13 @@ class Joined:
         return bool(active)
 
     def _catch_up(self, source: Message, done: Sequence[Message]) -> None:
-        """Does what another rank has done that sends nothing, but for what this one has done itself."""
+        """Repeats another rank's calls that send nothing, except those that this rank has made itself."""
         later = source["later"]
         for act in later[len(done) if later[: len(done)] == done else 0 :]:
             self._do(act)
         for optimizer, groups in zip(self._optimizers, source["options"], strict=True):
-            for group, told in zip(optimizer.param_groups, groups, strict=True):
-                take_options(group, told)
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                take_options(group, options)
 
     def _do(self, act: Message, kind: str = "") -> None:
         if act["do"] == "forward":
@@ -270,12 +271,13 @@ def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _changed_problem(model: nn.Module) -> str | None:
-    """Where gradients were changed by hand. Below stage 2 all have full ones: ranks without data are sent them."""
+    """An error message for gradients that were changed by hand. Below stage 2 there is none: every rank has the full
+    gradients, and ranks without data are sent the changed ones."""
     if isinstance(model, DistributedDataParallel):
         return None
     how = "model.clip_grad_norm_" if isinstance(model, FSDP) else "optimizer.clip_grad_norm"
     return (
-        "gradients were changed between backward and step by what zero.join was not given. Ranks without data would "
-        f"not change their shards. Clip by {how}, give zero.join the GradScaler, or change gradients in a hook, on "
-        "every rank: optimizer.register_step_pre_hook(hook)."
+        "gradients were changed between backward and step by something that zero.join was not given. Ranks without "
+        f"data would not change their shards. Clip with {how}, pass the GradScaler to zero.join, or change gradients "
+        "in a hook, on every rank: optimizer.register_step_pre_hook(hook)."
     )

@@ -1,4 +1,4 @@
-"""What ranks tell one another inside zero.join, and what keeps them from going on."""
+"""Messages between ranks inside zero.join, and the errors that they show."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from torch import Tensor
 from zero.comm import Comm
 
 Message = dict[str, Any]
-"""Of a rank with data: what it does next, `act`, and what may be asked about it. Of others: nothing to do."""
+"""From a rank with data: what it does next, `act`, and details of it. From other ranks there is no `act`."""
 
 _NOTHING = -(1 << 62)
 
 
 class Ranks:
-    """Those of a model, by number: of one group, or of the two of a hybrid strategy, which is sharded within the first
-    and replicated across the second."""
+    """The ranks of a model, by number: those of its shard group and, in hybrid strategies, of its replicate group."""
 
     def __init__(self, comms: Sequence[Comm]) -> None:
-        name = "zero.join, where ranks say what they do next and those without data wait for it"
+        name = "zero.join, where ranks announce what they do next and those without data wait for it"
         self._comms = [(comm, comm.channel(name)) for comm in comms]
         self.rank, self.world = 0, 1
         for comm in comms:
@@ -36,12 +35,12 @@ class Ranks:
             comm.compare("the arguments of zero.join", lines, problem)
 
     def agree(self, act: Message | None, *, flag: bool = False) -> bool:
-        """Collective. Whether all ranks do the same next, and none has the flag. act: None where data has ended."""
-        told = [_NOTHING, _NOTHING, 1]
+        """Collective. Whether all ranks do the same next, and none has the flag. act: None if data has ended."""
+        signature = [_NOTHING, _NOTHING, 1]
         if act is not None:
             digest = int.from_bytes(hashlib.sha256(json.dumps(act).encode()).digest()[:7], "little")
-            told = [digest, -digest, int(flag)]
-        largest = torch.tensor(told, device="cpu")
+            signature = [digest, -digest, int(flag)]
+        largest = torch.tensor(signature, device="cpu")
         for comm, channel in self._comms:
             comm.all_reduce(largest, maximum=True, channel=channel)
             comm.begin_schedule()
@@ -49,21 +48,21 @@ class Ranks:
 
     def gather(self, message: Message) -> list[Message]:
         """Collective. The messages of all ranks."""
-        told = [message]
+        messages = [message]
         for comm, _ in self._comms:
-            texts = comm.all_gather_text(json.dumps(told))
-            told = [one for text in texts for one in json.loads(text)]
-        return told
+            texts = comm.all_gather_text(json.dumps(messages))
+            messages = [one for text in texts for one in json.loads(text)]
+        return messages
 
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Collective. Overwrites the tensors by those of rank `source`."""
+        """Collective. Overwrites the tensors with those of rank `source`."""
         for comm, _ in self._comms:
             comm.broadcast(tensors, source % comm.world)
             source //= comm.world
 
 
 def problem_in(messages: Sequence[Message], active: Sequence[int], *, throw: bool) -> str | None:
-    """Why ranks cannot go on, in words for the user; None if they can. active: the ranks that have data."""
+    """Why ranks cannot go on, as an error message for the user; None if they can. active: the ranks that have data."""
     for rank, message in enumerate(messages):
         if message.get("problem"):
             return f"rank {rank}: {message['problem']}"

@@ -1,9 +1,9 @@
-"""What a rank whose data has ended computes: its last batch once more, for the order of operations alone.
+"""A rank whose data has ended computes its last batch again, only so that its operations are in the same order.
 
-Its gradients are zeros whatever comes of it, NaN too; afterwards random number generators, buffers and modes of modules
-are what they were. Hooks that users have put on modules are called.
+Its gradients are zeros even where the computation gives NaN. Afterwards random number generators, buffers and modes of
+modules are as before. Users' hooks on modules are called.
 
-At stage 2 backward is not repeated: ShardedDDP.reduce() sends the same, and tells that this rank has used no parameter.
+At stage 2 backward is not repeated: ShardedDDP.reduce() sends the same, and marks all parameters as unused here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from zero.sdp.tensors import map_tensors, nearest_leaf, tensors_in
 
 
 def outputs_in(output: Any) -> list[tuple[Tensor, Node | None]]:
-    """The tensors by which a backward may come, and of each the nearest leaf."""
+    """The tensors at which a backward may begin, and the nearest leaf of each."""
     made = [tensor for tensor in dict.fromkeys(tensors_in(output)) if tensor.grad_fn is not None]
     return [(tensor, nearest_leaf(tensor)) for tensor in made]
 
 
 class Call:
-    """A forward that the user called. `reached`: the places of its outputs at which a backward was."""
+    """A forward that the user called. reached: the places of the outputs that a backward has reached."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, device: torch.device) -> None:
         self._args, self._kwargs = map_tensors(_without_graph, (args, kwargs))
@@ -50,7 +50,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """For a model that may write into it; what needs a gradient is again made of something."""
+    """A copy, because a model may write into it. If it requires a gradient it is no leaf, as leaves refuse that."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
@@ -62,10 +62,10 @@ class Repeat:
         self._device = next(model.module.parameters()).device
         self._calls: dict[str, Call] = {}
         self._outputs: dict[int, list[Tensor]] = {}
-        """Of what was repeated, by the number of the forward."""
+        """Outputs of repeated forwards, by the number of the forward."""
 
     def remember(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Before a forward."""
+        """Keeps the arguments of a forward, before it runs."""
         kind = f"{torch.is_grad_enabled()} {self._model.training} {len(args)} {sorted(kwargs)}"
         self._calls.pop(kind, None)
         self._calls[kind] = call = Call(args, kwargs, kind, self._device)
@@ -78,12 +78,12 @@ class Repeat:
     # -------------------------------------------------------------------------------------------- buffers
 
     def buffers(self) -> list[Tensor]:
-        """Those that rank 0 gives to all."""
+        """The buffers that rank 0 broadcasts."""
         return [*self._model.module.buffers()] if self._model.broadcast_buffers else []
 
     @contextmanager
     def _unseen(self, *, training: bool) -> Iterator[None]:
-        """What is run in here changes no random number generator, buffer or mode."""
+        """On exit random number generators, buffers and modes are restored."""
         modes = [(module, module.training) for module in self._model.modules()]
         buffers = [
             (own, name, buffer, buffer.detach().clone())
@@ -103,12 +103,12 @@ class Repeat:
                 module.training = mode
             for own, name, buffer, value in buffers:
                 own[name] = buffer
-                buffer.data.copy_(value)  # past the count of writes, for a backward that has read it
+                buffer.data.copy_(value)  # does not count as a write, for a backward that has read it
 
     # ---------------------------------------------------------------------------------------- repeating
 
     def forward(self, act: dict[str, Any], kind: str) -> None:
-        """Collective. One as ranks with data run it: of the last batch of this kind, or of the last."""
+        """Collective. Runs the same forward as ranks with data, on the last batch of this kind, or on the last one."""
         call = self._calls.get(kind) or [*self._calls.values()][-1]
         with self._unseen(training=act["training"]), self._reducing(act), torch.set_grad_enabled(act["gradients"]):
             output = call.again(self._model)
@@ -117,7 +117,7 @@ class Repeat:
             self._outputs[act["number"]] = [made[place] for place in call.reached if place < len(made)] or made
 
     def backward(self, act: dict[str, Any]) -> None:
-        """Collective. One as ranks with data run it."""
+        """Collective. Runs the same backward as ranks with data."""
         if isinstance(self._model, ShardedDDP):
             if act["reduced"]:
                 self._model.reduce()
@@ -131,12 +131,12 @@ class Repeat:
         return nullcontext() if act["reduced"] else self._model.no_sync()
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Drops the outputs of all other forwards, which have no backward any more."""
+        """Drops the outputs of all other forwards, whose backward can no longer follow."""
         self._outputs = {number: self._outputs[number] for number in numbers if number in self._outputs}
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
-        """Backwards in here add nothing to the gradients that are there."""
+        """Backwards in this context add zeros to the gradients."""
         with ExitStack() as stack:
             for param in self._model.module.parameters():
                 if param.requires_grad:
@@ -146,7 +146,7 @@ class Repeat:
 
 
 def _hooks(param: nn.Parameter, *, leave_none: bool) -> list[RemovableHandle]:
-    """What autograd computes for the parameter counts as zeros; leave_none: as not used, where it had no gradient."""
+    """Hooks that replace the parameter's gradient by zeros. leave_none: a parameter without gradient stays without."""
     had_none = False
 
     def clear(gradient: Tensor) -> Tensor:
@@ -154,11 +154,11 @@ def _hooks(param: nn.Parameter, *, leave_none: bool) -> list[RemovableHandle]:
         had_none = param.grad is None
         return torch.zeros_like(gradient)
 
-    def take_back(_: Tensor) -> None:
+    def remove(_: Tensor) -> None:
         if had_none:
             param.grad = None
 
     hooks = [param.register_hook(clear)]
     if leave_none:
-        hooks.append(param.register_post_accumulate_grad_hook(take_back))
+        hooks.append(param.register_post_accumulate_grad_hook(remove))
     return hooks

@@ -47,12 +47,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         accelerator = Accelerator(zero_plugin=2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    zero_plugin: a ZeroPlugin, or a stage. Without one a passed fsdp_plugin or deepspeed_plugin says how to shard, and
-        without these what `accelerate launch` has put into the environment. The other arguments are Accelerate's.
+    zero_plugin: a ZeroPlugin, or a stage. By default the passed fsdp_plugin or deepspeed_plugin is used, and without
+        these the environment that `accelerate launch` sets. The other arguments are Accelerate's.
 
-    Losses and weights are those of DistributedDataParallel. Collective, beside what is in Accelerate: `prepare`,
-    `clip_grad_norm_`, `get_state_dict`, `save_model`, `save_state`, `load_state`, and a prepared optimizer's `step`.
-    Raises ValueError, on every rank, for what a configuration asks for that is not available.
+    Losses and weights are those of DistributedDataParallel. Collective, in addition to Accelerate's own methods:
+    `prepare`, `clip_grad_norm_`, `get_state_dict`, `save_model`, `save_state`, `load_state`, and a prepared optimizer's
+    `step`. Raises ValueError, on every rank, for options that are not available.
     """
 
     scaler: Any
@@ -78,7 +78,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.set_up(plugin)
 
     def set_up(self, plugin: ZeroPlugin) -> None:
-        """For a plain Accelerator that has become one of this class; the constructor calls it."""
+        """Called by the constructor, and on a plain Accelerator whose class was changed to this one."""
         if self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ValueError(
                 f"another Accelerator has set this process up for {self.distributed_type.value}, which shards models "
@@ -105,7 +105,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*self._sharded(args, device_placement), device_placement=device_placement)
 
     def _sharded(self, args: Sequence[Any], device_placement: Sequence[bool] | None) -> list[Any]:
-        """The objects, with what is to be sharded in its new form."""
+        """The objects, with models and optimizers replaced by sharded ones."""
         moved: Sequence[bool | None] = device_placement or [None] * len(args)
         ready: list[Any] = [*args]
         for number, (one, move) in enumerate(zip(args, moved, strict=True)):
@@ -130,7 +130,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Collective. As Accelerate's. With evaluation_mode the model is left whole."""
+        """Collective. As Accelerate's. With evaluation_mode the model is not sharded."""
         if self.zero_plugin.stage == 0:
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
         if not self._is_sharded(model) and not evaluation_mode:
@@ -142,7 +142,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return model
 
     def _prepared_inside(self, model: nn.Module, device_placement: bool | None) -> nn.Module:
-        """The model in its place, with autocast and compilation, which belong inside of what shards it."""
+        """The model on its device, with autocast and compilation, which belong inside the sharding wrapper."""
         if self.device_placement if device_placement is None else device_placement:
             self.sharding.place(model)
         before, plugin = [*self._models], self.state.dynamo_plugin
@@ -189,7 +189,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # ----------------------------------------------------------------------------------- between backward and step
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Collective with fp16. As Accelerate's; what is unscaled already stays as it is until its step."""
+        """Collective with fp16. As Accelerate's; an optimizer that is unscaled already is left alone until its step."""
         if self.native_amp and self.mixed_precision == "fp16":
             asked = self._optimizers if optimizer is None else optimizer
             for one in asked if isinstance(asked, (tuple, list)) else [asked]:
@@ -200,9 +200,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     self._unscaled.add(one)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Collective. As Accelerate's; at stages 2 and 3 of all of a model's parameters, or of several models'.
+        """Collective. As Accelerate's. At stages 2 and 3 pass all parameters of one or several models.
 
-        Raises RuntimeError for a part of a model's.
+        Raises RuntimeError there for only some parameters of a model.
         """
         params: list[Any] = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         clips = self.sharding.clips(params)
@@ -222,7 +222,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         }
         if any(param in held for param in params):
             raise RuntimeError(
-                f"clip_grad_value_ at stage {self.zero_plugin.stage}: gradients are in shards. Use clip_grad_norm_, or "
+                f"clip_grad_value_ at stage {self.zero_plugin.stage}: gradients are sharded. Use clip_grad_norm_, or "
                 "stage 1."
             )
         super().clip_grad_value_(params, clip_value)
@@ -267,17 +267,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def _writer(self) -> int | None:
-        """The rank that writes; None where one of each host does."""
+        """The rank that writes; None if one rank of each host writes."""
         return None if self.project_configuration.save_on_each_node else 0
 
     @property
     def saved_dtype(self) -> torch.dtype | None:
         return _DTYPES.get(self.mixed_precision) if self.zero_plugin.save_16bit_model else None
 
-    # ------------------------------------------------------------------------------------------ whole states
+    # ------------------------------------------------------------------------------------------------ states
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Collective. As Accelerate's; the ZeroPlugin's state_dict_type says what is written."""
+        """Collective. As Accelerate's; the ZeroPlugin's state_dict_type chooses the format."""
         write = partial(self._write_state, safe=safe_serialization, hooks=[*self._save_model_state_pre_hook.values()])
         models, optimizers, hooks = self._models, self._optimizers, self._save_model_state_pre_hook
         self._models, self._optimizers = [], []
@@ -306,7 +306,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             states.save_optimizer(self.full_optimizer_state(optimizer), folder, number, each_node=each_node)
 
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Collective. As Accelerate's. Takes what `save_state` wrote at any stage, or Accelerate without zero."""
+        """Collective. As Accelerate's. Loads what `save_state` wrote at any stage, or Accelerate without zero."""
         read = partial(self._read_state, hooks=[*self._load_model_state_pre_hook.values()], options=load_kwargs or {})
         strict = {name: kwargs[name] for name in ("strict",) if name in kwargs}
         models, optimizers, hooks = self._models, self._optimizers, self._load_model_state_pre_hook

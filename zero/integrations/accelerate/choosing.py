@@ -1,4 +1,4 @@
-"""Which ZeroPlugin an Accelerator has, and what keeps Accelerate itself from sharding meanwhile."""
+"""Chooses the ZeroPlugin of an Accelerator, and keeps Accelerate itself from sharding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def chosen_plugin(given: ZeroPlugin | int | None, arguments: Mapping[str, Any]) -> ZeroPlugin:
-    """Of an Accelerator that is given these arguments. Raises ValueError where nothing, or too much, says how to shard.
+    """The ZeroPlugin of an Accelerator with these arguments. Raises ValueError if none, or more than one, is given.
 
     given: a plugin or a stage.
     """
@@ -43,14 +43,14 @@ def chosen_plugin(given: ZeroPlugin | int | None, arguments: Mapping[str, Any]) 
     found = ZeroPlugin.from_environment(os.environ)
     if found is None:
         raise ValueError(
-            "nothing says at which stage to shard. Pass zero_plugin=2, a ZeroPlugin, such as "
+            "no stage to shard at was given. Pass zero_plugin=2, a ZeroPlugin, such as "
             "ZeroPlugin.from_yaml(path), or start by `accelerate launch` with an fsdp_config."
         )
     return found
 
 
 def agreed(name: str, passed: Any, planned: Any) -> Any:
-    """What was passed or what a configuration says. Raises ValueError where the two differ."""
+    """The value that was passed, or the configuration's. Raises ValueError if both are given and differ."""
     unsaid = (None, 1) if isinstance(planned, int) else (None,)
     if planned is not None and passed not in (*unsaid, planned):
         raise ValueError(f"{name}={passed!r} was passed, but the configuration says {planned!r}. Make them the same.")
@@ -58,7 +58,7 @@ def agreed(name: str, passed: Any, planned: Any) -> Any:
 
 
 def agreed_steps(planned: int, arguments: Mapping[str, Any]) -> int:
-    """The same of gradient_accumulation_steps, which may be passed in two ways."""
+    """The same for gradient_accumulation_steps, which may be passed in two ways."""
     plugin = arguments.get("gradient_accumulation_plugin")
     if plugin is not None and plugin.num_steps != planned:
         raise ValueError(
@@ -70,27 +70,27 @@ def agreed_steps(planned: int, arguments: Mapping[str, Any]) -> int:
 
 @contextmanager
 def hidden_environment() -> Iterator[None]:
-    """In here Accelerate does not see that the launcher asks it to shard."""
-    kept = {name: os.environ.pop(name) for name in _ASKS if name in os.environ}
+    """In this context Accelerate does not see the launcher's environment variables that ask it to shard."""
+    hidden = {name: os.environ.pop(name) for name in _ASKS if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(hidden)
 
 
 def ask_for_ram_efficient_loading(wanted: bool) -> None:
-    """Says so where `from_pretrained` of transformers looks for it."""
+    """Sets the environment variables that `from_pretrained` of transformers reads."""
     if wanted:
         os.environ.update({_ASKS[0]: "true", _RAM_EFFICIENT: "true"})
     elif _RAM_EFFICIENT in os.environ:
-        os.environ[_RAM_EFFICIENT] = "false"  # the launcher writes `true` unasked: ranks would load without values
+        os.environ[_RAM_EFFICIENT] = "false"  # the launcher's default is `true`: ranks would load without values
 
 
 def ddp_options(handler: Any, stage: int) -> dict[str, Any]:
-    """What DistributedDataParallelKwargs, or None, say of a model at a stage.
+    """The options of DistributedDataParallelKwargs, or None, for a model at a stage.
 
-    Under "register_comm_hook" is what gives a DistributedDataParallel its hook. Raises ValueError for a hook that
-    nobody would call.
+    "register_comm_hook" has the function that registers a hook. Raises ValueError for a hook at stages 2 and 3, where
+    it would not be called.
     """
     if handler is None:
         return {}
@@ -109,7 +109,7 @@ def ddp_options(handler: Any, stage: int) -> dict[str, Any]:
 
 
 def refuse_other_parallelism(config: Any) -> None:
-    """Raises ValueError for what is no data parallelism."""
+    """Raises ValueError for other kinds of parallelism than data parallelism."""
     asked = [
         name for name in ("PARALLELISM_CONFIG", "MEGATRON_LM") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"
     ]
@@ -121,10 +121,10 @@ def refuse_other_parallelism(config: Any) -> None:
 
 
 def refuse_dummies(prepared: Iterable[Any]) -> None:
-    """Raises ValueError for what stands for an optimizer or a scheduler that DeepSpeed would build."""
+    """Raises ValueError for placeholders of optimizers and schedulers that DeepSpeed would build."""
     for one in prepared:
         if isinstance(one, (DummyOptim, DummyScheduler)):
             raise ValueError(
-                f"accelerate.utils.{type(one).__name__} stands for what DeepSpeed would build. Build an "
+                f"accelerate.utils.{type(one).__name__} is a placeholder that DeepSpeed would replace. Build an "
                 "optimizer, such as torch.optim.AdamW, and a scheduler in the script."
             )

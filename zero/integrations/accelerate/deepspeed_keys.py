@@ -1,4 +1,4 @@
-"""DeepSpeed's words: its JSON, `deepspeed_config` in YAML, what the launcher makes of it, and the plugin."""
+"""DeepSpeed's keys: in its JSON, in `deepspeed_config` in YAML, in the launcher's environment, and in the plugin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat1
 
 # ------------------------------------------------------------------------------- keys that mean nothing here
 
-_FLAT = "parameters, gradients and state lie in flat buffers"
+_FLAT = "parameters, gradients and state are in flat buffers"
 _ENGINE = "zero has no engine that measures or logs"
 _ALWAYS = "always so"
 _OTHER_NAMES = {
@@ -88,9 +88,9 @@ def fields(
     init_flag: bool = False,
     as_one_unit: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """The fields of a ZeroPlugin that a configuration of DeepSpeed asks for. Raises ValueError for what cannot be.
+    """The fields of a ZeroPlugin for a DeepSpeed configuration. Raises ValueError for values that are not available.
 
-    init_flag, as_one_unit: `zero3_init_flag` and the classes of experts, which only Accelerate's own words have.
+    init_flag, as_one_unit: `zero3_init_flag` and the classes of experts, which only Accelerate's own keys have.
     """
     keys = Keys(given, section)
     zero = keys.take("zero_optimization", _mapping, {})
@@ -112,7 +112,7 @@ def fields(
 
 
 def of_flat(given: Mapping[str, Any], section: str = "deepspeed_config") -> dict[str, Any]:
-    """The same of Accelerate's own words for it, as in its YAML."""
+    """The same for Accelerate's own keys, as in its YAML."""
     keys = Keys(given, section)
     init_flag = keys.take("zero3_init_flag", flag, False)
     as_one_unit = keys.take("deepspeed_moe_layer_cls_names", names, ())
@@ -122,13 +122,13 @@ def of_flat(given: Mapping[str, Any], section: str = "deepspeed_config") -> dict
     )
     file = keys.take("deepspeed_config_file", str)
     if file is not None:
-        keys.done()  # Accelerate refuses other keys beside it, too
+        keys.done()  # Accelerate, too, refuses other keys with it
         return fields(json.loads(Path(file).read_text()), file, init_flag=init_flag, as_one_unit=as_one_unit)
     device = one_of("NONE", "CPU", "NVME")
     zero: dict[str, Any] = {"stage": keys.take("zero_stage", count, 2)}
-    for part in ("optimizer", "param"):
-        where, path = keys.take(f"offload_{part}_device", device), keys.take(f"offload_{part}_nvme_path", str)
-        zero[f"offload_{part}"] = {"device": where.lower() if where else "none", "nvme_path": path}
+    for what in ("optimizer", "param"):
+        where, path = keys.take(f"offload_{what}_device", device), keys.take(f"offload_{what}_nvme_path", str)
+        zero[f"offload_{what}"] = {"device": where.lower() if where else "none", "nvme_path": path}
     zero["stage3_gather_16bit_weights_on_model_save"] = keys.take("zero3_save_16bit_model", flag, False)
     rest = {name: keys.take(name) for name in ("gradient_accumulation_steps", "gradient_clipping")}
     keys.done()
@@ -148,22 +148,22 @@ LAUNCHED = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
     "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
 }
-"""What `accelerate launch` 1.15 puts into the environment, and what its plugin reads there."""
+"""The variables that `accelerate launch` 1.15 sets, and the keys that its plugin reads from them."""
 
 
 def of_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The same of what `accelerate launch` has put there; None where it asks for no DeepSpeed."""
+    """The same for the environment that `accelerate launch` sets; None if it asks for no DeepSpeed."""
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
     given = {name: environment[written] for written, name in LAUNCHED.items() if written in environment}
-    if given.get("deepspeed_config_file", "none") != "none":  # what lies beside it are the launcher's defaults
-        kept = ("deepspeed_config_file", "zero3_init_flag", "deepspeed_moe_layer_cls_names")
-        given = {name: given[name] for name in kept if name in given}
+    if given.get("deepspeed_config_file", "none") != "none":  # the other variables are the launcher's defaults
+        used = ("deepspeed_config_file", "zero3_init_flag", "deepspeed_moe_layer_cls_names")
+        given = {name: given[name] for name in used if name in given}
     return of_flat(given, "ACCELERATE_DEEPSPEED_... in the environment")
 
 
 def of_plugin(plugin: Any) -> dict[str, Any]:
-    """The same of a DeepSpeedPlugin."""
+    """The same for a DeepSpeedPlugin."""
     config = {name: value for name, value in plugin.deepspeed_config.items() if name != "steps_per_print"}
     experts = names(plugin.transformer_moe_cls_names or "")
     return fields(config, "DeepSpeedPlugin", init_flag=bool(plugin.zero3_init_flag), as_one_unit=experts)
@@ -201,25 +201,25 @@ def _zero(given: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 
 def _offload(keys: Keys, stage: int, section: str) -> CPUOffload | DiskOffload | None:
-    """What of the two is offloaded furthest. Shards, their gradients and the optimizer's state go together."""
+    """The further of the two offloads: shards, their gradients and the optimizer's state are offloaded together."""
     pinned = keys.take("cpu_offload_use_pin_memory", flag, False)
-    parts: dict[str, tuple[str, str | None, bool]] = {}
+    offloads: dict[str, tuple[str, str | None, bool]] = {}
     for name, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         given = dict(keys.take(name, _mapping, {}))
         if keys.take(old, flag, False):
             given.setdefault("device", "cpu")
-        part = Keys(given, f"{section}, {name}")
-        device = (part.take("device", one_of("NONE", "CPU", "NVME")) or "NONE").lower()
-        parts[name] = (device, part.take("nvme_path", str), part.take("pin_memory", flag, pinned))
-        if part.take("ratio", float, 1.0) != 1.0:
+        its_keys = Keys(given, f"{section}, {name}")
+        device = (its_keys.take("device", one_of("NONE", "CPU", "NVME")) or "NONE").lower()
+        offloads[name] = (device, its_keys.take("nvme_path", str), its_keys.take("pin_memory", flag, pinned))
+        if its_keys.take("ratio", float, 1.0) != 1.0:
             raise ValueError(f"{section}, {name}: ratio is not available: all state is offloaded. Remove it.")
-        part.refuse("super_offload", "state is offloaded as torch does it. Remove it.")
-        part.without_effect(_OFFLOAD_WITHOUT_EFFECT, "the operating system buffers files")
-        part.done()
-    if stage < 3 and parts["offload_param"][0] != "none":
+        its_keys.refuse("super_offload", "state is offloaded as torch does it. Remove it.")
+        its_keys.without_effect(_OFFLOAD_WITHOUT_EFFECT, "the operating system buffers files")
+        its_keys.done()
+    if stage < 3 and offloads["offload_param"][0] != "none":
         warnings.warn(f"{section}: offload_param is for stage 3, and without an effect at {stage}.", stacklevel=2)
-        del parts["offload_param"]
-    asked = [part for part in parts.values() if part[0] != "none"]
+        del offloads["offload_param"]
+    asked = [offload for offload in offloads.values() if offload[0] != "none"]
     for device, path, _ in asked:
         if device == "nvme":
             if path is None:
@@ -260,8 +260,8 @@ def _precision(keys: Keys, section: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     bf16 = Keys(keys.take("bf16", _mapping, {}), f"{section}, bf16")
     fp16 = Keys(keys.take("fp16", _mapping, {}), f"{section}, fp16")
-    for name, part in (("bf16", bf16), ("fp16", fp16)):
-        if part.take("enabled", flag, False):
+    for name, dtype_keys in (("bf16", bf16), ("fp16", fp16)):
+        if dtype_keys.take("enabled", flag, False):
             if found:
                 raise ValueError(f"{section}: bf16 and fp16 are both enabled. Enable one of them.")
             found["mixed_precision"] = name
@@ -273,13 +273,13 @@ def _precision(keys: Keys, section: str) -> dict[str, Any]:
     found["scaler"] = {name: value for name, value in scaler.items() if value is not None}
     fp16.without_effect(_FP16_WITHOUT_EFFECT, "zero.GradScaler is torch's")
     bf16.without_effect(_BF16_WITHOUT_EFFECT, "parameters are the float32 masters")
-    for part in (bf16, fp16):
-        part.done()
+    for dtype_keys in (bf16, fp16):
+        dtype_keys.done()
     return found
 
 
 def _micro_batch_size(keys: Keys, accumulated: int | None) -> int | None:
-    """Of a rank. Raises ValueError where the three numbers contradict one another."""
+    """The micro-batch size of a rank. Raises ValueError if the three numbers contradict one another."""
     micro: int | None = keys.take("train_micro_batch_size_per_gpu", count)
     total: int | None = keys.take("train_batch_size", count)
     if total is None:

@@ -1,4 +1,4 @@
-"""Configuration files of Accelerate and DeepSpeed, read here because the launcher leaves parts of them out: with
+"""Configuration files of Accelerate and DeepSpeed, read here because the launcher leaves sections of them out: with
 `distributed_type: DEEPSPEED` it stops where DeepSpeed is not installed, and with another it drops that section."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LAUNCHERS = {
     *("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "downcast_bf16", "tpu_vm"),
     *("command_file", "commands"),
 }
-"""Keys that tell `accelerate launch` how to start processes, or that it hands on to Accelerate itself."""
+"""Keys for `accelerate launch` itself, on how to start processes, and keys that it passes on to Accelerate."""
 
 
 def of_yaml(path: Path) -> dict[str, Any]:
-    """The fields of a ZeroPlugin that one of Accelerate's files asks for. Raises ValueError for what cannot be."""
-    import yaml  # a dependency of Accelerate's
+    """The fields of a ZeroPlugin for one of Accelerate's files. Raises ValueError for values that are not available."""
+    import yaml  # a dependency of Accelerate
 
     given = yaml.safe_load(path.read_text())
     if not isinstance(given, Mapping):
@@ -60,7 +60,7 @@ def _with_precision(found: dict[str, Any], given: Mapping[str, Any], path: Path)
 
 
 def of_json(given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a file of DeepSpeed's, or of what was read from it."""
+    """The same for a file of DeepSpeed, or its contents."""
     if isinstance(given, Mapping):
         return deepspeed_keys.fields(given)
     return deepspeed_keys.fields(json.loads(Path(given).read_text()), str(given))

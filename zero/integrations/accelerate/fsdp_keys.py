@@ -28,8 +28,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: bool = False) -> dict[str, Any]:
     """The fields of a ZeroPlugin that a section asks for.
 
-    given: with or without the prefix `fsdp_`. launched: whether the values are those of `accelerate launch`, which
-    fills in defaults that nobody asked for. Raises ValueError for what cannot be honoured.
+    given: with or without the prefix `fsdp_`. launched: whether the values come from `accelerate launch`, which adds
+    its defaults. Raises ValueError for values that are not available.
     """
     others = {
         written: OTHER_NAMES.get(written.removeprefix(_PREFIX), written.removeprefix(_PREFIX)) for written in given
@@ -42,7 +42,7 @@ def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: 
     found["prefetch"] = _prefetch(keys)
     if (kind := keys.take("state_dict_type", one_of("FULL_STATE_DICT", "SHARDED_STATE_DICT"))) is not None:
         found["state_dict_type"] = kind
-    keys.take("use_orig_params", flag)  # always so: parameters stay the objects that they were
+    keys.take("use_orig_params", flag)  # always so: parameters stay the same objects
     found["sync_module_states"] = keys.take("sync_module_states", flag, True)
     found["cpu_ram_efficient_loading"] = keys.take("cpu_ram_efficient_loading", flag, False)
     found["activation_checkpointing"] = keys.take("activation_checkpointing", flag, False)
@@ -53,14 +53,14 @@ def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: 
     if found["cpu_ram_efficient_loading"] and not found["sync_module_states"]:
         raise ValueError(
             f"{section}: fsdp_cpu_ram_efficient_loading=true with fsdp_sync_module_states=false: the other ranks would "
-            "keep weights that nobody loaded. Set fsdp_sync_module_states to true."
+            "train with weights that were never loaded. Set fsdp_sync_module_states to true."
         )
     keys.done()
     return found
 
 
 def of_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The same of what `accelerate launch` has put into the environment; None where it asks for no FSDP."""
+    """The same for the environment that `accelerate launch` sets; None if it asks for no FSDP."""
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     given = {name: environment[written] for name in LAUNCHED if (written := f"FSDP_{name.upper()}") in environment}
@@ -85,11 +85,11 @@ LAUNCHED = [
     "activation_checkpointing_offload",
     "ignored_modules",
 ]
-"""What `accelerate launch` 1.15 puts into the environment."""
+"""The keys that `accelerate launch` 1.15 sets in the environment."""
 
 
 def of_plugin(plugin: Any) -> dict[str, Any]:
-    """The same of a FullyShardedDataParallelPlugin."""
+    """The same for a FullyShardedDataParallelPlugin."""
     given = {one.name: getattr(plugin, one.name) for one in dataclasses.fields(plugin)}
     policy = given.pop("auto_wrap_policy")
     by_name = {transformer_auto_wrap_policy: "TRANSFORMER_BASED_WRAP", size_based_auto_wrap_policy: "SIZE_BASED_WRAP"}
@@ -102,7 +102,7 @@ def of_plugin(plugin: Any) -> dict[str, Any]:
                 "together in the memory of the CPU. Leave it out."
             )
     if given["param_init_fn"] is not None and given["param_init_fn"].__qualname__.startswith(type(plugin).__qualname__):
-        given["param_init_fn"] = None  # the plugin's own, which gives memory without values
+        given["param_init_fn"] = None  # the plugin's default, which allocates memory without initialising it
     if given["backward_prefetch"] is None:
         given["backward_prefetch"] = "NO_PREFETCH"
     return fields(given, "FullyShardedDataParallelPlugin")
@@ -118,11 +118,11 @@ def _version(value: Any) -> int:
 
 
 def _strategy(keys: Keys, *, launched: bool) -> str:
-    """Both versions of FSDP say it in one of two keys, or in both."""
+    """The sharding strategy, which both versions of FSDP give by one of two keys, or by both."""
     named = keys.take("sharding_strategy", _named_strategy)
     reshard = keys.take("reshard_after_forward", _reshard)
     if launched and isinstance(reshard, str) and named == "FULL_SHARD":
-        named = None  # the launcher's default, which nobody asked for and which wins over what was asked for
+        named = None  # the launcher's default, which would win over the value in the file
     if launched and reshard is True and named is not None:
         reshard = None
     if isinstance(reshard, str):

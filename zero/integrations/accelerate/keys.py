@@ -1,7 +1,7 @@
-"""Sections of other libraries' configurations, of which no key is dropped in silence.
+"""Sections of other libraries' configurations. No key is dropped without a message.
 
-A key is honoured (`take`), refused (`refuse`), or has nothing to act on here, which one warning says by name. What is
-left at the end is refused as unknown.
+A key is applied (`take`), refused (`refuse`), or has no effect here (`without_effect`), and then one warning names it.
+Keys that are left at the end are refused as unknown.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ NOT_SAID = (None, "auto", "none", "None", "")
 class Keys:
     """The keys of one section.
 
-    section: its name, for messages. others: other names of keys, each with the one that it is read by.
-    Raises ValueError for a key that is there under two names with two values.
+    section: its name, for messages. others: for each other name of a key the name by which it is read.
+    Raises ValueError for a key that is given under two names with two values.
     """
 
     def __init__(self, given: Mapping[str, Any], section: str, others: Mapping[str, str] | None = None) -> None:
@@ -37,7 +37,7 @@ class Keys:
             self._left[name], self._written[name] = value, written
 
     def take(self, name: str, read: Callable[[Any], Any] = lambda value: value, default: Any = None) -> Any:
-        """What is said of a key, read; `default` where nothing is. Raises ValueError for what cannot be read."""
+        """A key's value, converted; `default` if it is not given. Raises ValueError if it cannot be converted."""
         value = self._left.pop(name, None)
         if _not_said(value):
             return default
@@ -51,28 +51,28 @@ class Keys:
         return f"{self._section}: {self._written.get(name, name)}"
 
     def says(self, name: str) -> bool:
-        """Whether the key is there and asks for something."""
+        """Whether the key is given, with a value that switches something on."""
         value = self._left.get(name)
         if isinstance(value, Mapping):
             return bool(value) and value.get("enabled", True) is not False
         return not _not_said(value) and value is not False and value != "false" and value != 0
 
     def refuse(self, names: str, reason: str) -> None:
-        """Raises ValueError where one of the keys, separated by blanks, asks for something."""
+        """Raises ValueError if one of the keys, separated by blanks, switches something on."""
         for name in names.split():
             if self.says(name):
                 raise ValueError(f"{self.title(name)}={self._left[name]!r} is not available: {reason}")
             self._left.pop(name, None)
 
     def without_effect(self, names: str, reason: str) -> None:
-        """The keys, separated by blanks, have nothing to act on here. `done` says so of those that are there."""
+        """Marks the keys, separated by blanks, as having no effect here. `done` warns of those that are given."""
         for name in names.split():
             if name in self._left and not _not_said(self._left.pop(name)):
                 self._without_effect.setdefault(reason, []).append(self._written[name])
 
     def rest(self, refused: Mapping[str, str], without_effect: Mapping[str, str]) -> None:
-        """All keys that are left: those refused with their reasons, and by reasons those without an effect; then
-        `done`."""
+        """Handles all keys that are left: refused keys with their reasons, reasons with the keys that have no effect;
+        then calls `done`."""
         for names, reason in refused.items():
             self.refuse(names, reason)
         for reason, names in without_effect.items():
@@ -80,15 +80,15 @@ class Keys:
         self.done()
 
     def done(self) -> None:
-        """Raises ValueError for keys that nobody asked about; warns once of those without an effect."""
+        """Raises ValueError for keys that were not read; warns once of those without an effect."""
         if self._left:
             raise ValueError(
                 f"{self._section}: {', '.join(self._written[name] for name in self._left)} is not known to zero. "
-                "Remove it, or say what it asks for by zero.integrations.accelerate.ZeroPlugin."
+                "Remove it, or use an option of zero.integrations.accelerate.ZeroPlugin instead."
             )
         if self._without_effect and int(os.environ.get("RANK", 0)) == 0:
-            told = [f"{', '.join(names)} ({reason})" for reason, names in self._without_effect.items()]
-            warnings.warn(f"{self._section}: without an effect here: {'; '.join(told)}.", stacklevel=2)
+            listed = [f"{', '.join(names)} ({reason})" for reason, names in self._without_effect.items()]
+            warnings.warn(f"{self._section}: without an effect here: {'; '.join(listed)}.", stacklevel=2)
 
 
 def _not_said(value: Any) -> bool:
@@ -96,7 +96,7 @@ def _not_said(value: Any) -> bool:
 
 
 def flag(value: Any) -> bool:
-    """Raises ValueError for what is neither true nor false."""
+    """A boolean. Raises ValueError for values that are neither true nor false."""
     if isinstance(value, bool) or value in (0, 1):
         return bool(value)
     if isinstance(value, str) and value.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
@@ -105,7 +105,7 @@ def flag(value: Any) -> bool:
 
 
 def count(value: Any) -> int:
-    """Takes `5e8` and "100000000" too. Raises ValueError for what is no whole number of at least 0."""
+    """An integer, also from `5e8` and "100000000". Raises ValueError for values that are no integer of at least 0."""
     number = float(value)
     if number < 0 or number != int(number):
         raise ValueError("expected a whole number of at least 0")
@@ -113,13 +113,13 @@ def count(value: Any) -> int:
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Of a list, or of text in which commas separate them."""
+    """Names from a list, or from text with commas between them."""
     given = value.split(",") if isinstance(value, str) else [*value]
     return tuple(name.strip() for name in given if name.strip())
 
 
 def one_of(*known: str) -> Callable[[Any], str]:
-    """Reads text, or a member of an enum, that is one of these in whatever case."""
+    """A reader of text, or of an enum's member, that is one of these names in any case."""
 
     def read(value: Any) -> str:
         name = str(getattr(value, "name", value)).upper()

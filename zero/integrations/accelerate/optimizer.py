@@ -1,4 +1,4 @@
-"""Accelerate's optimizer, around one whose state is sharded."""
+"""Accelerate's optimizer, around an optimizer whose state is sharded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zero.fsdp import FSDP
 
 
 class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Takes full state, at every stage. Nothing is moved: state lies where the shards are.
+    """Loads full state, at every stage. Moves no state: it is on the shards' device.
 
-    before_step: called where a step is taken, and not in the steps between that only accumulate.
-    holder: what holds the parameters, if it is known.
+    before_step: called before each real step, and not before those that only accumulate.
+    holder: returns the wrapper that holds the parameters, if it is known.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().step(closure)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes full state, or this rank's own."""
+        """Loads full state, or this rank's own."""
         holder = self._holder(self.optimizer)
         if isinstance(holder, FSDP):
             holder.load_optim_state_dict(self.optimizer, state_dict)

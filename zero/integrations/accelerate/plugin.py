@@ -1,4 +1,4 @@
-"""What an Accelerator is to do with models and optimizers."""
+"""ZeroPlugin: how an Accelerator shards models and optimizers."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ class ZeroPlugin:
         accelerator = Accelerator(zero_plugin=ZeroPlugin(stage=3, auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
 
     stage: 0 (DistributedDataParallel, as Accelerate itself), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).
-    sharding_strategy, optimizer_sharding: of FSDP.
-    shard_size: the number of ranks that a hybrid strategy shards within, by default those of a host.
-    auto_wrap_policy: of FSDP; also "TRANSFORMER_BASED_WRAP": the classes named by transformer_cls_names_to_wrap, by
+    sharding_strategy, optimizer_sharding: as in FSDP.
+    shard_size: the number of ranks in a shard group of a hybrid strategy, by default those of a host.
+    auto_wrap_policy: as in FSDP; also "TRANSFORMER_BASED_WRAP": the classes named by transformer_cls_names_to_wrap, by
         default the model's own `_no_split_modules`; "SIZE_BASED_WRAP": modules of min_num_params elements or more;
         "NO_WRAP": one unit.
     as_one_unit: names of classes that become units without units inside, such as mixtures of experts.
-    ignored_modules: of FSDP; also a regular expression for the whole name of a module.
-    partition, prefetch, offload, param_init_fn: of FSDP; partition and offload of OSS, too.
-    mixed_precision_policy: of FSDP. Without one the Accelerator's mixed_precision is autocast, as without sharding.
+    ignored_modules: as in FSDP; also a regular expression that matches a module's full name.
+    partition, prefetch, offload, param_init_fn: as in FSDP; partition and offload also as in OSS.
+    mixed_precision_policy: FSDP's. Without one the Accelerator's mixed_precision is autocast, as without sharding.
     sync_module_states: all ranks start from the weights of rank 0.
     activation_checkpointing: recompute each unit's activations in backward.
     cpu_ram_efficient_loading: `from_pretrained` of transformers loads on rank 0 only; stage 3.
     reduce_bucket_size: elements of a bucket at stages 1 and 2.
-    reduce_dtype: gradients travel in it, at stages 2 and 3; or zero.Int8().
-    state_dict_type: what `save_state` writes: "FULL_STATE_DICT", which Accelerate without zero loads, or
+    reduce_dtype: the dtype in which gradients are sent, at stages 2 and 3; or zero.Int8().
+    state_dict_type: the format of `save_state`: "FULL_STATE_DICT", which Accelerate without zero loads, or
         "SHARDED_STATE_DICT", a zero.checkpoint.
     save_16bit_model: saved weights have the dtype of mixed_precision.
     mixed_precision, gradient_accumulation_steps: for the Accelerator.
     gradient_clipping: each step of an optimizer clips to this norm first.
-    micro_batch_size: what data loaders must have.
+    micro_batch_size: the batch size that data loaders must have.
     scaler: arguments of zero.GradScaler.
 
-    Raises ValueError for what cannot be.
+    Raises ValueError for options that are not available.
     """
 
     stage: int
@@ -129,30 +129,30 @@ class ZeroPlugin:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ZeroPlugin:
-        """What the `fsdp_config` or `deepspeed_config` of one of Accelerate's files asks for, and its mixed_precision.
+        """The plugin for the `fsdp_config` or `deepspeed_config` of an Accelerate file, and its mixed_precision.
 
-        Every key is honoured or refused by name; those without an effect here are named in a warning. What tells
-        `accelerate launch` how to start processes is left to it. Raises ValueError.
+        Every key is applied or refused by name; a warning names the keys without an effect here. Keys for
+        `accelerate launch` itself, on how to start processes, are not read. Raises ValueError for what is refused.
         """
         return cls(**files.of_yaml(Path(path)))
 
     @classmethod
     def from_json(cls, path: str | Path | Mapping[str, Any]) -> ZeroPlugin:
-        """What one of DeepSpeed's configurations asks for: a file, or what was read from it. As `from_yaml`."""
+        """The plugin for a DeepSpeed configuration: a file, or its contents. Otherwise as `from_yaml`."""
         return cls(**files.of_json(path))
 
     @classmethod
     def from_fsdp_plugin(cls, plugin: Any) -> ZeroPlugin:
-        """What one of Accelerate's FullyShardedDataParallelPlugin asks for. As `from_yaml`."""
+        """The plugin for Accelerate's FullyShardedDataParallelPlugin. Otherwise as `from_yaml`."""
         return cls(**fsdp_keys.of_plugin(plugin))
 
     @classmethod
     def from_deepspeed_plugin(cls, plugin: Any) -> ZeroPlugin:
-        """What one of Accelerate's DeepSpeedPlugin asks for. As `from_yaml`."""
+        """The plugin for Accelerate's DeepSpeedPlugin. Otherwise as `from_yaml`."""
         return cls(**deepspeed_keys.of_plugin(plugin))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ZeroPlugin | None:
-        """What `accelerate launch` has put into the environment; None where it asks for no sharding."""
+        """The plugin for the environment that `accelerate launch` sets; None if it asks for no sharding."""
         found = fsdp_keys.of_environment(environment) or deepspeed_keys.of_environment(environment)
         return cls(**found) if found else None

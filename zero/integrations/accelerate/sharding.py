@@ -1,4 +1,4 @@
-"""Models and optimizers of an Accelerator, sharded as its ZeroPlugin says."""
+"""Shards the models and optimizers of an Accelerator by its ZeroPlugin."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from zero.sdp import ShardedDDP
 
 WRAPPERS = (FSDP, ShardedDDP)
 Clip = Callable[[float, float], Tensor]
-"""Scales gradients to a norm at most; returns the norm before. Of the norm, and which norm it is."""
+"""Clips gradients to a norm; returns the norm before. Called with the largest norm, and the order of the norm."""
 
 
 class Sharding:
-    """What an Accelerator has sharded, also where the Accelerator itself has let go of it."""
+    """The models and optimizers that an Accelerator has sharded, also those that it no longer holds itself."""
 
     def __init__(self, plugin: ZeroPlugin, device: torch.device, ranks_of_a_host: int) -> None:
         self.plugin, self._device, self._ranks_of_a_host = plugin, device, ranks_of_a_host
@@ -45,21 +45,21 @@ class Sharding:
     # ------------------------------------------------------------------------------------------- wrapping
 
     def place(self, model: nn.Module) -> None:
-        """Moves what is elsewhere. What is there already stays: `.to("cpu:0")` would copy what lies on "cpu"."""
+        """Moves parameters and buffers of other devices. Others stay: `.to("cpu:0")` would copy tensors on "cpu"."""
         tensors = [*model.parameters(), *model.buffers()]
         there = [tensor.is_meta or _same(tensor.device, self._device) for tensor in tensors]
         if not all(there):
             model.to(self._device)
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
-        """Collective at stages 1 and 2. The optimizer as this stage steps it."""
+        """Collective at stages 1 and 2. The optimizer that this stage steps."""
         if isinstance(optimizer, OSS) or self.plugin.stage in (0, 3):
             return optimizer
         params = [param for group in optimizer.param_groups for param in group["params"]]
         elsewhere = [param for param in params if not _same(param.device, self._device)]
         if elsewhere:
             raise ValueError(
-                f"an optimizer was prepared whose parameters lie on {elsewhere[0].device}, not on {self._device}. "
+                f"an optimizer was prepared whose parameters are on {elsewhere[0].device}, not on {self._device}. "
                 "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
             )
         sharded = OSS.from_optimizer(optimizer, partition=self.plugin.partition, offload=self.plugin.offload)
@@ -67,8 +67,8 @@ class Sharding:
         return sharded
 
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> nn.Module:
-        """Collective. The model as this stage trains it; ddp: arguments of DistributedDataParallel, where they mean
-        something."""
+        """Collective. The model, wrapped for this stage. ddp: arguments of DistributedDataParallel, for the stages that
+        have them."""
         if self.plugin.stage == 3:
             wrapped: nn.Module = self._fsdp(model, optimizers, broadcast_buffers=ddp.get("broadcast_buffers", True))
         elif not any(param.requires_grad for param in model.parameters()):
@@ -83,17 +83,17 @@ class Sharding:
         return wrapped
 
     def remember(self, wrapped: nn.Module) -> None:
-        """Clips and saves this from now on, as long as it lives."""
+        """From now on includes this model in clipping and saving, as long as it exists."""
         if all(wrapped is not other for other in self.wrapped):
             self._wrapped.append(ref(wrapped))
 
     @property
     def wrapped(self) -> list[nn.Module]:
-        """In the order in which they were wrapped."""
+        """The wrapped models that still exist, in the order of wrapping."""
         return [model for one in self._wrapped if (model := one()) is not None]
 
     def _ddp(self, model: nn.Module, ddp: dict[str, Any]) -> DistributedDataParallel:
-        options = {"gradient_as_bucket_view": True, **ddp}  # without views DDP keeps every gradient twice
+        options = {"gradient_as_bucket_view": True, **ddp}  # without views DDP holds every gradient twice
         if self.plugin.reduce_bucket_size:
             options["bucket_cap_mb"] = self.plugin.reduce_bucket_size * 4 / 2**20
         if self._device.type != "cpu":
@@ -108,7 +108,7 @@ class Sharding:
 
     def _sharded_ddp(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> ShardedDDP:
         params = {*model.parameters()}
-        known = [*optimizers, *(one for kept in self._optimizers if (one := kept()) is not None)]
+        known = [*optimizers, *(one for held in self._optimizers if (one := held()) is not None)]
         own = [one for one in dict.fromkeys(known) if isinstance(one, OSS) and _params(one) & params]
         if not own:
             raise ValueError(
@@ -139,7 +139,7 @@ class Sharding:
             _recompute(model, units)
             policy = CustomPolicy(lambda module: module in units)
         for module in model.modules():
-            if callable(getattr(module, "generate", None)):  # of transformers: ranks generate until all have ended
+            if callable(getattr(module, "generate", None)):  # of transformers: ranks generate until all have finished
                 vars(module)["_is_fsdp_managed_module"] = True
         return FSDP(
             model,
@@ -159,7 +159,7 @@ class Sharding:
         )
 
     def _partition(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Partition:
-        """Cuts as the optimizers need it, of those that are there already."""
+        """The partition that the optimizers need which exist already."""
         own = [one for one in optimizers if _params(one) & {*model.parameters()}]
         whole = any(cut_for("auto", finding_of_built(one)) == "whole" for one in own)
         return "whole" if whole and self.plugin.partition == "auto" else self.plugin.partition
@@ -171,7 +171,7 @@ class Sharding:
         size = self.plugin.shard_size or self._ranks_of_a_host
         if world % size:
             raise ValueError(
-                f"{self.plugin.sharding_strategy} shards within {size} ranks, which {world} ranks are no multiple of. "
+                f"{self.plugin.sharding_strategy} shards within {size} ranks, and {world} is no multiple of {size}. "
                 "Set shard_size of the ZeroPlugin."
             )
         return init_device_mesh(self._device.type, (world // size, size))
@@ -179,9 +179,9 @@ class Sharding:
     # ------------------------------------------------------------------------------------------- clipping
 
     def clips(self, params: Iterable[nn.Parameter]) -> list[Clip]:
-        """What clips the gradients of these parameters; nothing where torch's own does, as at stage 1.
+        """The functions that clip the gradients of these parameters; none where torch's own clips them, as at stage 1.
 
-        Raises RuntimeError where they are only a part of a model whose gradients are sharded.
+        Raises RuntimeError for only some parameters of a model whose gradients are sharded.
         """
         given = {param for param in params if param.requires_grad}
         left, found = set(given), []
@@ -193,28 +193,28 @@ class Sharding:
                 continue
             if own - given:
                 raise RuntimeError(
-                    f"gradients of {len(own & given)} of a model's {len(own)} trained parameters were to be clipped. "
-                    "At stages 2 and 3 a norm is that of a whole model: pass all of model.parameters()."
+                    f"clip_grad_norm_ got {len(own & given)} of a model's {len(own)} trained parameters. At stages 2 "
+                    "and 3 the norm is that of the full model: pass all of model.parameters()."
                 )
             left -= own
             found += _clips_of(wrapped, own, self._all_optimizers())
         if found and left:
             raise RuntimeError(
-                f"gradients were to be clipped of a prepared model and of {len(left)} parameters that are in none. "
-                "Clip the two apart."
+                f"clip_grad_norm_ got the parameters of a prepared model and {len(left)} that are in no prepared "
+                "model. Clip them in two calls."
             )
         return found
 
     def _all_optimizers(self) -> list[OSS]:
-        return [one for kept in self._optimizers if (one := kept()) is not None]
+        return [one for held in self._optimizers if (one := held()) is not None]
 
     def remember_optimizer(self, optimizer: Optimizer) -> None:
-        """An OSS that the user has built."""
+        """Registers an OSS that the user has built."""
         if isinstance(optimizer, OSS) and all(optimizer is not other for other in self._all_optimizers()):
             self._optimizers.append(ref(optimizer))
 
     def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
-        """What holds the optimizer's parameters."""
+        """The wrapper that holds the optimizer's parameters."""
         params = _params(optimizer)
         for wrapped in self.wrapped:
             if any(param in params for param in inside(wrapped).parameters()):
@@ -249,7 +249,7 @@ def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> T
 
 
 def policy_of(plugin: ZeroPlugin, model: nn.Module) -> Any:
-    """FSDP's auto_wrap_policy. Raises ValueError where no class is found that is to be wrapped."""
+    """FSDP's auto_wrap_policy. Raises ValueError if a class to wrap is not found."""
     policy = plugin.auto_wrap_policy
     if policy == "SIZE_BASED_WRAP" and plugin.min_num_params:
         return partial(size_based_auto_wrap_policy, min_num_params=plugin.min_num_params)
@@ -259,13 +259,14 @@ def policy_of(plugin: ZeroPlugin, model: nn.Module) -> Any:
         return policy
     if plugin.transformer_cls_names_to_wrap:
         return ModuleWrapPolicy(_classes(model, plugin.transformer_cls_names_to_wrap, "transformer_cls_names_to_wrap"))
-    own = {*(getattr(model, "_no_split_modules", None) or ())}  # may name classes that this model does without
+    own = {*(getattr(model, "_no_split_modules", None) or ())}  # may name classes that this model does not have
     found = {type(module) for module in model.modules() if type(module).__name__ in own}
     if not found:
         raise ValueError(
-            f"TRANSFORMER_BASED_WRAP: none of the classes that {type(model).__name__} names in _no_split_modules is in "
-            f"it ({', '.join(sorted(own)) or 'it names none'}). Name classes that are: fsdp_transformer_layer_cls_to_"
-            f"wrap, or transformer_cls_names_to_wrap of the ZeroPlugin. It has {_inside(model)}."
+            f"TRANSFORMER_BASED_WRAP: {type(model).__name__} has none of the classes in its _no_split_modules "
+            f"({', '.join(sorted(own)) or 'which is empty'}). Name classes that it has, by "
+            "fsdp_transformer_layer_cls_to_wrap, or transformer_cls_names_to_wrap of the ZeroPlugin. It has "
+            f"{_inside(model)}."
         )
     return ModuleWrapPolicy(found)
 
@@ -293,7 +294,7 @@ def _ignored(model: nn.Module, given: Iterable[nn.Module] | str) -> list[nn.Modu
 
 
 def _recompute(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Has the units' activations recomputed in backward."""
+    """Wraps the units so that their activations are recomputed in backward."""
     for parent in [*model.modules()]:
         for name, child in children_of(parent).items():
             if child is not None and child in units:

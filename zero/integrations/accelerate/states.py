@@ -1,4 +1,4 @@
-"""What `save_state` writes of sharded models and optimizers, and `load_state` reads.
+"""The files of sharded models and optimizers that `save_state` writes and `load_state` reads.
 
 FULL_STATE_DICT: `model.safetensors` (or `pytorch_model.bin`) and `optimizer.bin`, as Accelerate without zero writes
 them. SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, in `zero`, `zero_1` and so on.
@@ -33,9 +33,9 @@ _SHARDED = "zero"
 
 
 def full_weights(model: nn.Module, to: int | None, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Collective. The full weights on rank `to`, in the memory of the CPU; elsewhere nothing. None: on every rank.
+    """Collective. The full weights on rank `to`, on the CPU; other ranks get none. None: every rank gets them.
 
-    dtype: what floating-point tensors are cast to.
+    dtype: to which floating-point tensors are cast.
     """
     found = full_state_dict(model, to=to, device="cpu" if to is not None else None)
     if dtype is None:
@@ -43,7 +43,7 @@ def full_weights(model: nn.Module, to: int | None, dtype: torch.dtype | None = N
     of: dict[Tensor, Tensor] = {}
     for name, value in found.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            found[name] = of.setdefault(value, value.to(dtype))  # tied ones share a copy
+            found[name] = of.setdefault(value, value.to(dtype))  # tied weights share a copy
     return found
 
 
@@ -60,7 +60,7 @@ def full_state(sharding: Sharding, optimizer: Optimizer, to: int | None) -> dict
 
 
 def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Collective. A checkpoint of each model and its optimizers, in place of the one that is there."""
+    """Collective. Saves a checkpoint of each model and its optimizers, which replaces an existing one."""
     for number, model in enumerate(models):
         checkpoint.save(_place(folder, number), model, _of(model, optimizers), keep=1)
 
@@ -76,7 +76,7 @@ def is_sharded(folder: str) -> bool:
 
 
 def save_weights(weights: dict[str, Any], folder: str, number: int, *, safe: bool, each_node: bool) -> None:
-    """On the ranks that write, which Accelerate knows."""
+    """Writes a file, on the ranks that Accelerate has write."""
     name = SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
     path = Path(folder, name.replace(".", f"_{number}.") if number else name)
     save(OrderedDict(weights), path, save_on_each_node=each_node, safe_serialization=safe)
@@ -98,7 +98,7 @@ def load_weights(model: nn.Module, folder: str, number: int, **options: Any) -> 
 
 
 def with_ties(module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """The weights with those names of tied tensors that a file of safetensors leaves out."""
+    """The weights, with the names of tied tensors added that a safetensors file leaves out."""
     names: dict[Tensor, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):

@@ -5,7 +5,7 @@ import zero.integrations.lightning
 trainer = lightning.Trainer(strategy="zero_stage_2", devices=8)
 fabric = lightning.Fabric(strategy="zero_stage_3", devices=8)
 
-sharding    what both have in common: wrapping, clipping, loss scaling, checkpoints in shards
+sharding    wrapping, clipping, loss scaling and sharded checkpoints, for both
 trainer     ZeroStrategy
 fabric      ZeroFabricStrategy
 memory      MemoryCallback

@@ -37,9 +37,9 @@ class ZeroFabricStrategy(DDPStrategy):
         fabric = Fabric(strategy=ZeroFabricStrategy(stage=3, mixed_precision=...), devices=8)
         model, optimizer = fabric.setup(model, optimizer)
 
-    Arguments as of ZeroStrategy. Set model and optimizers up together; `setup_module` alone works at stages 1 and 3.
-    `fabric.save` and `fabric.load` take full weights and state at every stage, in one file; with checkpoint="sharded"
-    they write and read a directory, with one model in what is saved.
+    Arguments as in ZeroStrategy. Set up model and optimizers together; `setup_module` alone works at stages 1 and 3.
+    `fabric.save` and `fabric.load` write and read full weights and state at every stage, in one file. With
+    checkpoint="sharded" they write and read a directory, for one model.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ZeroFabricStrategy(DDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Collective. Schedulers of the optimizers go on with what these become."""
+        """Collective. Schedulers then schedule the sharded optimizers."""
         sharded = [self._sharding.shard_optimizer(one) for one in optimizers]
         wrapped = self._sharding.wrap(module, sharded, self.root_device)
         if isinstance(wrapped, FSDP):
@@ -100,7 +100,7 @@ class ZeroFabricStrategy(DDPStrategy):
         return self._sharding.shard_optimizer(optimizer)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """At stage 3 FSDP moves what has values, and leaves what is on the meta device to be initialised."""
+        """Moves the module at stages 1 and 2. At stage 3 FSDP moves it, and initialises meta parameters."""
         if self._sharding.stage < 3:
             super().module_to_device(module)
 
@@ -114,13 +114,13 @@ class ZeroFabricStrategy(DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Collective. The norm before, of all gradients. Raises RuntimeError, on every rank, where it is not finite."""
+        """Collective. Returns the norm of all gradients before. Raises RuntimeError, on every rank, if not finite."""
         self.precision.unscale_gradients(optimizer)
         total = clip_by_norm(_wrapper(module), optimizer, float(max_norm), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is {total.item()}, so that they cannot be "
-                "clipped. Pass error_if_nonfinite=False to go on."
+                f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
+                "Pass error_if_nonfinite=False to continue."
             )
         return total
 
@@ -161,7 +161,7 @@ class ZeroFabricStrategy(DDPStrategy):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         if filter:
-            raise ValueError("filter: a checkpoint in shards has all of a model. Leave it out, or checkpoint='full'.")
+            raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
         model, optimizers, rest = _divided(state)
         save_in_shards(Path(path), model, optimizers)
         super().save_checkpoint(Path(path, REST), rest, storage_options)
@@ -169,12 +169,12 @@ class ZeroFabricStrategy(DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Collective. Takes both kinds."""
+        """Collective. Loads both kinds of checkpoints."""
         if not is_in_shards(path):
             return super().load_checkpoint(path, state, strict, weights_only)
         given = {"model": state} if isinstance(state, nn.Module) else state
         if not isinstance(given, dict):
-            raise ValueError(f"{path} is a checkpoint in shards. Pass a dictionary with the model, or the model.")
+            raise ValueError(f"{path} is a sharded checkpoint. Pass a dictionary with the model, or the model.")
         model, optimizers, rest = _divided(given)
         load_from_shards(Path(path), model, optimizers)
         remainder = super().load_checkpoint(Path(path, REST), rest, strict, weights_only)
@@ -183,14 +183,14 @@ class ZeroFabricStrategy(DDPStrategy):
 
 
 class _NoSync:
-    """What Fabric asks for `no_backward_sync`."""
+    """Fabric's control of `no_backward_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return no_sync(module) if enabled else nullcontext()
 
 
 def _wrapper(module: nn.Module) -> nn.Module:
-    """Of a module that Fabric hands over, which may be the one inside."""
+    """The wrapper of a module that Fabric passes, which may be the module inside."""
     return sharded_before(module) or module
 
 
@@ -200,10 +200,10 @@ def _of_parameters(optimizer: Optimizer) -> FSDP | None:
 
 
 def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[str, Any]]:
-    """The model, the optimizers, and the rest. Raises ValueError for another number of models than one."""
+    """The model, the optimizers, and all other values. Raises ValueError unless there is one model."""
     models = [_wrapper(value) for value in state.values() if isinstance(value, nn.Module)]
     if len(models) != 1:
-        raise ValueError(f"a checkpoint in shards holds one model, but there are {len(models)}. Use checkpoint='full'.")
+        raise ValueError(f"a sharded checkpoint holds one model, but there are {len(models)}. Use checkpoint='full'.")
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
     kinds = (nn.Module, Optimizer)
     return models[0], optimizers, {name: value for name, value in state.items() if not isinstance(value, kinds)}

@@ -1,4 +1,4 @@
-"""MemoryCallback: what each rank holds, in the logs of Lightning's Trainer."""
+"""MemoryCallback: the bytes that each rank holds, in the logs of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import zero
 
 
 class MemoryCallback(pl.Callback):
-    """Logs `zero.report` between backward and step, and shows the last when fit ends.
+    """Logs `zero.report` between backward and step, and prints the last report when fit ends.
 
-    every: steps between reports. Logged are rank 0's figures, by the names of `Report.numbers()`; `sent` is what went
-    since the step before, so from the second step on. `report` is the last of this rank.
+    every: steps between reports. Rank 0's figures are logged, by the names of `Report.numbers()`. `sent` counts from
+    the step before, so reports begin with the second step. `report` is this rank's last one.
     """
 
     def __init__(self, every: int = 50) -> None:

@@ -1,4 +1,4 @@
-"""What ZeroStrategy and ZeroFabricStrategy have in common."""
+"""The code that ZeroStrategy and ZeroFabricStrategy share."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 
 REST = "lightning.ckpt"
-"""The file beside a checkpoint in shards that holds what Lightning saves besides weights and optimizer state."""
+"""The file in a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
 
 
 @dataclass(frozen=True)
 class Sharding:
     """How a model is sharded.
 
-    oss: options of OSS, at stages 1 and 2. options: of what wraps the model: DistributedDataParallel, ShardedDDP, FSDP.
+    oss: options of OSS, at stages 1 and 2. options: of the model's wrapper: DistributedDataParallel, ShardedDDP, FSDP.
     checkpoint: "full", one file, or "sharded", directories that zero.checkpoint writes.
-    Raises ValueError for a stage or checkpoint of another kind, and for options that the stage has no use for.
+    Raises ValueError for an unknown stage or checkpoint, and for options that the stage does not have.
     """
 
     stage: int
@@ -42,8 +42,7 @@ class Sharding:
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage={self.stage!r} is unknown. Choose 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
         if self.stage == 3 and self.oss:
-            raise ValueError(f"oss={dict(self.oss)}: OSS is of stages 1 and 2. At stage 3 pass FSDP's options by name.")
-
+            raise ValueError(f"oss={dict(self.oss)}: OSS is for stages 1 and 2. At stage 3 pass options of FSDP.")
         if self.checkpoint not in ("full", "sharded"):
             raise ValueError(f"checkpoint={self.checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
 
@@ -53,7 +52,7 @@ class Sharding:
         return self.checkpoint == "sharded"
 
     def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Collective. At stages 1 and 2 an OSS in its place."""
+        """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""
         if self.stage == 3 or isinstance(optimizer, OSS):
             return optimizer
         return OSS.from_optimizer(optimizer, **self.oss)
@@ -69,19 +68,19 @@ class Sharding:
         return DistributedDataParallel(module, **self.of_ddp(device))
 
     def of_ddp(self, device: torch.device) -> dict[str, Any]:
-        """DistributedDataParallel's options. Without views it keeps every gradient twice."""
+        """DistributedDataParallel's options. Without views it would hold every gradient twice."""
         ids = None if device.type == "cpu" else [device.index]
         return {"device_ids": ids, "gradient_as_bucket_view": True, **self.options}
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()
-"""By module, the FSDP that a strategy has put around it."""
+"""For each module the FSDP with which a strategy has wrapped it."""
 
 
 def sharded_before(module: nn.Module) -> FSDP | None:
-    """What a strategy, this one or another, has sharded the module by and has not unwrapped; of an FSDP itself.
+    """The FSDP with which a strategy, this one or another, has wrapped the module, if it is still wrapped.
 
-    Raises ValueError where that strategy is gone, and with it the wrapper.
+    Raises ValueError if that strategy, and with it the wrapper, no longer exists.
     """
     if isinstance(module, FSDP):
         return module
@@ -89,8 +88,8 @@ def sharded_before(module: nn.Module) -> FSDP | None:
     wrapper = None if known is None else known()
     if wrapper is None and not guarded().isdisjoint(module.parameters()):
         raise ValueError(
-            f"the {type(module).__name__} is sharded by an FSDP that is gone, with the Trainer or Fabric that made it. "
-            "Keep the first Trainer, or call zero.unwrap(trainer.strategy.model) before it goes."
+            f"the {type(module).__name__} is sharded by an FSDP that no longer exists, nor does the Trainer or Fabric "
+            "that made it. Keep the first Trainer, or call zero.unwrap(trainer.strategy.model) before you drop it."
         )
     return wrapper
 
@@ -134,8 +133,8 @@ def clip_by_norm(model: nn.Module | None, optimizer: Optimizer, max_norm: float,
     for name, param in model.module.named_parameters():
         if param.requires_grad and param not in held:
             raise ValueError(
-                f"clipping by the norm at stage 3 is of all parameters together, but the {type(optimizer).__name__} "
-                f"does not hold {name!r}. Use one optimizer, or clip by another way than the norm of some parameters."
+                f"at stage 3 gradients are clipped by the norm of all parameters, but the {type(optimizer).__name__} "
+                f"does not hold {name!r}. Use one optimizer, or do not clip by the norm."
             )
     return model.clip_grad_norm_(max_norm, norm_type)
 
@@ -144,14 +143,14 @@ def refuse_clipping_by_value(stage: int) -> None:
     """Raises ValueError at stages 2 and 3."""
     if stage > 1:
         raise ValueError(
-            f"gradients are clipped by value, which zero does not do at stage {stage}: they are with their owners. "
-            "Clip by norm (gradient_clip_algorithm='norm'; max_norm= of Fabric.clip_gradients), or take stage 1."
+            f"clipping gradients by value is not available at stage {stage}, where they are sharded. Clip by norm "
+            "(gradient_clip_algorithm='norm'; max_norm= of Fabric.clip_gradients), or take stage 1."
         )
 
 
 def scale_for_shards(plugin: Any) -> None:
-    """Has a precision plugin scale losses by zero's GradScaler, by which all ranks skip a step where one has an
-    overflow, with the options of torch's."""
+    """Replaces a precision plugin's torch GradScaler by zero's, with the same options: if one rank has an overflow, all
+    ranks skip the step."""
     scaler = getattr(plugin, "scaler", None)
     if type(scaler) is torch.amp.GradScaler:
         plugin.scaler = zero.GradScaler(plugin.device, enabled=scaler.is_enabled())
@@ -163,7 +162,7 @@ def scale_for_shards(plugin: Any) -> None:
 
 
 def save_in_shards(path: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Collective. Weights and optimizer state into a directory, in which one checkpoint stays."""
+    """Collective. Saves weights and optimizer state into a directory, which keeps one checkpoint."""
     zero.checkpoint.save(path, model, [*optimizers] or None, keep=1)
 
 

@@ -47,13 +47,13 @@ class ZeroStrategy(DDPStrategy):
 
     stage: 1 (OSS), 2 (ShardedDDP) or 3 (FSDP). `strategy="zero_stage_2"` is ZeroStrategy(stage=2).
     oss: options of OSS at stages 1 and 2, such as partition.
-    checkpoint: "full" writes the file that every strategy loads, from rank 0. "sharded" writes a directory by
-        zero.checkpoint, each rank its part, which every stage on any number of ranks loads; and by `load_checkpoint`
-        both are read.
-    options: of DistributedDataParallel, ShardedDDP or FSDP, whichever the stage has. The others are DDPStrategy's.
+    checkpoint: "full" writes one file from rank 0, which every strategy loads. "sharded" writes a directory by
+        zero.checkpoint, in which each rank writes its shards; every stage loads it on any number of ranks.
+        `load_checkpoint` reads both kinds.
+    options: of the stage's wrapper: DistributedDataParallel, ShardedDDP or FSDP. Other arguments are DDPStrategy's.
 
-    After fit the plain module is back at stages 1 and 2. At stage 3 the module stays sharded until the next run;
-    `zero.unwrap(trainer.strategy.model)` gives it back.
+    After fit the module is plain again at stages 1 and 2. At stage 3 it stays sharded until the next run;
+    `zero.unwrap(trainer.strategy.model)` returns the plain module.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ZeroStrategy(DDPStrategy):
     ) -> None:
         self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
         self._wrapper: nn.Module | None = None
-        """At stage 3, between runs too, in which `model` is the plain one."""
+        """The FSDP of stage 3. Between runs `model` is the plain module."""
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -123,7 +123,7 @@ class ZeroStrategy(DDPStrategy):
             Comm().broadcast([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Collective at stages 1 and 2. What configure_optimizers() returns, sharded; schedulers go on with it."""
+        """Collective at stages 1 and 2. Shards the optimizers of configure_optimizers(), with their schedulers."""
         super().setup_optimizers(trainer)
         held = [one for one in self.optimizers if any(group["params"] for group in one.param_groups)]
         if not held and self._sharding.stage == 2:
@@ -134,7 +134,7 @@ class ZeroStrategy(DDPStrategy):
                 self.model.register_optimizer(one)
 
     def _setup_gradients(self) -> None:
-        """Clipping and loss scaling by the precision plugin, which knows neither model nor ranks."""
+        """Replaces clipping and loss scaling of the precision plugin, which knows neither model nor ranks."""
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         scale_for_shards(plugin)
@@ -150,12 +150,12 @@ class ZeroStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Forward and backward in here send nothing; gradients accumulate in full."""
+        """In this context forward and backward send nothing, and full gradients accumulate."""
         with no_sync(self.model):
             yield
 
     def teardown(self) -> None:
-        """Leaves the model where it is: what is sharded goes on being used by test() and by save_checkpoint()."""
+        """Leaves the model on its device, and sharded at stage 3: test() and save_checkpoint() still use it."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
@@ -173,7 +173,7 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Always: what is sharded takes its own part."""
+        """Always true: each rank loads its shards, so the model must be sharded first."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

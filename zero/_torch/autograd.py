@@ -1,0 +1,50 @@
+"""Autograd: the backward that runs now, and what autograd records of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+
+
+def in_a_backward() -> bool:
+    """Whether autograd is running a backward in this thread now. Nothing public says so."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Has autograd call the function when the backward that is running now is complete.
+
+    torch.autograd.graph.queue_callback does the same from torch 2.15 on; before, it had no public name.
+    """
+    queue: Callable[[Callable[[], None]], None] | None = getattr(torch.autograd.graph, "queue_callback", None)
+    (queue or Variable._execution_engine.queue_callback)(function)
+
+
+def writes_into(leaf: Node) -> bool:
+    """Whether the backward that is running now writes into the leaf's `grad`. torch.autograd.grad does not.
+
+    Nothing public says which leaves a backward writes into; a hook on the leaf runs too late.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch.autograd.grad runs, and returns the leaf's gradient
+        return False
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is running now was called with retain_graph=True. Nothing public says so."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of; None if it is no view. Tensors have no public attribute for it."""
+    return tensor._base
+
+
+def writes_so_far(tensors: Iterable[Tensor]) -> int:
+    """How often torch counted a write into any of the tensors. Its counter has no public name."""
+    return sum(tensor._version for tensor in tensors)

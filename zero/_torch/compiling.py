@@ -1,0 +1,104 @@
+"""torch.compile: what it made of a module, and how."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from inspect import getclosurevars
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero._torch.modules import children_of
+
+_WRAPPED = "_orig_mod"
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile(module) returned this module, or its method compile() was called. Nothing public says."""
+    return module._compiled_call_impl is not None or _WRAPPED in children_of(module)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile was called with, if it returned this one; otherwise this one.
+
+    There is no public way back. The class of what torch.compile returns is not compared: that imports the compiler.
+    """
+    children = children_of(module)
+    if _WRAPPED in children and (inside := children[_WRAPPED]) is not None:
+        return inside
+    return module
+
+
+def name_without_compile(name: str) -> str:
+    """A name in a model as it is without torch.compile, which wraps modules in one of its own."""
+    return ".".join(atom for atom in name.split(".") if atom != _WRAPPED)
+
+
+def compiled_without_breaks(module: nn.Module) -> bool:
+    """Whether torch.compile(module) or the module's method compile() was called with fullgraph=True.
+
+    torch keeps the option in its compile context, which is private. If a version keeps it elsewhere, this is False, and
+    tracing then fails at the first unit.
+    """
+    context = _compiled_by(module)
+    return bool(getattr(context, "fullgraph", False) or getattr(context, "error_on_graph_break", False))
+
+
+def compiled_to_cuda_graphs(module: nn.Module) -> bool:
+    """Whether torch.compile runs the module as CUDA graphs.
+
+    That is chosen by mode="reduce-overhead" or "max-autotune", by its options or torch._inductor.config, or by
+    backend="cudagraphs".
+    """
+    return _records_cuda_graphs(_compiled_by(module))
+
+
+def called_by_cuda_graphs() -> bool:
+    """Whether anything compiled that this thread is inside of, functions too, runs as CUDA graphs.
+
+    Found on the stack: torch keeps no list of what is being called.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        of_compiler = frame.f_code.co_filename == torch._dynamo.eval_frame.__file__
+        if of_compiler and _records_cuda_graphs(frame.f_locals.get("self")):
+            return True
+    return False
+
+
+def _records_cuda_graphs(context: object) -> bool:
+    """Whether a compile context, which has the compiler's options but not the name of its backend, does so."""
+    config = getattr(context, "compiler_config", None) or {}
+    if config.get("triton.cudagraphs"):
+        return True
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_name", None) == "cudagraphs"
+
+
+def _compiled_by(module: nn.Module) -> object:
+    """torch.compile's context for the module; None if the module was not compiled.
+
+    The module's method compile() sets a function, and only the closure of a function in it refers to the context.
+    """
+    if not is_compiled(module):
+        return None
+    if module._compiled_call_impl is None:
+        return module.dynamo_ctx
+    config = getattr(module._compiled_call_impl, "get_compiler_config", None)
+    return None if config is None else getclosurevars(config).nonlocals.get("self")
+
+
+def call_around_compiling(start: Callable[[object], None], end: Callable[[object], None]) -> None:
+    """Has torch.compile call these when it begins and when it has ended. A second call changes nothing.
+
+    torch.compiler has no hooks. torch.compiler.reset() forgets these.
+    """
+    handler = torch._dynamo.callback_handler
+    if start not in handler.start_callbacks:
+        handler.register_start_callback(start)
+        handler.register_end_callback(end)

@@ -1,0 +1,58 @@
+"""Modules: their children, buffers and hooks, and torch's wrap policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own dictionary of its children, to be read and written.
+
+    named_children() leaves out children that are None or occur twice, and setattr may run code of the user's class.
+    """
+    children: dict[str, nn.Module | None] = vars(module)["_modules"]  # past __getattr__, which may ask for it
+    return children
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own dictionary of its buffers, to be read and written.
+
+    register_buffer() would need to know whether a buffer is saved, and setattr may run code of the user's class.
+    """
+    return module._buffers
+
+
+def state_dict_hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks before and after the module's state_dict(). There are public methods to register, none to list them."""
+    return [*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()]
+
+
+def chosen_by_policy(policy: object, root: nn.Module) -> set[nn.Module] | None:
+    """The modules that a policy object of torch.distributed.fsdp.wrap chooses; None if `policy` is no such object.
+
+    Its method has no public name.
+    """
+    run = getattr(policy, "_run_policy", None)
+    return None if run is None else set(run(root, set(), {}))
+
+
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+"""The class of all batch normalisation, lazy and synchronised too. Only its subclasses have public names."""
+
+
+def classes_to_ignore(precision: Any) -> tuple[type[nn.Module], ...]:
+    """The classes that torch.distributed.fsdp.MixedPrecision leaves in float32. Users set this field, but its name is
+    private."""
+    return tuple(precision._module_classes_to_ignore)
+
+
+def recomputed_in_backward(module: nn.Module) -> nn.Module:
+    """The module in a wrapper that keeps its inputs and recomputes the rest in backward, under the module's own names.
+
+    PyTorch's FSDP is used with this wrapper, which is in a private module. torch.utils.checkpoint is for functions.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module)

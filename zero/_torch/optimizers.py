@@ -1,0 +1,92 @@
+"""Optimizers, and the schedulers and gradient scalers that step them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
+from torch.optim.lr_scheduler import LRScheduler
+
+
+def takes_state_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be registered on its state_dict().
+
+    They cannot where a subclass, such as one that wraps another optimizer, did not call the constructor of Optimizer,
+    which makes the table of hooks.
+    """
+    return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
+
+
+def call_stepped(optimizer: Optimizer) -> None:
+    """Keeps schedulers from warning that the optimizer was never stepped. What they read has no public name."""
+    vars(optimizer)["_opt_called"] = True
+
+
+@contextmanager
+def without_optimizer_hooks() -> Iterator[None]:
+    """In this context the hooks on the steps of all optimizers are not called. Public methods remove them one by one.
+
+    The tables are replaced rather than emptied: this may run in a hook, which is called in a loop over a table.
+    """
+    before, after = hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
+    try:
+        hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks = type(before)(), type(after)()
+        yield
+    finally:
+        hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks = before, after
+
+
+def follow(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Has a scheduler, and the schedulers that it consists of, schedule this optimizer instead of its own.
+
+    A scheduler's constructor marks the step of its optimizer, and the scheduler warns where that mark is missing.
+    """
+    for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        one.optimizer = optimizer
+    step, held = type(optimizer).step, ref(optimizer)
+
+    @wraps(step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        stepped = held()
+        stepped._opt_called = True  # type: ignore[union-attr]
+        return step(stepped, *args, **kwargs)  # type: ignore[arg-type]
+
+    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marked  # type: ignore[method-assign]
+
+
+class SteppedByScaler:
+    """An optimizer that is called when torch.amp.GradScaler is about to step it, or to skip the step.
+
+    At that point the scaler reads a private attribute: whether the optimizer unscales gradients itself.
+    """
+
+    def scaler_steps(self) -> None:
+        """To be overridden. May raise."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        self.scaler_steps()
+        return False
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's, with a public name for the method that subclasses replace. It has none itself."""
+
+    def unscale_gradients(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscales the optimizer's gradients; returns, by device, whether one was not finite."""
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return self.unscale_gradients(optimizer, inv_scale, found_inf, allow_fp16)

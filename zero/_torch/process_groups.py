@@ -1,0 +1,90 @@
+"""Process groups: their backends, and collectives on groups and backends that torch.distributed did not make."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group waits for collectives on such a device. There is a public way to set it, none to read it."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The name, in small letters, of the group's backend for tensors on such a device; None if it has none.
+
+    torch.distributed.get_backend() returns that of one device type only.
+    """
+    if all(kind.type != device.type for kind in group._device_types):
+        return None
+    return str(group._get_backend(device).name()).lower()
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store by which the group's ranks found one another. Each group has its own, the same on all its ranks.
+
+    Public is only the store that init_process_group() was called with.
+    """
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+_Options = TypeVar("_Options")
+
+
+def in_stream_order(options: _Options) -> _Options:
+    """Has a collective on a GPU run on the current stream, instead of a stream of the group.
+
+    torch.distributed's functions do so with async_op=False, but then they wait. On other devices nothing changes.
+    """
+    options.asyncOp = False  # type: ignore[attr-defined]
+    return options
+
+
+def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Any:
+    """A Backend of the same ranks with communicators of its own; None if the group's for the device is not NCCL.
+
+    torch.distributed.new_group() is collective over all ranks of the job. store: used by nothing else.
+    """
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # of builds for GPUs
+    if nccl is None or not isinstance(group._get_backend(device), nccl):
+        return None
+    options = nccl.Options()
+    options._timeout = timeout_of(group, device)
+    return nccl(store, group.rank(), group.size(), options)
+
+
+def abort(group: Any, device: torch.device) -> None:
+    """Ends the collectives of a ProcessGroup or Backend on such a device that are still running. It can send nothing
+    afterwards. torch's public function ends all backends of a ProcessGroup."""
+    backend = group._get_backend(device) if hasattr(group, "_get_backend") else group
+    with suppress(RuntimeError):  # this backend has no abort
+        backend.abort()
+
+
+def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work:
+    """All-gather on a ProcessGroup or Backend. torch.distributed's functions take only groups that it made itself."""
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base
+    return gather(into, tensor, in_stream_order(AllgatherOptions()))  # type: ignore[no-any-return]
+
+
+def all_to_all_of_one_tensor(
+    group: Any, into: Tensor, tensor: Tensor, counts_in: list[int], counts_out: list[int]
+) -> dist.Work:
+    """All-to-all on a ProcessGroup or Backend. Counts are of elements, along the first dimension."""
+    send = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    how = in_stream_order(dist.AllToAllOptions())
+    return send(into, tensor, counts_in, counts_out, how)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work:
+    """Reduce-scatter, summing, on a ProcessGroup or Backend."""
+    scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return scatter(into, tensor, in_stream_order(dist.ReduceScatterOptions()))  # type: ignore[no-any-return]

@@ -1,0 +1,71 @@
+"""Tensors: operators on lists of them, classes that wrap others, nested containers, and reading from files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch, _pytree
+
+from zero._torch.fake import has_values
+
+
+def copy_all(into: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copies each tensor, in a few kernels however many there are.
+
+    torch's own optimizers use the same private operators. On tensors without values these would allocate copies that a
+    real device does not need, so those are copied one by one.
+    """
+    if all(map(has_values, tensors)):
+        torch._foreach_copy_(into, tensors)
+    else:
+        for place, tensor in zip(into, tensors, strict=True):
+            place.copy_(tensor)
+
+
+def add_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Adds to each tensor of one list that of another, in a few kernels however many there are; see copy_all."""
+    if all(map(has_values, tensors)):
+        torch._foreach_add_([*into], [*tensors])
+    else:
+        for place, tensor in zip(into, tensors, strict=True):
+            place.add_(tensor)
+
+
+def norms_of(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each tensor, 0-dim, computed in `dtype`, in a few kernels however many there are."""
+    return list(torch._foreach_norm([*tensors], norm_type, dtype=dtype))
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies each tensor in place by a 0-dim one of their device, in a few kernels however many there are."""
+    torch._foreach_mul_([*tensors], factor)
+
+
+def wraps_others(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that wraps other tensors (DTensor, quantised). There is no public test for it."""
+    return _python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
+def wrap_others(kinds: Iterable[type]) -> bool:
+    """Whether any of the classes wraps other tensors."""
+    return any(_python_dispatch.is_traceable_wrapper_subclass_type(kind) for kind in kinds)
+
+
+def leaves(value: Any) -> Iterable[Any]:
+    """The leaves of nested tuples, lists, dicts and other containers that torch knows. There is no public function."""
+    return _pytree.tree_iter(value)
+
+
+def load_plain_values(path: Path) -> Any:
+    """torch.load(weights_only=True) to the CPU, mapped.
+
+    Torch 2.15 warns, for files with sparse tensors, that it takes time to validate them. Nobody here accepts any.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
