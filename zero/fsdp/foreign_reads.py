@@ -31,7 +31,7 @@ class ForeignReads(TorchFunctionMode):
 
     def __init__(self, index: Index, found: Callable[[Unit], None]) -> None:
         super().__init__()
-        self._index, self._found = index, found
+        self._index, self._on_read = index, found
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,8 +39,8 @@ class ForeignReads(TorchFunctionMode):
         if _reads(func):
             for param in _parameters((*args, *(kwargs or {}).values())):
                 unit = self._index.unit_of(param) if param in self._index else None
-                if unit is not None and not (unit.readable and (unit.depth or unit.readers or unit.summoned)):
-                    self._found(unit)
+                if unit is not None and not (unit.readable and (unit.depth or unit.running_readers or unit.summoned)):
+                    self._on_read(unit)
         return func(*args, **(kwargs or {}))
 
 

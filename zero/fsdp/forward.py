@@ -68,7 +68,7 @@ class Forward:
         watch()
         refuse_capture(self._freed)
         self._schedule.before_forward()
-        if self._schedule.looks_next:
+        if self._schedule.searches_next:
             problem = compiling_problem(self._module, self._inner, self._freed)
             if problem is not None:
                 raise RuntimeError(problem)
@@ -76,11 +76,11 @@ class Forward:
             self._buffers.before_forward()
         if not traced and not is_compiled(self._module):
             return False
-        if self._schedule.looks_next and not compiled_in_pieces(self._module):
+        if self._schedule.searches_next and not compiled_in_pieces(self._module):
             return True
         if not self._enters_by_units:
             self._enters_by_units = True
-            self._schedule.enter_by_units()
+            self._schedule.remove_inner_hooks()
         return False
 
     def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:

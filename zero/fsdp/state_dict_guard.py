@@ -36,10 +36,10 @@ class Refusal:
     """Called before the state_dict() of a module, and copied with it."""
 
     def __init__(self, held: Sequence[ShardGroup]) -> None:
-        self._held = held
+        self._groups = held
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and any(group.comm.world > 1 and not group.summoned for group in self._held):
+        if not keep_vars and any(group.comm.world > 1 and not group.summoned for group in self._groups):
             raise RuntimeError(
                 f"state_dict() of a module inside FSDP ({type(module).__name__} {prefix.rstrip('.')!r}) would hold "
                 "this rank's shards, not whole weights. Call state_dict() of the FSDP model, or zero.full_state_dict"

@@ -16,7 +16,7 @@ class Stepping:
     """Of the optimizers that stepped an FSDP's parameters so far."""
 
     def __init__(self) -> None:
-        self._found: WeakKeyDictionary[Optimizer, tuple[int, dict[str, Finding]]] = WeakKeyDictionary()
+        self._findings: WeakKeyDictionary[Optimizer, tuple[int, dict[str, Finding]]] = WeakKeyDictionary()
         self._before: WeakKeyDictionary[Optimizer, Written] = WeakKeyDictionary()
         self._written: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
@@ -26,10 +26,10 @@ class Stepping:
         Measured where it steps for the first time, or has more groups than then.
         """
         groups = len(optimizer.param_groups)
-        if self._found.get(optimizer, (0, None))[0] != groups:
+        if self._findings.get(optimizer, (0, None))[0] != groups:
             looked_at = {title(type(each)): finding_of_built(each) for each in (*around(optimizer), optimizer)}
-            self._found[optimizer] = groups, looked_at
-        return self._found[optimizer][1]
+            self._findings[optimizer] = groups, looked_at
+        return self._findings[optimizer][1]
 
     def before_step(self, optimizer: Optimizer) -> None:
         if known(type(optimizer)) is None:

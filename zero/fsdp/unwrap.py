@@ -14,7 +14,7 @@ from zero.fsdp.unit import Unit
 from zero.sdp.unwrapped import UNWRAPPED
 
 
-def give_back(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
+def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
     """Collective. Leaves the units' parameters unsharded on every rank, without gradients, and the buffers uncast.
 
     hooks: what mixed precision has put on modules. Raises RuntimeError within forward and backward, and inside of
