@@ -113,7 +113,7 @@ class Backward:
         self._beside.expect(unit)
         self._reads_at_rest.end(unit)
         if self.steps is not None:
-            self.steps.refuse_again(unit)
+            self.steps.refuse_stepped(unit)
         unit.unshard()
         if self._reducing is unit:  # backward has reached it again
             self._finish_sent()
