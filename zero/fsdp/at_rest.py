@@ -62,11 +62,8 @@ class ReadsAtRest:
         self._reread.discard(unit)
 
     def backward_begins(self) -> None:
-        """Finds the units that a backward skips, when autograd reaches the first unit.
-
-        A backward with `inputs=` that were listed after forward executes none of the nodes of the forward, like a
-        backward that is asked only for gradients of other tensors.
-        """
+        """Finds the units that a backward skips, when autograd reaches the first unit. A backward with `inputs=` that
+        were listed after forward executes no node of the forward, as if asked for gradients of other tensors."""
         for unit in [*self._reread]:
             self._record_full_nodes(unit)
         executes = any(writes_into(node) for nodes in self._full_nodes.values() for node in nodes)

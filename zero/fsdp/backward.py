@@ -3,8 +3,7 @@
 backward of a unit    unshard, compute, reshard, wait for the gradients of the unit before, launch its own reduction
 end of backward       complete the remaining units, wait for all reductions, compare the logs of the ranks
 
-If backward reaches a unit again, through the graph of another forward, the unit waits for its reduction in flight, and
-reduces once more.
+A unit that backward reaches again, through another forward's graph, waits for its reduction, and reduces once more.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ class Backward:
     # ------------------------------------------------------------------------------------------ backward of a unit
 
     def pre_backward(self, unit: Unit, call: Call) -> None:
-        """Unshards the unit before backward computes gradients of one of its calls.
-
-        Raises RuntimeError for create_graph=True.
-        """
+        """Unshards the unit before backward computes gradients of a call. Raises RuntimeError for create_graph=True."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
@@ -133,9 +129,9 @@ class Backward:
             following.unshard_ahead()
 
     def _complete(self, unit: Unit, *, at_end: bool = False) -> None:
-        """Collective. Reshards the unit and reduces its gradients, or accumulates them under no_sync.
+        """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction.
 
-        The next unit's all-gather is launched before the reduction, because it is needed first.
+        Under no_sync stores the gradients instead of reducing them.
         """
         self._in_backward.remove(unit)
         if self.reduces:
@@ -173,7 +169,7 @@ class Backward:
                 self._enter(unit)  # backward did not reach it here, but may have on other ranks, which reduce it
             if unit.state is TrainingState.BACKWARD:
                 self._complete(unit, at_end=True)
-            elif unit.gradients.kept and self.reduces:
+            elif unit.gradients.left_unreduced and self.reduces:
                 unit.gradients.hand_over_leftovers()
                 self._send(unit)
         self._finish_sent()

@@ -1,4 +1,4 @@
-"""Finds reads of parameters that belong to another unit, such as an embedding's weight that the output layer uses.
+"""Finds reads of parameters of another unit, such as an embedding's weight that the output layer uses.
 
 No hook is called for such a read, so every call of torch is examined during one forward.
 """

@@ -72,10 +72,8 @@ class FSDP(Weights):
         parameter to one rank; "auto" is "even", but refuses steps of optimizers that were measured to need "whole".
     sharding_strategy: a ShardingStrategy, a member of PyTorch's enum, or the name of one.
     optimizer_sharding: "all", with a hybrid strategy, shards master weights, gradients and optimizer state over all
-        ranks of the job, and parameters over the shard group. The shard group's shards are gathered across the
-        replicate group once a step.
-    reshard_after_forward: False means SHARD_GRAD_OP: parameters stay unsharded from forward to backward, which saves
-        an all-gather.
+        ranks, and parameters over the shard group, whose shards are gathered across the replicate group once a step.
+    reshard_after_forward: False means SHARD_GRAD_OP, which saves an all-gather: parameters stay until backward.
     mixed_precision: dtypes of computing and of transfers; shards keep the dtype of the parameters. PyTorch's
         MixedPrecision has the same meaning as in PyTorch; keep_low_precision_grads is refused.
     prefetch: which units are gathered ahead, and how many are in flight; see Prefetch, MEMORY_FIRST, SPEED_FIRST. A
@@ -83,7 +81,7 @@ class FSDP(Weights):
     offload: where shards are stored at rest: CPUOffload or DiskOffload. PyTorch's CPUOffload() offloads nothing;
         its CPUOffload(offload_params=True) is zero's CPUOffload.
     param_init_fn: initialises a module that was built on the meta device, instead of its `reset_parameters`. Units get
-        memory one at a time. Only rank 0 initialises values, and only there is a unit ever full.
+        memory one at a time. Rank 0 initialises the values, and the other ranks receive them.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: broadcast the buffers of rank 0 before each forward, as DistributedDataParallel does.
     of_torch: options of PyTorch's FSDP1 that have another name here: backward_prefetch, cpu_offload, device_id,

@@ -24,10 +24,7 @@ from zero.sdp.wrapper import Wrapper
 
 @dataclass(frozen=True)
 class Recipient:
-    """The rank and the device that full weights go to.
-
-    to: the rank that receives the weights, None for all. device: None for the device that computes.
-    """
+    """to: the rank that receives full weights, None for all. device: None for the device that computes."""
 
     to: int | None
     device: torch.device | str | None
@@ -119,11 +116,8 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
 
 
 def _named(module: nn.Module) -> dict[str, Any] | None:
-    """Returns parameters and buffers by the names of state_dict().
-
-    Returns None if state_dict() has other tensors, or if a module has hooks of the user's, which must see full
-    parameters, or is a wrapper, whose state_dict() has full parameters.
-    """
+    """Returns parameters and buffers by the names of state_dict(). Returns None if state_dict() has other tensors, has
+    hooks of the user's, which must see full parameters, or is a wrapper's, which has full parameters."""
     for child in module.modules():
         if isinstance(child, Wrapper) or not all(isinstance(h, (Refusal, Uncast)) for h in state_dict_hooks_of(child)):
             return None

@@ -56,7 +56,7 @@ class StateHooks:
     state_dict() marks each parameter group. Called by torch's distributed checkpoint, it is collective and returns the
     full state. load_state_dict() cuts a full state, and raises ValueError for another rank's shard.
 
-    alone: whether the optimizer holds parameters of no other FSDP. If it does, full state is not consolidated.
+    alone: whether all its parameters are of this FSDP. If not, torch's distributed checkpoint is refused.
     """
 
     def __init__(self, optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm, *, alone: bool) -> None:

@@ -72,7 +72,7 @@ class Schedule:
                 )
 
     def remove(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Removes the hooks from these modules, or from all."""
+        """Removes the hooks from `modules`, or from all."""
         for module in [*self._hooks] if modules is None else modules:
             for hook in self._hooks.pop(module, []):
                 hook.remove()
@@ -169,7 +169,7 @@ class Schedule:
             self._backward.awaited |= needs_backward
             if unit.depth == 0:
                 stays = unit is self._root or unit.stays or self._first_in_backward(unit)
-                self._leave(unit, kept=needs_backward and stays)
+                self._leave(unit, stays=needs_backward and stays)
             return output
 
         return post_forward
@@ -178,7 +178,7 @@ class Schedule:
         """Returns whether backward will reach the unit first, as it did last time, and would gather it ahead."""
         return unit is self._root.before and self._prefetch.before_backward
 
-    def _leave(self, unit: Unit, *, kept: bool) -> None:
+    def _leave(self, unit: Unit, *, stays: bool) -> None:
         unit.inputs.clear()
         if unit in self._running:
             self._running.remove(unit)
@@ -190,7 +190,7 @@ class Schedule:
             for other in self._units:
                 if other.gathering:
                     self._reshard_unused(other)  # gathered ahead, but it did not run this time
-        if not kept:
+        if not stays:
             for other in (unit, *unit.reads):
                 self._reshard_unused(other)
         if not self._running:
@@ -217,7 +217,6 @@ class Schedule:
 
     @property
     def searches_next(self) -> bool:
-        """Whether the next forward of the root will search for reads of other units' parameters."""
         due = self._root.module.training not in self._searched_modes
         return due and bool(self._hooks) and not self._root.summoned
 
@@ -244,7 +243,6 @@ class Schedule:
             other.read_by_others = True
 
     def expect_reads(self) -> None:
-        """Prepares for reads of parameters by the user, unless a forward is running."""
         if not self._running:
             self._backward.expect_reads()
 

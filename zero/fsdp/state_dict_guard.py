@@ -27,7 +27,6 @@ class StateDictGuard:
                 self._hooks.append(module.register_state_dict_pre_hook(Refusal(groups)))
 
     def dismiss(self) -> None:
-        """Removes the hooks from the modules."""
         for hook in self._hooks:
             hook.remove()
 

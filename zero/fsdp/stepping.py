@@ -20,7 +20,7 @@ class Stepping:
         self._before: WeakKeyDictionary[Optimizer, Written] = WeakKeyDictionary()
         self._written: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
-    def found(self, optimizer: Optimizer) -> dict[str, Finding]:
+    def findings(self, optimizer: Optimizer) -> dict[str, Finding]:
         """Returns findings about the optimizer and about optimizers around it that step by it (SAM), by name.
 
         Measures them at the first step, and again if the number of parameter groups has changed.

@@ -29,7 +29,6 @@ class Summons:
         _alive.append(ref(self))
 
     def refuse_moved(self) -> None:
-        """See Guard.refuse_moved."""
         self._guard.refuse_moved()
 
     def dismiss(self) -> None:

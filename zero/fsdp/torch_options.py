@@ -124,17 +124,12 @@ def _offload(given: Mapping[str, Any], own: Any) -> CPUOffload | DiskOffload | N
 
 
 def _ignored(states: Iterable[Any] | None) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    modules: list[nn.Module] = []
-    params: list[nn.Parameter] = []
-    for state in states or ():
-        if isinstance(state, nn.Module):
-            modules.append(state)
-        elif isinstance(state, nn.Parameter):
-            params.append(state)
-        else:
+    states = [*(states or ())]
+    for state in states:
+        if not isinstance(state, nn.Module | nn.Parameter):
             got = type(state).__name__
             raise ValueError(f"ignored_states holds a {got}. Pass modules and parameters of the model.")
-    return modules, params
+    return [each for each in states if isinstance(each, nn.Module)], [p for p in states if isinstance(p, nn.Parameter)]
 
 
 def _device(given: Any) -> torch.device | None:

@@ -17,7 +17,7 @@ from zero.oss.shard_group import GroupState, ShardGroup
 
 
 class TrainingState(enum.Enum):
-    """Whether backward is computing gradients of a unit."""
+    """Whether a backward is computing gradients of a unit."""
 
     IDLE = "idle"
     BACKWARD = "in backward"
@@ -102,7 +102,6 @@ class Unit:
 
     @property
     def depth(self) -> int:
-        """The number of its running forwards."""
         return len(self.running)
 
     def expects(self, call: Call) -> bool:
@@ -221,7 +220,7 @@ class Unit:
         self.gradients.enter_backward()
 
     def end_unreduced_backward(self) -> None:
-        """Ends a backward under no_sync: accumulates the full gradients and reshards the parameters."""
+        """Ends a backward under no_sync: stores the full gradients and reshards the parameters."""
         full = self.gradients.take_full()
         self.end_backward()
         self.gradients.keep(full)
@@ -235,7 +234,7 @@ class Unit:
     @property
     def at_rest(self) -> bool:
         """Whether `param.grad` is the gradient of the shard, and no reduction into it is in flight."""
-        return self.state is TrainingState.IDLE and not (self.gradients.sends or self.readable or self.gathering)
+        return self.state is TrainingState.IDLE and not (self.gradients.reducing or self.readable or self.gathering)
 
     def prepare_for_shard_gradient(self, param: nn.Parameter, name: str) -> None:
         """Prepares `param.grad` for a gradient of the shard, which autograd is about to add to it.
@@ -251,10 +250,7 @@ class Unit:
         self.gradients.prepare_for_shard_gradient(param)
 
     def interrupt(self) -> None:
-        """Restores the gradients from before a backward that an exception has ended. Waits for no other rank.
-
-        Does nothing in units that this backward has not reached: their gradients are in place.
-        """
+        """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""
         if self.state is TrainingState.BACKWARD:
             self.gradients.drop_full()
             self.end_backward()

@@ -2,11 +2,9 @@
 
     at rest       `param.grad` is this rank's shard of the averaged gradient, in the shard's shape, for any optimizer
     in backward   `param.grad` is autograd's own full gradient; the shard's earlier gradient is in `_accumulated`
-    no_sync       full gradients are in `_unreduced`; `param.grad` is this rank's elements of them, or the shard's
-                  accumulated gradient
+    no_sync       full gradients are in `_unreduced`; `param.grad` is this rank's shard of them, or of earlier ones
 
-Results computed from parameters at rest, such as penalties, have gradients of shards. Autograd adds these to
-`param.grad` at rest.
+Autograd adds gradients of results computed from parameters at rest, such as penalties, to `param.grad` at rest.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ class UnitGradients:
     """The gradients of the parameters in these groups.
 
     `buckets`: one a group.
-    `kept`: whether a backward under no_sync has gone through the unit since its gradients were last reduced.
-    `sends`: whether a reduction of the gradients is in flight.
+    `left_unreduced`: whether a backward under no_sync has gone through the unit since its gradients were last reduced.
+    `reducing`: whether a reduction of the gradients is in flight.
     """
 
     def __init__(self, groups: Sequence[ShardGroup], *, sent_as: torch.dtype | Int8 | None = None) -> None:
         self.buckets = [GradBucket(group, self, sent_as=sent_as) for group in groups]
-        self.kept = self.sends = False
+        self.left_unreduced = self.reducing = False
         self._accumulated: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
         self._shows_accumulated: set[nn.Parameter] = set()
@@ -54,10 +52,7 @@ class UnitGradients:
             param.grad = self._set_aside(param)
 
     def _set_aside(self, param: nn.Parameter) -> Tensor | None:
-        """Sets the shard's gradient aside until this backward's is added to it. Returns the full gradient of no_sync.
-
-        Drops both if zero_grad has cleared `param.grad` since.
-        """
+        """Sets the shard's gradient aside, returns no_sync's full gradient; drops both if zero_grad was called."""
         grad, param.grad = param.grad, None
         unreduced = self._unreduced.pop(param, None)
         if grad is None:
@@ -72,19 +67,16 @@ class UnitGradients:
         for bucket, index, param in self._trained():
             gradient, param.grad = param.grad, None
             bucket.take(index, gradient)
-        self.sends, self.kept = True, False
+        self.reducing, self.left_unreduced = True, False
 
     def hand_over_leftovers(self) -> None:
         """Moves gradients of backwards under no_sync into the buckets, if a later backward did not reach the unit."""
         for bucket, index, param in self._trained():
             bucket.take(index, self._set_aside(param))
-        self.sends, self.kept = True, False
+        self.reducing, self.left_unreduced = True, False
 
     def finish(self, title: str) -> None:
-        """Waits for this rank's shards of the gradients, and adds them to the accumulated ones.
-
-        title: the unit's, for the error if a gradient came too late.
-        """
+        """Waits for this rank's shards of the gradients, and adds them to the accumulated ones. title: the unit's."""
         for bucket, index, param in self._trained():
             if param.grad is not None:  # autograd does not refuse it if the shard has the full parameter's shape
                 raise RuntimeError(
@@ -95,7 +87,7 @@ class UnitGradients:
         for bucket in self.buckets:
             if bucket.phase is Phase.REDUCING:
                 bucket.finish()
-        self.sends = False
+        self.reducing = False
 
     def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
         """See Destination."""
@@ -103,16 +95,16 @@ class UnitGradients:
 
     def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
         """See Destination. `param.grad` is the shard's gradient from here on."""
-        sums: list[tuple[Tensor, Tensor]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for index, gradient in gradients.items():
             param = group.params[index]
             accumulated = self._accumulated.pop(param, param.grad)
             if accumulated is not None and gradient is not None:
-                sums.append((accumulated, gradient))
+                pairs.append((accumulated, gradient))
             param.grad = gradient if accumulated is None else accumulated
-        if sums:
+        if pairs:
             group.settle()
-            add_all(*zip(*sums, strict=True))
+            add_all(*zip(*pairs, strict=True))
 
     # ----------------------------------------------------------------------------------------- under no_sync
 
@@ -125,7 +117,7 @@ class UnitGradients:
 
     def keep(self, full: dict[nn.Parameter, tuple[ShardGroup, int, Tensor]]) -> None:
         """Stores full gradients until they are reduced; `param.grad` shows the elements of this rank's shard."""
-        self.kept = True
+        self.left_unreduced = True
         for param in self._accumulated.keys() - full.keys():  # this backward has no gradient of them
             param.grad = self._accumulated.pop(param)
         for param, (group, index, gradient) in full.items():
@@ -142,10 +134,7 @@ class UnitGradients:
     # ---------------------------------------------------------------------------------------------- at rest
 
     def prepare_for_shard_gradient(self, param: nn.Parameter) -> None:
-        """Prepares `param.grad` for a gradient of the shard, which autograd is about to add to it.
-
-        If `param.grad` shows elements of an unreduced gradient, the accumulated gradient replaces them.
-        """
+        """Puts the shard's accumulated gradient into `param.grad`, to which autograd is about to add another."""
         if param.grad is None:  # cleared
             self._unreduced.pop(param, None)
             self._accumulated.pop(param, None)
@@ -159,7 +148,7 @@ class UnitGradients:
         """Drops the full gradients of a backward that an exception has ended."""
         for _, _, param in self._trained():
             param.grad = None
-        self.kept = False
+        self.left_unreduced = False
 
     @property
     def has_set_aside(self) -> bool:
@@ -173,6 +162,6 @@ class UnitGradients:
 
     def abandon(self) -> None:
         """Waits for the reductions in flight and drops their results."""
-        self.sends = False
+        self.reducing = False
         for bucket in self.buckets:
             bucket.abandon()

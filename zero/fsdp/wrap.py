@@ -66,10 +66,9 @@ def unit_modules(
 def params_by_unit(
     root: nn.Module, units: dict[str, nn.Module], ignored: Collection[nn.Parameter] = ()
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Returns for each unit its parameters with their names, without the ignored ones.
+    """Returns the named parameters of each unit, without ignored ones.
 
-    A parameter belongs to the innermost unit that contains it; one that several units contain (tied weights) to the
-    innermost unit that contains these.
+    A tied parameter, which is in several units, belongs to the innermost unit that contains these.
     """
     around: dict[nn.Parameter, list[str]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -118,16 +117,12 @@ def _members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _only_holds(module: nn.Module) -> bool:
-    """Returns whether the module is a container without a forward."""
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     return isinstance(module, containers) and type(module).forward is nn.Module.forward
 
 
 def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
-    """Returns childless modules outside the blocks with at least a quarter of the largest block's bytes.
-
-    Modules that share parameters with other modules are left out.
-    """
+    """Returns childless modules outside the blocks with a quarter of the largest block's bytes or more, untied ones."""
     inside = {module for block in blocks for module in block.modules()}
     holders: dict[nn.Parameter, int] = {}
     for module in root.modules():
