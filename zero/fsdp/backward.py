@@ -70,7 +70,7 @@ class Backward:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
-                "parameters are gone by then. Take such gradients at stage 2 (ShardedDDP) or below."
+                "parameters are released by then. Take such gradients at stage 2 (ShardedDDP) or below."
             )
         self._begin()
         unit.expect(call)  # counted again if the graph was retained, or is older than another backward

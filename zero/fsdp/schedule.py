@@ -135,7 +135,7 @@ class Schedule:
             unit.after.unshard_ahead()
 
     def before_forward(self) -> None:
-        """Begins a forward of the model. Forgets a forward that KeyboardInterrupt has ended, which calls no hooks."""
+        """Forgets a forward that KeyboardInterrupt has ended, which calls no hooks. Called before each forward."""
         if self._running and not self._backward.active:
             self._read_search.close()
             self._running.clear()
