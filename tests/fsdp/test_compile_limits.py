@@ -124,8 +124,8 @@ BY_GRAPHS: dict[Callable[[Net], Any], tuple[str, str]] = {
     graphs_of_a_unit: ("ValueError", "Block 'blocks.1' was compiled to run as CUDA graphs"),
     graphs_of_a_unit_in_place: ("ValueError", "Block 'blocks.1' was compiled to run as CUDA graphs"),
     graphs_of_a_unit_later: ("RuntimeError", "Block 'blocks.1' was compiled to run as CUDA graphs"),
-    graphs_of_all: ("RuntimeError", "what calls the FSDP was compiled to run as CUDA graphs"),
-    graphs_of_a_function: ("RuntimeError", "what calls the FSDP was compiled to run as CUDA graphs"),
+    graphs_of_all: ("RuntimeError", "the code that calls the FSDP was compiled to run as CUDA graphs"),
+    graphs_of_a_function: ("RuntimeError", "the code that calls the FSDP was compiled to run as CUDA graphs"),
 }
 
 

@@ -210,6 +210,6 @@ def test_full_gradients_go_back_to_where_the_shards_are():
     )
     gradients = _Gradients.__new__(_Gradients)
     gradients._group, gradients._shards = group, [torch.empty(4, device="meta")]  # type: ignore[assignment]
-    gradients._whole, param.grad = torch.empty(8), gradients._shards[0]
+    gradients._full, param.grad = torch.empty(8), gradients._shards[0]
     gradients.end(keep=True)
     assert param.grad is not None and param.grad.is_meta

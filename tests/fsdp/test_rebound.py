@@ -225,7 +225,7 @@ def added(net: Net) -> None:
 
 @pytest.mark.parametrize("change", [other_head, other_weight, added])
 def test_what_came_after_wrapping_is_refused_at_the_step(change):
-    words = [r"'head\.(1\.)?weight' is in no unit of FSDP: it was replaced .* or added since", "nobody averages"]
+    words = [r"'head\.(1\.)?weight' is in no unit of FSDP: it was replaced .* or added since", "does not average"]
     ranks.expect_error(stepped, 2, RuntimeError, *words, args=(change,), timeout=15)
 
 

@@ -296,7 +296,7 @@ def past_forward(rank: int, world: int) -> None:
 
 
 def test_a_gradient_that_comes_past_forward_after_the_others_were_sent_is_refused():
-    ranks.expect_error(past_forward, 2, RuntimeError, r"blocks\.0\.up\.weight", "inside of forward", timeout=20)
+    ranks.expect_error(past_forward, 2, RuntimeError, r"blocks\.0\.up\.weight", "inside forward", timeout=20)
 
 
 class Segments(Stack):

@@ -1,4 +1,4 @@
-"""Stage 3: stage 2, and parameters that live only with their owner."""
+"""ZeRO stage 3: parameters, gradients and optimizer state are sharded."""
 
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.precision import MixedPrecision

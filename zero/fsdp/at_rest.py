@@ -1,12 +1,12 @@
-"""What is computed from parameters at rest between forward and backward, such as a penalty that is added to the loss.
+"""Reads of parameters at rest between forward and backward, such as those of a penalty in the loss.
 
-At rest a parameter is this rank's shard, and so is the gradient of what is computed from it: it is added to
-`param.grad` as it is, not averaged. The shards of a sum over elements together get the gradient of the full parameter.
+At rest a parameter is this rank's shard, and the gradient of a result computed from it is that of the shard. Autograd
+adds it to `param.grad`, not averaged. For a sum over elements, the shards' gradients together are the full gradient.
 
-The node by which autograd accumulates the gradient of a leaf keeps the shape that the leaf had when the node was made,
-and stays the leaf's while a graph holds it: after forward, that of the full one. torch lets go of it where data of
-another dtype is set. This is done when somebody asks the model for its parameters, so that what is computed from them
-has nodes of its own, and again before they are unsharded.
+The node by which autograd accumulates the gradient of a leaf (AccumulateGrad) keeps the shape that the leaf had when
+the node was made, and a graph keeps it alive: after forward, its shape is the full one. torch drops the node when data
+of another dtype is set. `_renew_nodes` does so when the user asks the model for parameters, so that results computed
+from them have nodes of their own, and again before the parameters are unsharded.
 """
 
 from __future__ import annotations
@@ -23,61 +23,62 @@ from zero.fsdp.unit import Unit
 from zero.oss.shard_group import GroupState, ShardGroup
 
 
-class RestingReads:
-    """Of the units of one model, between forward and backward."""
+class ReadsAtRest:
+    """Tracks the AccumulateGrad nodes of the parameters of one model between forward and backward."""
 
     def __init__(self) -> None:
-        self._open: dict[Unit, list[Node]] = {}
-        """The nodes of reads at rest, of units whose parameters have them now."""
-        self._of_full: dict[Unit, list[Node]] = {}
-        """Those of reads in the forwards before, until backward has ended."""
-        self._read_again: set[Unit] = set()
-        """Units of `_of_full` that another forward has read since, by nodes that are not among those."""
-        self._missed: set[Unit] = set()
-        """Units whose parameters the backward that goes on passes by; of these those that it `_came` to."""
-        self._came: set[Unit] = set()
+        self._shard_nodes: dict[Unit, list[Node]] = {}
+        """The nodes of reads at rest, for units whose parameters have these nodes now."""
+        self._full_nodes: dict[Unit, list[Node]] = {}
+        """The nodes of the forwards before, until backward has ended."""
+        self._reread: set[Unit] = set()
+        """Units of `_full_nodes` that a later forward has read since, by nodes that are not listed there."""
+        self._skipped: set[Unit] = set()
+        """Units for whose parameters the running backward computes no gradients."""
+        self._reached: set[Unit] = set()
+        """The units of `_skipped` that it has reached."""
 
     def begin(self, units: Iterable[Unit]) -> None:
-        """Parameters may be read as they are now. Those that stay unsharded are read by the nodes of the full ones."""
+        """Gives sharded parameters nodes for reads at rest. Unsharded parameters keep the nodes of the forward."""
         for unit in units:
             groups = [group for group in unit.groups if group.state is GroupState.SHARDED and group.comm.world > 1]
-            if groups and unit not in self._open:
-                self._know_nodes(unit)
-                self._open[unit] = [node for group in groups for node in _new_nodes(unit, group)]
+            if groups and unit not in self._shard_nodes:
+                self._record_full_nodes(unit)
+                self._shard_nodes[unit] = [node for group in groups for node in _new_nodes(unit, group)]
 
     def end(self, unit: Unit) -> None:
-        """Before the unit is made full. What was computed so far keeps its nodes."""
-        if unit in self._missed:
-            self._came.add(unit)
-        if self._open.pop(unit, None) is not None:
-            self._read_again.add(unit)
+        """Gives the parameters new nodes before the unit is unsharded. Results computed so far keep theirs."""
+        if unit in self._skipped:
+            self._reached.add(unit)
+        if self._shard_nodes.pop(unit, None) is not None:
+            self._reread.add(unit)
             for group in unit.groups:
-                _renew(group)
+                _renew_nodes(group)
 
-    def _know_nodes(self, unit: Unit) -> None:
-        """Those by which the last forward read, if a graph of it is still there."""
-        known = self._of_full.setdefault(unit, [])
-        known += [_node(param) for group in unit.groups for param in _trained(group)]
-        self._read_again.discard(unit)
+    def _record_full_nodes(self, unit: Unit) -> None:
+        """Records the nodes of the last forward, which exist if its graph does."""
+        nodes = self._full_nodes.setdefault(unit, [])
+        nodes += [_node(param) for group in unit.groups for param in _trained(group)]
+        self._reread.discard(unit)
 
     def backward_begins(self) -> None:
-        """Called when autograd comes to the first unit. Parameters are not known to a backward that is asked for them
-        by name (`inputs`) after this: it passes all nodes by, as one that is asked for other gradients only."""
-        for unit in [*self._read_again]:
-            self._know_nodes(unit)
-        comes = any(writes_into(node) for nodes in self._of_full.values() for node in nodes)
-        self._missed = set() if comes else {*self._of_full}
+        """Finds the units that a backward skips, when autograd reaches the first unit. A backward with `inputs=` that
+        were listed after forward executes no node of the forward, as if asked for gradients of other tensors."""
+        for unit in [*self._reread]:
+            self._record_full_nodes(unit)
+        executes = any(writes_into(node) for nodes in self._full_nodes.values() for node in nodes)
+        self._skipped = set() if executes else {*self._full_nodes}
 
     def backward_ends(self) -> None:
-        for unit in self._came:
-            unit.passed_by = True
+        for unit in self._reached:
+            unit.skipped = True
         self.forget()
 
     def forget(self) -> None:
-        self._of_full.clear()
-        self._read_again.clear()
-        self._missed.clear()
-        self._came.clear()
+        self._full_nodes.clear()
+        self._reread.clear()
+        self._skipped.clear()
+        self._reached.clear()
 
 
 def _trained(group: ShardGroup) -> Iterator[nn.Parameter]:
@@ -89,22 +90,22 @@ def _node(param: nn.Parameter) -> Node:
 
 
 def _new_nodes(unit: Unit, group: ShardGroup) -> Iterator[Node]:
-    """To be held until they are read."""
-    _renew(group)
+    """Yields new nodes of the parameters, with hooks. They exist only as long as they are referenced."""
+    _renew_nodes(group)
     for param, name in zip(group.params, group.names, strict=True):
         if param.requires_grad:
             node = _node(param)
-            node.register_prehook(partial(_before, unit, param, name))
+            node.register_prehook(partial(_before_accumulation, unit, param, name))
             yield node
 
 
-def _before(unit: Unit, param: nn.Parameter, name: str, _: tuple[Tensor, ...]) -> None:
-    """Called by autograd before it adds a gradient to `param.grad`."""
-    unit.take_resting(param, name)
+def _before_accumulation(unit: Unit, param: nn.Parameter, name: str, _: tuple[Tensor, ...]) -> None:
+    """Autograd calls this before it adds a gradient to `param.grad`."""
+    unit.prepare_for_shard_gradient(param, name)
 
 
-def _renew(group: ShardGroup) -> None:
-    """Has parameters let go of their nodes."""
+def _renew_nodes(group: ShardGroup) -> None:
+    """Makes torch drop the nodes of the parameters."""
     dtype = torch.float16 if group.shard.dtype != torch.float16 else torch.float32
     for param in _trained(group):
         data = param.data

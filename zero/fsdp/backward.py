@@ -1,9 +1,9 @@
-"""When units are gathered in a backward, and when their gradients are sent.
+"""Orders the unsharding of units and the reduction of their gradients in a backward.
 
-backward of a unit    gather, compute, release and send gradients, wait for those of the unit before
-end of backward       what is left is released and sent, everything is waited for, ranks agree that all have come
+backward of a unit    unshard, compute, reshard, wait for the gradients of the unit before, launch its own reduction
+end of backward       complete the remaining units, wait for all reductions, compare the logs of the ranks
 
-A unit that backward comes to again, by another forward's graph, waits for what it sent, and sends once more.
+A unit that backward reaches again, through another forward's graph, waits for its reduction, and reduces once more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from zero._torch import at_end_of_backward
 from zero.comm import Comm
-from zero.fsdp.at_rest import RestingReads
+from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.beside import Beside
 from zero.fsdp.in_backward import StepsInBackward
 from zero.fsdp.prefetch import Prefetch
@@ -26,12 +26,12 @@ from zero.sdp.usage import End
 
 
 class Backward:
-    """Of one model. after: called when a backward is complete, and its gradients are reduced.
+    """The backward of one model. after: called at the end of each backward that has reduced its gradients.
 
-    `reduces`: whether gradients are reduced now, or kept (no_sync).
-    `steps`: takes an optimizer's steps, where they are taken in backward.
-    `accumulates`: whether the last one left its gradients for a later one to reduce.
-    `active`: whether one is under way. `awaited`: whether a forward leads to one that has not begun.
+    `reduces`: whether gradients are reduced; False under no_sync.
+    `steps`: takes the optimizer's steps in backward, if zero.step_in_backward was called.
+    `accumulates`: whether the last backward left its gradients unreduced.
+    `active`: whether a backward is running. `awaited`: whether a forward expects a backward that has not begun.
     """
 
     def __init__(
@@ -43,53 +43,53 @@ class Backward:
         self._beside = Beside(units)
         self.steps: StepsInBackward | None = None
         self._end = End(comms, "the end of a backward of FSDP")
-        self._resting_reads = RestingReads()
+        self._reads_at_rest = ReadsAtRest()
         self._interrupted = False
-        self._held_by_autograd: weakref.ref[Any] | None = None
-        """What autograd calls at the end of this backward."""
-        self._under_way: list[Unit] = []
-        """Units in backward, in the order in which it came to them."""
-        self._sent: Unit | None = None
-        """The unit whose gradients are on their way; waited for before those of the next are sent."""
+        self._end_callback: weakref.ref[Any] | None = None
+        """The callback that autograd holds until the end of this backward."""
+        self._in_backward: list[Unit] = []
+        """Units in backward, in the order in which backward reached them."""
+        self._reducing: Unit | None = None
+        """The unit whose reduction is in flight; waited for before the next unit's is launched."""
 
     # --------------------------------------------------------------------------------------------- reads at rest
 
     def expect_reads(self) -> None:
-        """Parameters are given to the user between forward and backward, who may compute with what is at rest."""
+        """Prepares for results that the user computes from parameters at rest between forward and backward."""
         if self.awaited and torch.is_grad_enabled() and not self.active:
-            self._resting_reads.begin(self._units)
+            self._reads_at_rest.begin(self._units)
 
     def end_reads(self, unit: Unit) -> None:
-        """Before the unit is gathered."""
-        self._resting_reads.end(unit)
+        """Ends reads at rest of the unit, before it is unsharded."""
+        self._reads_at_rest.end(unit)
 
-    # ------------------------------------------------------------------------------------------------ a unit's
+    # ------------------------------------------------------------------------------------------ backward of a unit
 
-    def comes_to(self, unit: Unit, call: Call) -> None:
-        """Backward is about to compute gradients of a call of the unit."""
+    def pre_backward(self, unit: Unit, call: Call) -> None:
+        """Unshards the unit before backward computes gradients of a call. Raises RuntimeError for create_graph=True."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
-                "parameters are gone by then. Take such gradients at stage 2 (ShardedDDP) or below."
+                "parameters are released by then. Take such gradients at stage 2 (ShardedDDP) or below."
             )
         self._begin()
-        unit.expect(call)  # once more, if the graph was retained, or is older than another backward
-        self._complete_later_than(call)
-        entered = [one for one in (unit, *unit.reads) if one.state is TrainingState.IDLE]
-        for one in entered:
-            self._enter(one)
-        if not call.seen_off:  # which need not be the end of all: re-entrant checkpoints run backwards inside of it
-            at_end_of_backward(partial(self.leaves, unit, call))
+        unit.expect(call)  # counted again if the graph was retained, or is older than another backward
+        self._complete_units_after(call)
+        entered = [each for each in (unit, *unit.reads) if each.state is TrainingState.IDLE]
+        for each in entered:
+            self._enter(each)
+        if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
+            at_end_of_backward(partial(self.post_backward, unit, call))
         if entered and self._prefetch.before_backward:
             if self._prefetch.limit != 3:
                 self._finish_sent()
             self._launch_ahead(unit)
 
-    def leaves(self, unit: Unit, call: Call, *_: Any) -> None:
-        """Backward has been through the call."""
-        if unit.state is not TrainingState.BACKWARD or not unit.leave(call):
+    def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
+        """Completes the unit once backward has passed all of its expected calls."""
+        if unit.state is not TrainingState.BACKWARD or not unit.complete(call):
             return
-        if unit.calls == 0 and not unit.ends_last:
+        if unit.calls == 0 and not unit.completes_at_end:
             self._complete(unit)
 
     def _begin(self) -> None:
@@ -98,46 +98,48 @@ class Backward:
         if not self.active:
             self.active = True
             self._beside.begin()
-            self._resting_reads.backward_begins()
+            self._reads_at_rest.backward_begins()
             if self.steps is not None:
                 self.steps.begin()
             finish = self._finish
-            self._held_by_autograd = weakref.ref(finish, self._dropped)
+            self._end_callback = weakref.ref(finish, self._callback_dropped)
             at_end_of_backward(finish)
 
     def _enter(self, unit: Unit) -> None:
         self._beside.expect(unit)
-        self._resting_reads.end(unit)
+        self._reads_at_rest.end(unit)
         if self.steps is not None:
-            self.steps.refuse_again(unit)
+            self.steps.refuse_stepped(unit)
         unit.unshard()
-        if self._sent is unit:  # backward has come to it again
+        if self._reducing is unit:  # backward has reached it again
             self._finish_sent()
         unit.enter_backward()
-        self._under_way.append(unit)
+        self._in_backward.append(unit)
 
-    def _complete_later_than(self, call: Call) -> None:
-        """Completes the units that began to compute after this call had ended: backward has been through these."""
-        for unit in self._under_way[::-1]:
-            if unit.earliest > call.ended and unit is not self._root and not unit.ends_last:
+    def _complete_units_after(self, call: Call) -> None:
+        """Completes the units that began to compute after this call had ended: backward has passed them."""
+        for unit in self._in_backward[::-1]:
+            if unit.earliest > call.ended and unit is not self._root and not unit.completes_at_end:
                 self._complete(unit)
 
     def _launch_ahead(self, unit: Unit) -> None:
-        """Gathers the unit that backward comes to next, if it is known and not there."""
-        ahead = unit.before
-        if ahead is not None and ahead.calls and ahead.state is TrainingState.IDLE:
-            ahead.unshard_ahead()
+        """Launches the all-gather of the unit that backward is expected to reach next, unless it is in backward."""
+        following = unit.before
+        if following is not None and following.calls and following.state is TrainingState.IDLE:
+            following.unshard_ahead()
 
     def _complete(self, unit: Unit, *, at_end: bool = False) -> None:
-        """Collective. Backward has been through the unit. The gathering of the unit that comes next goes before the
-        sending of gradients: it is needed first."""
-        self._under_way.remove(unit)
+        """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction.
+
+        Under no_sync stores the gradients instead of reducing them.
+        """
+        self._in_backward.remove(unit)
         if self.reduces:
             unit.gradients.hand_over()
-            unit.leave_backward()  # so that what is gathered into its memory need not wait for what was sent
+            unit.end_backward()  # before waiting: an all-gather into its memory need not wait for the reduction
             self._finish_sent()
         else:
-            unit.keep_gradients()
+            unit.end_unreduced_backward()
         if self._prefetch.after_backward and not at_end:
             self._launch_ahead(unit)
         if self.reduces:
@@ -148,26 +150,26 @@ class Backward:
         for bucket in unit.gradients.buckets:
             if bucket.trained:
                 bucket.launch()
-        self._sent = unit
+        self._reducing = unit
         if self._prefetch.limit == 1:
             self._finish_sent()
 
     def _finish_sent(self) -> None:
-        if self._sent is not None:
-            sent, self._sent = self._sent, None
+        if self._reducing is not None:
+            sent, self._reducing = self._reducing, None
             sent.gradients.finish(sent.title)
             if self.steps is not None:
                 self.steps.reduced(sent)
 
-    # ------------------------------------------------------------------------------------------------- its end
+    # ----------------------------------------------------------------------------------------- end of backward
 
     def _finish(self) -> None:
         for unit in reversed(self._units):
             if unit.state is TrainingState.IDLE and unit.calls and (unit.unsharded or unit.gathering):
-                self._enter(unit)  # unsharded since forward, or gathered ahead, but not reached: others may have
+                self._enter(unit)  # backward did not reach it here, but may have on other ranks, which reduce it
             if unit.state is TrainingState.BACKWARD:
                 self._complete(unit, at_end=True)
-            elif unit.gradients.kept and self.reduces:
+            elif unit.gradients.left_unreduced and self.reduces:
                 unit.gradients.hand_over_leftovers()
                 self._send(unit)
         self._finish_sent()
@@ -182,25 +184,25 @@ class Backward:
             self._after()
         if self.steps is not None:
             self.steps.end(self._units)
-        self._resting_reads.backward_ends()
+        self._reads_at_rest.backward_ends()
 
-    def _dropped(self, _: Any) -> None:
-        """Autograd has let go of what it was to call at the end: without having called it, if backward was interrupted.
+    def _callback_dropped(self, _: Any) -> None:
+        """Notices that autograd has dropped its callback, which it does without calling it after an exception.
 
-        Gradients from before are put back at once, so that they are seen and zero_grad clears them. What has to wait
-        for other ranks is left to `abandon`.
+        Restores the gradients from before at once, so that zero_grad clears them. `abandon` later does everything that
+        waits for other ranks.
         """
         if self.active:
             self._interrupted = True
-            self._under_way.clear()
+            self._in_backward.clear()
             for unit in self._units:
                 unit.interrupt()
 
     def abandon(self) -> None:
-        """Forgets what an exception ended before its end; the model can go on."""
-        self._sent = None
-        self._resting_reads.forget()
+        """Forgets a backward that an exception has ended, so that the model can be used again."""
+        self._reducing = None
+        self._reads_at_rest.forget()
         self.active = self.awaited = self._interrupted = False
-        self._under_way.clear()
+        self._in_backward.clear()
         for unit in self._units:
             unit.abandon()

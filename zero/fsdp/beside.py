@@ -1,4 +1,4 @@
-"""The computing of units beside transfers, on devices where these have streams of their own (zero.comm.streams)."""
+"""Orders the computing of units with their transfers on devices where these have streams (zero.comm.streams)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from zero.fsdp.unit import Unit
 
 
 class Beside:
-    """Of one model. On the CPU there is nothing to do."""
+    """Orders the computing of one model's units with its transfers. Does nothing on the CPU."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         streams = {group.streams for unit in units for group in unit.groups}
-        self._streams = [one for one in streams if isinstance(one, Streams)]
+        self._streams = [entry for entry in streams if isinstance(entry, Streams)]
 
     def begin(self) -> None:
-        """A forward or backward of the model begins."""
+        """Begins a forward or backward of the model. Its all-gathers see everything that was computed before."""
         for streams in self._streams:
             streams.begin()
 
     def settle(self) -> None:
-        """The host waits until shards and their gradients are its own to read and write."""
+        """Waits until the host may read and write shards and their gradients."""
         for streams in self._streams:
             streams.settle()
 
     def expect(self, unit: Unit) -> None:
-        """The unit is about to compute. Raises RuntimeError where that would not be ordered with what is sent."""
+        """Raises RuntimeError if the unit is about to compute on a stream that transfers are not ordered with."""
         for streams in self._streams:
             streams.expect_computing(f"{unit.title} of FSDP runs")

@@ -1,4 +1,4 @@
-"""The units of a model: its parameters given memory, made the same on all ranks, laid out and bound, unit by unit."""
+"""Builds the units of a model one by one: initialises, broadcasts, lays out and shards their parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero.fsdp.materialise import Materialiser
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Unit
-from zero.fsdp.unwrap import give_back
+from zero.fsdp.unwrap import restore_module
 from zero.oss.disk import Disk
 from zero.oss.offload import CPUOffload, DiskOffload, Room
 from zero.oss.partition import Partition, lay_out
@@ -24,11 +24,11 @@ from zero.oss.shard_group import GroupOptions, ShardGroup
 
 @dataclass(frozen=True)
 class Options:
-    """How units are laid out, kept and gathered.
+    """How units are laid out, stored and gathered.
 
     stays: whether they stay unsharded from forward to backward.
-    synced: whether all start from the first rank's values.
-    offload: where shards lie, if not beside what is computed with.
+    synced: whether all ranks start from the first rank's values.
+    offload: where shards are stored, if not on the device that computes.
     """
 
     partition: Partition
@@ -39,7 +39,7 @@ class Options:
     prefetch: Prefetch
 
     def signature(self) -> str:
-        """What must be the same on every rank."""
+        """Returns the options that must be the same on every rank, as text."""
         return (
             f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
             f"offload {type(self.offload).__name__}, {self.prefetch}"
@@ -47,14 +47,14 @@ class Options:
 
 
 class Builder:
-    """Makes units of one model one after another, so that never more than one is unsharded.
+    """Builds the units of one model one after another, so that at most one is unsharded.
 
-    Where this can fail, because modules are still to be initialised or shards may find no room, ranks compare after
-    each unit whether it did. What was sharded until then is gathered again.
+    If this can fail, because modules must be initialised or shards may find no room, ranks compare after each unit
+    whether it has failed on any. If it has, the units that were sharded before are gathered again.
 
-    param_init_fn: gives values to modules that were built on the meta device.
-    `disk`: where shards lie, if in files.
-    `cast_buffers`: those that were cast to another dtype; `hooks`: what was put on modules for mixed precision.
+    param_init_fn: initialises modules that were built on the meta device.
+    `disk`: stores the shards, if they are in files.
+    `cast_buffers`, `hooks`: the buffers that mixed precision has cast, and its hooks on modules.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Builder:
         self._can_fail = False
 
     def build(self) -> list[Unit]:
-        """Collective. The units, the root first.
+        """Collective. Returns the units, the root first.
 
-        Raises ValueError on every rank where modules could not be initialised or shards found no room on any. The
-        model is plain then, and can be wrapped again: what had values has those of the first rank (without
-        sync_module_states each shard's owner's), and what had none is on the meta device.
+        Raises ValueError on every rank if, on any, a module could not be initialised or there was no room for a shard.
+        The model is plain then, and can be wrapped again: parameters that had values have those of the first rank
+        (without sync_module_states those of each shard's owner), and the others are on the meta device.
         """
         units: list[Unit] = []
         self._can_fail = self._on_any_rank(self._room is not None or self._materialiser.pending)
@@ -92,8 +92,8 @@ class Builder:
                 self._materialiser.materialise(self._choice.ignored)
                 self._agree()
         except ValueError:
-            give_back(units, (), ())
-            self._materialiser.take_back()
+            restore_module(units, (), ())
+            self._materialiser.undo()
             raise
         self.cast_buffers, self.hooks = self._options.precision.prepare(self._choice.modules)
         if self._options.synced:
@@ -116,7 +116,7 @@ class Builder:
         )
 
     def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str) -> list[ShardGroup]:
-        """In groups, those apart that are computed with in another dtype."""
+        """Returns the shard groups of a unit's parameters, one for each dtype of computing."""
         shard_in_full = self._options.stays and self._options.precision.param_wire is None
         return [
             group
@@ -135,14 +135,14 @@ class Builder:
     # ---------------------------------------------------------------------------------------------- failing
 
     def _on_any_rank(self, flag: bool) -> bool:
-        """Collective."""
-        found = torch.tensor(float(flag))
+        """Collective. Returns whether any rank has the flag."""
+        result = torch.tensor(float(flag))
         for comm in self._placement.all_groups():
-            comm.all_reduce(found, maximum=True)
-        return bool(found)
+            comm.all_reduce(result, maximum=True)
+        return bool(result)
 
     def _agree(self, title: str = "") -> None:
-        """Collective, where building can fail. Raises ValueError on every rank where it did on any."""
+        """Collective, if building can fail. Raises ValueError on every rank if it has failed on any."""
         if not self._can_fail:
             return
         problem = self._materialiser.problem

@@ -1,7 +1,7 @@
-"""What autocast has cast of the parameters, and keeps as long as it is on.
+"""autocast's cache of cast parameters, which exists as long as autocast is enabled.
 
-Later forwards compute with the same casts, whose gradients then pass through the graph of the forward that cast first:
-at a later point of backward than all else of the later forward.
+Later forwards compute with the same casts. The gradients of these casts pass through the graph of the forward that cast
+first, so they come later in backward than all other gradients of the later forward.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from zero.fsdp.unit import Unit
 
 
 class Casts:
-    """Of the parameters of these units.
+    """Tracks autocast's casts of the parameters of these units.
 
-    `shared`: whether the running forward may compute with casts of one whose backward is still to come.
+    `shared`: whether the running forward may compute with casts of an earlier one whose backward is still to come.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -25,7 +25,7 @@ class Casts:
         self.shared = False
 
     def before_forward(self) -> None:
-        """To be called before a forward of the model. Drops the casts of forwards whose backward is over."""
+        """Drops casts of forwards whose backward is over. Must be called before a forward of the model."""
         expected = any(unit.calls for unit in self._units)
         self.shared = expected and torch.is_autocast_enabled(self._device)
         if not expected:

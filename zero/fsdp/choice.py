@@ -1,4 +1,4 @@
-"""What of a model is sharded, and into which units it is divided: found out before anything is changed."""
+"""Chooses the units of a model and the parameters to shard, before anything is changed."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from zero.sdp.sharded_ddp import describe
 class Choice:
     """The units of a model, and the parameters that are in none.
 
-    inside: FSDPs in the model, by name, that will hand their modules back into their places. All in them stays divided
-        as it is.
-    taken: parameters that are in units of these already.
+    nested: FSDPs in the model, by name, which will be dissolved; their units remain.
+    sharded: the parameters of these units.
     ignored: parameters that belong to no unit.
-    `units`: the modules that become units, by name, the root first, once they are divided.
+    `units`: after `divide`, the modules that become units, by name, the root first.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        inside: Mapping[str, nn.Module],
-        taken: Collection[nn.Parameter],
+        nested: Mapping[str, nn.Module],
+        sharded: Collection[nn.Parameter],
         ignored: Sequence[nn.Parameter],
     ) -> None:
         self.module, self.ignored = module, ignored
-        self._inside, self._taken = inside, taken
-        self._left_out = {*ignored, *taken}
+        self._nested, self._sharded = nested, sharded
+        self._left_out = {*ignored, *sharded}
         self.units: dict[str, nn.Module] = {}
 
     def divide(self, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]], *, small: bool) -> str | None:
-        """Chooses the units as `unit_modules` does; or says what is wrong with the way to, in words for the user."""
-        apart = [*self._inside.values()]
+        """Chooses the units, see `unit_modules`. Returns an error message if the policy is unusable, else None."""
+        apart = [*self._nested.values()]
         try:
             self.units = unit_modules(self.module, policy, as_one_unit, apart=apart, small=small)
         except ValueError as error:
@@ -47,12 +46,12 @@ class Choice:
         return None
 
     def unusable(self, *, synced: bool, sharded: Collection[nn.Parameter]) -> str | None:
-        """Why the model cannot be sharded, in words for the user; None if it can.
+        """Returns an error message if the model cannot be sharded, else None.
 
-        synced: whether what has no values is given those of the first rank.
-        sharded: what FSDPs have, these inside and others.
+        synced: whether meta parameters receive the first rank's values.
+        sharded: the parameters of all FSDPs, nested ones and others.
         """
-        found = False
+        has_parameters = False
         ignored = {*self.ignored}
         for name, param in self.module.named_parameters():
             if param in ignored:
@@ -62,8 +61,8 @@ class Choice:
                         "not get the first rank's values. Build it with values on every rank."
                     )
                 continue
-            found = True
-            if param in self._taken:
+            has_parameters = True
+            if param in self._sharded:
                 continue
             if param in sharded:
                 return f"{name!r} is sharded by another FSDP already. Wrap a module once, or wrap the FSDP around it."
@@ -73,13 +72,13 @@ class Choice:
         for name, buffer in self.module.named_buffers():
             if buffer.is_meta and not synced:
                 return unusable(buffer, f"the buffer {name!r}")
-        if not found:
+        if not has_parameters:
             return "FSDP was given a module without parameters: there is nothing to shard."
         own = ((name, param) for name, param in self.module.named_parameters() if param not in self._left_out)
         return on_two_devices(own)
 
     def unquantisable(self, precision: MixedPrecision) -> str | None:
-        """Why parameters or gradients cannot travel as they are asked to, in words for the user; None if they can."""
+        """Returns an error message if parameters or gradients cannot be quantised as `precision` says, else None."""
         own = [(repr(name), param) for name, param in self.module.named_parameters() if param not in self._left_out]
         return unquantisable(own, precision.param_wire, "param_wire") or unquantisable(
             own, precision.reduce_dtype, "reduce_dtype"
@@ -87,26 +86,26 @@ class Choice:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All but those in FSDPs inside, which these have set up."""
-        inside = {module for one in self._inside.values() for module in one.modules()}
-        return [module for module in self.module.modules() if module not in inside]
+        """All modules except those in nested FSDPs, which have prepared them."""
+        prepared = {module for fsdp in self._nested.values() for module in fsdp.modules()}
+        return [module for module in self.module.modules() if module not in prepared]
 
     def devices(self) -> list[torch.device]:
-        """Where the parameters are that will be sharded, but for those that have no values yet."""
-        found = {param.device: None for param in self.module.parameters() if param not in self._left_out}
-        return [device for device in found if device.type != "meta"]
+        """Returns the devices of the parameters that will be sharded, without the meta device."""
+        devices = {param.device: None for param in self.module.parameters() if param not in self._left_out}
+        return [device for device in devices if device.type != "meta"]
 
     def signature(self) -> list[str]:
-        """What must be the same on every rank."""
-        return [f"units {', '.join(self.units)}", *describe(self.module, without=self._taken)]
+        """Returns descriptions of the units and the module, which must be the same on every rank."""
+        return [f"units {', '.join(self.units)}", *describe(self.module, without=self._sharded)]
 
     def owned(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """The parameters of each unit, by its name, with the names that they have when FSDPs inside are gone."""
-        found = params_by_unit(self.module, self.units, self._left_out)
-        return {unit: [(self._plain(name), param) for name, param in named] for unit, named in found.items()}
+        """Returns the parameters of each unit by its name, with their names once nested FSDPs are dissolved."""
+        by_unit = params_by_unit(self.module, self.units, self._left_out)
+        return {unit: [(self._plain_name(name), param) for name, param in named] for unit, named in by_unit.items()}
 
-    def _plain(self, name: str) -> str:
-        for prefix in self._inside:
+    def _plain_name(self, name: str) -> str:
+        for prefix in self._nested:
             if name.startswith(f"{prefix}.module."):
                 return prefix + name.removeprefix(f"{prefix}.module")
         return name

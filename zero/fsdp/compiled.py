@@ -1,4 +1,4 @@
-"""What torch.compile was called with, and what of it cannot be together with parameters that come and go."""
+"""Finds modules that torch.compile was called with, and refuses options of it that sharding does not permit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BETWEEN_UNITS = (
 )
 
 RECORDING = ("cuda",)
-"""Types of device whose work can be recorded as a CUDA graph."""
+"""The device types whose work can be recorded as a CUDA graph."""
 
 _MOVING = (
     "which go on reading parameters where they were recorded. FSDP frees full parameters and gathers them into other "
@@ -30,24 +30,24 @@ _AS_GRAPHS = (
 
 
 def compiled_modules(root: nn.Module) -> set[nn.Module]:
-    """What torch.compile was called with, and all modules in it. What is traced must not have looking in it."""
+    """Returns all modules in compiled modules. Code that is traced must not contain the search for reads."""
     return {inner for module in root.modules() if is_compiled(module) for inner in module.modules()}
 
 
 def compiled_in_pieces(root: nn.Module) -> bool:
-    """Whether torch.compile was called with modules inside the root."""
-    full = {root, uncompiled(root)}
-    return any(is_compiled(module) for module in root.modules() if module not in full)
+    """Returns whether torch.compile was called with modules inside the root."""
+    outermost = {root, uncompiled(root)}
+    return any(is_compiled(module) for module in root.modules() if module not in outermost)
 
 
 def compiling_problem(root: nn.Module, units: Collection[nn.Module], freed: Iterable[torch.device]) -> str | None:
-    """Why what torch.compile was called with cannot be run, in words for the user; None if it can.
+    """Returns an error message if torch.compile was called with modules or options that FSDP cannot run, else None.
 
-    units: the modules of all units below the root. freed: where full parameters are that are freed at rest.
+    units: the modules of all units below the root. freed: the devices of full parameters that are freed at rest.
     """
     records = any(device.type in RECORDING for device in freed)
     if records and called_by_cuda_graphs():
-        return f"what calls the FSDP {_AS_GRAPHS}"
+        return f"the code that calls the FSDP {_AS_GRAPHS}"
     for name, module in root.named_modules():
         if not is_compiled(module):
             continue
@@ -64,7 +64,7 @@ def _inside(module: nn.Module) -> set[nn.Module]:
 
 
 def refuse_capture(freed: Iterable[torch.device]) -> None:
-    """Raises RuntimeError while CUDA graphs of work on such a device are recorded."""
+    """Raises RuntimeError while CUDA graphs of work on one of these devices are recorded."""
     if any(device.type in RECORDING for device in freed) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs, {_MOVING}, and a "

@@ -1,4 +1,4 @@
-"""Where a backward comes to a unit, and where it has left it: the tensors that go into forward and that come out."""
+"""Hooks on the inputs and outputs of a unit's forward, which notice where backward enters and leaves the unit."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ from zero.fsdp.unit import Unit
 from zero.sdp.tensors import map_tensors, tensors_in
 
 
-def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[Tensor], None]) -> bool:
-    """Has `left` called when a backward comes to what made one of the inputs. Returns whether there is any such input.
+def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_exit: Callable[[Tensor], None]) -> bool:
+    """Calls `on_exit` when backward reaches the gradient of an input that is no leaf. Returns whether there is one.
 
-    Autograd runs what can run latest created first, so by then everything in the unit has been run. Leaves
-    do not show that: they take their gradient as soon as it is there.
+    Of the nodes that are ready, autograd runs the one created last, so by then it has run every node of the unit.
+    Leaves do not show this: they accumulate gradients as soon as these are computed.
 
-    Inputs go in as they are. Of a view made for the unit autograd would sum the gradients apart, in another order than
-    without FSDP, and a module that asks whether two of its inputs are one tensor (nn.MultiheadAttention) would compute
-    something else.
+    Inputs are passed as they are, not as views. With a view, autograd would sum the gradients in another order than
+    without FSDP, and a module that compares the identity of its inputs (nn.MultiheadAttention) would compute something
+    else.
     """
-    made = [tensor for tensor in dict.fromkeys(tensors_in((args, kwargs))) if tensor.grad_fn is not None]
-    for tensor in made:
+    inner = [tensor for tensor in dict.fromkeys(tensors_in((args, kwargs))) if tensor.grad_fn is not None]
+    for tensor in inner:
         unit.inputs.update(_nodes(tensor))
-        tensor.register_hook(left)
-    return bool(made)
+        tensor.register_hook(on_exit)
+    return bool(inner)
 
 
-def watch_outputs(unit: Unit, output: Any, come: Callable[[Any], None]) -> bool:
-    """Has `come` called when a backward goes into the unit by one of the outputs. Returns whether any can have one.
+def watch_outputs(unit: Unit, output: Any, on_entry: Callable[[Any], None]) -> bool:
+    """Calls `on_entry` when backward enters the unit through an output. Returns whether it can.
 
-    By nodes: hooks of a tensor are also called where a gradient is asked for it alone, as the next unit may do whose
-    input it is.
+    The hooks are on nodes: hooks on a tensor are also called if only its own gradient is asked for, which the next
+    unit may do with its input.
     """
     nodes = {node for tensor in tensors_in(output) for node in _nodes(tensor)} - unit.inputs
     for node in nodes:
-        node.register_prehook(come)
+        node.register_prehook(on_entry)
     return bool(nodes)
 
 
-def watch_inside(output: Any, come: Callable[[Any], None]) -> None:
-    """Has `come` called when a backward goes into what a module inside of a unit returned.
+def watch_inside(output: Any, on_entry: Callable[[Any], None]) -> None:
+    """Calls `on_entry` when backward enters through an output of a module inside a unit.
 
-    Losses may be taken of it: hidden states that were put by, features that hooks collect.
+    A loss may use such outputs: stored hidden states, or features that hooks collect.
     """
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(come)
+            tensor.grad_fn.register_prehook(on_entry)
 
 
 def _nodes(tensor: Tensor) -> Iterator[Node]:
-    """What made the tensor, and what it is a view of: if the view is written into, backward comes by that instead."""
-    for one in (tensor, base_of(tensor)):
-        if one is not None and one.grad_fn is not None:
-            yield one.grad_fn
+    """Yields the nodes of the tensor and of its base, through which backward goes if the view is written into."""
+    for each in (tensor, base_of(tensor)):
+        if each is not None and each.grad_fn is not None:
+            yield each.grad_fn
 
 
 def apart_from_parameters(unit: Unit, output: Any) -> Any:
-    """The output, with copies of what is a parameter of the unit or a view of one, which is freed when forward ends."""
+    """Returns the output with copies of parameters of the unit and of views of them, which are freed after forward."""
 
-    def lent(tensor: Tensor) -> bool:
+    def shares_memory(tensor: Tensor) -> bool:
         base = base_of(tensor)
         if base is None and tensor.grad_fn is not None:
             return False
         base = tensor if base is None else base
-        return any(base in one.params for one in (unit, *unit.reads))
+        return any(base in each.params for each in (unit, *unit.reads))
 
-    if any(lent(tensor) for tensor in tensors_in(output)):
-        return map_tensors(lambda tensor: tensor.clone() if lent(tensor) else tensor, output)
+    if any(shares_memory(tensor) for tensor in tensors_in(output)):
+        return map_tensors(lambda tensor: tensor.clone() if shares_memory(tensor) else tensor, output)
     return output

@@ -1,5 +1,6 @@
-"""Finds the parameters that a module reads although they belong to another unit, such as an embedding's weight that
-the output layer multiplies by. No hook is called for such a read: every call of torch is looked at, in one forward.
+"""Finds reads of parameters of another unit, such as an embedding's weight that the output layer uses.
+
+No hook is called for such a read, so every call of torch is examined during one forward.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ _GETTERS_THAT_READ = {
     for attribute in (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.data, Tensor.shape)
     if hasattr(attribute, "__get__")
 }
-"""Of attributes. Others, such as dtype and device, are the same for a shard."""
+"""The getters of attributes that differ between shard and full parameter. dtype and device, for example, do not."""
 
 _CALLS_THAT_DO_NOT = {"__set__", "register_hook", "requires_grad_", "is_floating_point", "is_complex"}
 
 
 class ForeignReads(TorchFunctionMode):
-    """While active, calls `found` with the unit of a parameter that is read while nothing that runs keeps it unsharded.
+    """While active, calls `on_read` with the unit of each parameter that is read while no running forward unshards it.
 
-    A unit that stays from forward to backward is unsharded by chance: in another forward it may not be.
+    A unit that stays unsharded from forward to backward is reported, too: in another forward it may be sharded.
     """
 
-    def __init__(self, index: Index, found: Callable[[Unit], None]) -> None:
+    def __init__(self, index: Index, on_read: Callable[[Unit], None]) -> None:
         super().__init__()
-        self._index, self._found = index, found
+        self._index, self._on_read = index, on_read
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,8 +40,8 @@ class ForeignReads(TorchFunctionMode):
         if _reads(func):
             for param in _parameters((*args, *(kwargs or {}).values())):
                 unit = self._index.unit_of(param) if param in self._index else None
-                if unit is not None and not (unit.readable and (unit.depth or unit.readers or unit.summoned)):
-                    self._found(unit)
+                if unit is not None and not (unit.readable and (unit.depth or unit.running_readers or unit.summoned)):
+                    self._on_read(unit)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,7 +1,7 @@
-"""The forward of a whole model, which torch.compile may have been called with, from outside or inside.
+"""The forward of a model, which may be compiled as a whole or contain compiled modules.
 
-What gathers and releases parameters between the units is never traced, so a model that is compiled as a whole is
-compiled unit by unit, in graphs that break where a unit begins and ends.
+The code that unshards and reshards units is never traced. A model that is compiled as a whole is therefore compiled
+unit by unit, in graphs that break where a unit begins and ends.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from zero.sdp.buffers import BufferSync
 
 
 class Forward:
-    """Runs the module, and synchronises its buffers before.
+    """Synchronises the buffers of the module, and runs it.
 
-    units: of the module, the root first.
-    gradients: what torch.compile must not see while it traces the module.
+    units: the module's, the root first.
+    gradients: the gradients that torch.compile must not see while it traces the module.
 
-    Raises RuntimeError where torch.compile was called with what cannot be compiled so, in the first forward in training
-    and the first in evaluation, and while CUDA graphs are recorded.
+    Raises RuntimeError for a use of torch.compile that FSDP cannot run, in the first forward in training and the first
+    in evaluation, and while CUDA graphs are recorded.
 
     A model that is compiled as a whole runs its first forward in training and its first in evaluation uncompiled: in
-    these the schedule finds what modules read of other units, which it cannot see of what is traced. It then takes off
-    the hooks inside the units, which would break what is compiled into small pieces.
+    these the schedule finds reads of other units' parameters, which it cannot see in traced code. It then removes the
+    hooks inside the units, which would break graphs.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Forward:
         self._run_uncompiled: Callable[..., Any] = torch.compiler.disable(self._uncompiled, reason=BETWEEN_UNITS)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective. This alone is traced where the model is compiled from outside."""
+        """Collective. Only this function of the class is traced, if the model is compiled from outside."""
         if self._begin(torch.compiler.is_compiling()):
             output = self._run_uncompiled(*args, **kwargs)
         else:
@@ -64,11 +64,11 @@ class Forward:
         return output
 
     def _before(self, traced: bool) -> bool:
-        """Returns whether the module is to run uncompiled although it is compiled."""
+        """Prepares a forward. Returns whether the module is to run uncompiled although it is compiled."""
         watch()
         refuse_capture(self._freed)
         self._schedule.before_forward()
-        if self._schedule.looks_next:
+        if self._schedule.searches_next:
             problem = compiling_problem(self._module, self._inner, self._freed)
             if problem is not None:
                 raise RuntimeError(problem)
@@ -76,11 +76,11 @@ class Forward:
             self._buffers.before_forward()
         if not traced and not is_compiled(self._module):
             return False
-        if self._schedule.looks_next and not compiled_in_pieces(self._module):
+        if self._schedule.searches_next and not compiled_in_pieces(self._module):
             return True
         if not self._enters_by_units:
             self._enters_by_units = True
-            self._schedule.enter_by_units()
+            self._schedule.remove_inner_hooks()
         return False
 
     def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:

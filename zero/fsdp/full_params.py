@@ -1,9 +1,9 @@
-"""Full parameters and gradients at the user's wish, outside of forward and backward; weights full and in shards.
+"""summon_full_params(), full state dicts and state dicts of shards.
 
-full    {name: tensor}: the module's own state_dict()
-shard     {"zero_shard": of which layout, name: this rank's shard, or a buffer}; the layout in words, as bytes in UTF-8
+full     {name: tensor}: the module's own state_dict()
+shard    {"zero_shard": the layout as text, in bytes of UTF-8, name: this rank's shard, or a buffer}
 
-Buffers that are computed with in another dtype are in their own in both.
+Buffers that mixed precision has cast are in their original dtype in both.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def summoned(
     """Collective. See FSDP.summon_full_params."""
     if offload_to_cpu and with_grads:
         raise ValueError(
-            "offload_to_cpu=True with with_grads=True: torch keeps a gradient where its parameter is computed with. "
-            "Pass one of them."
+            "offload_to_cpu=True with with_grads=True: torch keeps a gradient on the device of its parameter. Pass one "
+            "of them."
         )
     if rank0_only and writeback:
         raise ValueError(
@@ -42,25 +42,25 @@ def summoned(
     keep = False
     try:
         for unit in units:
-            unit.reshard()  # what a forward without backward may have left unsharded
+            unit.reshard()  # a forward without backward may have left it unsharded
         if with_grads:
             gradients = [_Gradients(group, to=0 if rank0_only else None) for group in groups]
         for group in groups:
             group.summon(to=0 if rank0_only else None, on_cpu=offload_to_cpu)
-        for shown in gradients:
-            shown.show()
+        for of_group in gradients:
+            of_group.show()
         yield
         keep = writeback
     finally:
         for group in groups:
             if group.summoned:
                 group.dismiss(keep=keep)
-        for shown in gradients:
-            shown.end(keep=keep)
+        for of_group in gradients:
+            of_group.end(keep=keep)
 
 
 def refuse_busy(units: Sequence[Unit], call: str) -> None:
-    """Raises RuntimeError where `call` comes within forward, backward or summon_full_params()."""
+    """Raises RuntimeError if `call` is made within forward, backward or summon_full_params()."""
     busy = [unit.title for unit in units if unit.state is not TrainingState.IDLE or unit.depth or unit.summoned]
     if busy:
         raise RuntimeError(
@@ -70,7 +70,7 @@ def refuse_busy(units: Sequence[Unit], call: str) -> None:
 
 
 class _Gradients:
-    """A group's gradients, full for a while. Collective."""
+    """Collective. Gathers the gradients of a shard group, and puts them into `param.grad` until `end`."""
 
     def __init__(self, group: ShardGroup, to: int | None) -> None:
         self._group = group
@@ -83,18 +83,18 @@ class _Gradients:
         exist = torch.tensor([float(grad is not None) for grad in self._shards], device=shard.device)
         group.comm.all_reduce(exist, maximum=True)
         self._exist = exist.tolist()
-        self._whole = group.gather_of(shard, to)
+        self._full = group.gather_of(shard, to)
 
     def show(self) -> None:
-        if self._whole is not None:
-            views = self._group.shapes.views_of_full(self._whole)
+        if self._full is not None:
+            views = self._group.shapes.views_of_full(self._full)
             for param, view, exists in zip(self._group.params, views, self._exist, strict=True):
                 param.grad = view if exists else None
 
     def end(self, *, keep: bool) -> None:
         shards: list[Tensor | None] = list(self._shards)
-        if keep and self._whole is not None:
-            own = self._whole[self._group.layout.segment(self._group.comm.rank)]
+        if keep and self._full is not None:
+            own = self._full[self._group.layout.segment(self._group.comm.rank)]
             own = own.to(self._group.shard.device, copy=True)
             stay = [p.grad is not None and i in self._group.spans for i, p in enumerate(self._group.params)]
             shards = [
@@ -105,32 +105,32 @@ class _Gradients:
 
 
 def state_dict(module: nn.Module, units: Sequence[Unit], *args: Any, **kwargs: Any) -> Any:
-    """Collective, if any units are given. The module's own state_dict() with full parameters, as copies.
+    """Collective, if any units are given. Returns the module's own state_dict() with copies of full parameters.
 
-    units: those that hold the module's parameters. Hooks of the module see full parameters too. Inside
+    units: the units that hold the module's parameters. Hooks of the module see full parameters, too. Inside
     summon_full_params the values are those that this rank sees there.
     """
-    refuse_elsewhere(units)
+    refuse_unreadable(units)
     destination = kwargs.get("destination", args[0] if args else None)
     before = dict(destination or {})
-    resting = [unit for unit in units if not unit.summoned]
-    with summoned(resting, writeback=False, rank0_only=False, with_grads=False):
-        found = module.state_dict(*args, **{**kwargs, "keep_vars": False})
-        lent = {param.untyped_storage() for unit in resting for param in unit.params}
+    sharded = [unit for unit in units if not unit.summoned]
+    with summoned(sharded, writeback=False, rank0_only=False, with_grads=False):
+        weights = module.state_dict(*args, **{**kwargs, "keep_vars": False})
+        temporary = {param.untyped_storage() for unit in sharded for param in unit.params}
         copies: dict[Any, Tensor] = {}
-        for key, value in found.items():
+        for key, value in weights.items():
             if not isinstance(value, Tensor) or before.get(key) is value:
                 continue
             if wraps_others(value):
-                found[key] = value.detach().clone()
-            elif value.untyped_storage() not in lent:
-                place = (value.data_ptr(), value.shape, value.stride(), value.dtype)  # of tied parameters the same
-                found[key] = copies.setdefault(place, value.detach().clone())
-    return found
+                weights[key] = value.detach().clone()
+            elif value.untyped_storage() not in temporary:
+                memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)  # equal for tied parameters
+                weights[key] = copies.setdefault(memory, value.detach().clone())
+    return weights
 
 
-def refuse_elsewhere(units: Sequence[Unit]) -> None:
-    """Raises RuntimeError where only another rank has full parameters."""
+def refuse_unreadable(units: Sequence[Unit]) -> None:
+    """Raises RuntimeError if only another rank has the full parameters."""
     if any(unit.summoned and not unit.readable for unit in units):
         raise RuntimeError(
             "state_dict() on a rank that has only shards: inside summon_full_params(rank0_only=True) only rank 0 of "
@@ -139,8 +139,8 @@ def refuse_elsewhere(units: Sequence[Unit]) -> None:
 
 
 def _uncast(cast_buffers: Sequence[CastBuffer]) -> dict[Tensor, Tensor]:
-    """Copies of them in their own dtypes."""
-    return {one.tensor: one.tensor.detach().to(one.dtype, copy=True) for one in cast_buffers}
+    """Returns copies of the buffers in their original dtypes."""
+    return {cast.tensor: cast.tensor.detach().to(cast.dtype, copy=True) for cast in cast_buffers}
 
 
 _SHARD = "zero_shard"
@@ -150,21 +150,21 @@ def local_state_dict(module: nn.Module, units: Sequence[Unit], cast_buffers: Seq
     """See FSDP.local_state_dict."""
     for unit in units:
         unit.reshard()
-    own = _uncast(cast_buffers)
-    found: dict[str, Any] = {_SHARD: torch.tensor([*_layout(units).encode()], dtype=torch.uint8)}
+    uncast = _uncast(cast_buffers)
+    weights: dict[str, Any] = {_SHARD: torch.tensor([*_layout(units).encode()], dtype=torch.uint8)}
     for name, value in module.state_dict(keep_vars=True).items():
-        found[name] = own.get(value, value.detach().clone()) if isinstance(value, Tensor) else value
-    return found
+        weights[name] = uncast.get(value, value.detach().clone()) if isinstance(value, Tensor) else value
+    return weights
 
 
 def local_problem(module: nn.Module, units: Sequence[Unit], state_dict: dict[str, Any]) -> str | None:
-    """Why `state_dict` is not what `local_state_dict` would give here, in words for the user; None if it is."""
-    given, expected = state_dict.get(_SHARD), _layout(units)
-    found = bytes(given.tolist()).decode() if isinstance(given, Tensor) else "no part of one"
-    if found != expected:
+    """Returns an error message if `state_dict` is not a local_state_dict of this rank and model, else None."""
+    marked, expected = state_dict.get(_SHARD), _layout(units)
+    given = bytes(marked.tolist()).decode() if isinstance(marked, Tensor) else "no shard"
+    if given != expected:
         return (
-            f"the state is {found!r}, but this is {expected!r}. Load full weights by load_state_dict(), or use "
-            "zero.checkpoint, which loads at any number of ranks."
+            f"the state is {given!r}, but this rank's shard is {expected!r}. Load full weights by load_state_dict(), "
+            "or use zero.checkpoint, which loads at any number of ranks."
         )
     different = (state_dict.keys() - {_SHARD}) ^ module.state_dict(keep_vars=True).keys()
     if different:

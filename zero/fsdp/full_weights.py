@@ -1,11 +1,10 @@
-"""Full weights unit by unit: no rank holds more than one unit beside what it is to get.
+"""Gathers full weights unit by unit, so that a rank holds one full unit at most beside the weights it receives.
 
-A rank that is to get nothing sends its shards and holds nothing.
+A rank that receives no weights sends its shards and holds nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,54 +24,54 @@ from zero.sdp.wrapper import Wrapper
 
 @dataclass(frozen=True)
 class Recipient:
-    """to: the rank that gets the weights, None for all. device: where, None for where they are computed with."""
+    """to: the rank that receives full weights, None for all. device: None for the device that computes."""
 
     to: int | None
     device: torch.device | str | None
 
-    def is_here(self, placement: Placement) -> bool:
-        return self.to is None or (self._here(placement) and placement.comm.rank == self._owner(placement))
+    def receives(self, placement: Placement) -> bool:
+        """Returns whether this rank receives the weights."""
+        return self.to is None or (self._in_this_replica(placement) and placement.comm.rank == self._owner(placement))
 
     def gather(self, unit: Unit, placement: Placement) -> dict[Tensor, Tensor]:
-        """Collective. Copies of the unit's full parameters, where they are to be."""
+        """Collective. Returns copies of the unit's full parameters on the recipient, nothing on other ranks."""
         if unit.summoned:
-            return {param: self.copy(param) for param in unit.params} if self.is_here(placement) else {}
-        if self.to is not None and not self._here(placement):
+            return {param: self.copy(param) for param in unit.params} if self.receives(placement) else {}
+        if self.to is not None and not self._in_this_replica(placement):
             return {}
-        unit.reshard()  # what a forward without backward may have left unsharded
-        found: dict[Tensor, Tensor] = {}
+        unit.reshard()  # a forward without backward may have left it unsharded
+        copies: dict[Tensor, Tensor] = {}
         for group in unit.groups:
             group.summon(to=None if self.to is None else self._owner(placement))
             try:
-                if self.is_here(placement):
-                    found.update({param: self.copy(param) for param in group.params})
+                if self.receives(placement):
+                    copies.update({param: self.copy(param) for param in group.params})
             finally:
                 group.dismiss(keep=False)
-        return found
+        return copies
 
     def copy(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """With storage of its own."""
+        """Returns a copy on the recipient's device, with storage of its own."""
         if wraps_others(value):
             return value.detach().clone().to(self.device)
         return value.detach().to(self.device or value.device, dtype or value.dtype, copy=True)
 
-    def moved(self, copies: dict[str, Any]) -> dict[str, Any]:
-        """The same copies where they are to be; tied ones stay one."""
-        there: dict[Any, Tensor] = {}
+    def move(self, copies: dict[str, Any]) -> dict[str, Any]:
+        """Returns the copies on the recipient's device. Tied weights stay one tensor."""
+        moved: dict[Any, Tensor] = {}
         for value in copies.values():
             if isinstance(value, Tensor):
-                there.setdefault(value, value.to(self.device or value.device))
-        return {name: there[value] if isinstance(value, Tensor) else value for name, value in copies.items()}
+                moved.setdefault(value, value.to(self.device or value.device))
+        return {name: moved[value] if isinstance(value, Tensor) else value for name, value in copies.items()}
 
     def problem(self, placement: Placement) -> str | None:
-        """What is wrong with `to`, in words for the user."""
+        """Returns an error message if `to` is no rank, else None."""
         ranks = placement.ranks
         if self.to is None or (type(self.to) is int and 0 <= self.to < ranks):
             return None
         return f"to={self.to!r} is no rank of the group of {ranks}: choose 0 to {ranks - 1}, or None for all."
 
-    def _here(self, placement: Placement) -> bool:
-        """Whether the replica of this rank holds the recipient."""
+    def _in_this_replica(self, placement: Placement) -> bool:
         return self.to is not None and placement.has(self.to)
 
     def _owner(self, placement: Placement) -> int:
@@ -82,54 +81,49 @@ class Recipient:
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:
     """Collective where parameters of the module are sharded. See zero.full_state_dict.
 
-    comm: the ranks that `to` counts where nothing is sharded.
+    comm: the ranks among which `to` is one, if nothing is sharded.
     """
-    held = summons_of(module)
-    placements = [one.placement for one, _ in held]
-    wanted = all(map(recipient.is_here, placements or [Placement(comm)]))
+    sharded = summons_of(module)
+    placements = [summons.placement for summons, _ in sharded]
+    receives = all(map(recipient.receives, placements or [Placement(comm)]))
     for placement in placements or [Placement(comm)]:
         problem = recipient.problem(placement)
         if problem is not None:
             raise ValueError(problem)
-    for one, units in held:
-        one.refuse_moved()
-        _refuse_what_is_elsewhere(units, wanted=wanted)
-    found = _named(module) if held else None
-    if found is None:
-        if not held and not wanted:
+    for summons, units in sharded:
+        summons.refuse_moved()
+        full_params.refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
+        if receives:
+            full_params.refuse_unreadable(units)
+    named = _named(module) if sharded else None
+    if named is None:
+        if not sharded and not receives:
             return {}
-        full = full_params.state_dict(module, [unit for _, units in held for unit in units])
-        return recipient.moved(full) if wanted else {}
+        full = full_params.state_dict(module, [unit for _, units in sharded for unit in units])
+        return recipient.move(full) if receives else {}
     copies: dict[Tensor, Tensor] = {}
-    for one, units in held:
+    for summons, units in sharded:
         for unit in units:
-            copies |= recipient.gather(unit, one.placement)
-        if wanted:
-            copies |= {cast.tensor: recipient.copy(cast.tensor, cast.dtype) for cast in one.cast_buffers}
-    if not wanted:
+            copies |= recipient.gather(unit, summons.placement)
+        if receives:
+            copies |= {cast.tensor: recipient.copy(cast.tensor, cast.dtype) for cast in summons.cast_buffers}
+    if not receives:
         return {}
-    for value in found.values():
+    for value in named.values():
         if isinstance(value, Tensor) and value not in copies:
             copies[value] = recipient.copy(value)
-    return {name: copies[value] if isinstance(value, Tensor) else value for name, value in found.items()}
-
-
-def _refuse_what_is_elsewhere(units: Sequence[Unit], *, wanted: bool) -> None:
-    """Raises RuntimeError within forward and backward, and where only another rank has what was summoned."""
-    full_params.refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
-    if wanted:
-        full_params.refuse_elsewhere(units)
+    return {name: copies[value] if isinstance(value, Tensor) else value for name, value in named.items()}
 
 
 def _named(module: nn.Module) -> dict[str, Any] | None:
-    """Parameters and buffers by the names of state_dict(). None where modules make others of them, or have hooks of the
-    user's, which must see full parameters, and where an FSDP inside gives full ones."""
-    for one in module.modules():
-        if isinstance(one, Wrapper) or not all(isinstance(h, (Refusal, Uncast)) for h in state_dict_hooks_of(one)):
+    """Returns parameters and buffers by the names of state_dict(). Returns None if state_dict() has other tensors, has
+    hooks of the user's, which must see full parameters, or is a wrapper's, which has full parameters."""
+    for child in module.modules():
+        if isinstance(child, Wrapper) or not all(isinstance(h, (Refusal, Uncast)) for h in state_dict_hooks_of(child)):
             return None
     try:
-        found: dict[str, Any] = module.state_dict(keep_vars=True)
-    except Exception:  # of a module that cannot do with shards
+        named: dict[str, Any] = module.state_dict(keep_vars=True)
+    except Exception:  # the module's own state_dict() cannot handle shards
         return None
     own = {*module.parameters(), *module.buffers()}
-    return None if any(isinstance(value, Tensor) and value not in own for value in found.values()) else found
+    return None if any(isinstance(value, Tensor) and value not in own for value in named.values()) else named

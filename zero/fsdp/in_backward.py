@@ -1,4 +1,4 @@
-"""Steps that a user's optimizer takes in backward: of each unit as soon as its gradients are with their owners."""
+"""Steps the user's optimizer in backward: each unit as soon as its gradients are reduced."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zero.oss.in_backward import InBackward, problem_of
 
 
 class StepsInBackward:
-    """Of one optimizer over an FSDP's parameters. See zero.step_in_backward.
+    """Steps one optimizer of an FSDP's parameters in backward. See zero.step_in_backward.
 
-    Raises ValueError for optimizers that may need all gradients.
+    Raises ValueError for optimizers that may need all gradients at once, or that lack trained parameters.
     """
 
     def __init__(self, optimizer: Optimizer, guard: Guard, params: Iterable[nn.Parameter]) -> None:
@@ -26,14 +26,14 @@ class StepsInBackward:
         missing = next((param for param in params if param.requires_grad and param not in held), None)
         if problem is None and missing is not None:
             problem = (
-                "zero.step_in_backward was given an optimizer without some trained parameters of the model, whose "
-                "gradients nobody would free. Give it all that are trained."
+                "zero.step_in_backward was given an optimizer that lacks some trained parameters of the model, whose "
+                "gradients would not be freed. Give the optimizer all trained parameters."
             )
         if problem is not None:
             raise ValueError(problem)
         self._optimizer, self._guard = optimizer, guard
-        self._done: set[Unit] = set()
-        """Units that were stepped in this backward."""
+        self._stepped: set[Unit] = set()
+        """Units that were stepped in the running backward."""
         self._in_backward = InBackward(optimizer)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -41,38 +41,38 @@ class StepsInBackward:
         self._in_backward.stepped = False
 
     def begin(self) -> None:
-        """Of a backward. Raises RuntimeError for a second one before step(), and after one that was interrupted."""
+        """Begins a backward. Raises RuntimeError for a second one before step(), and after an interrupted one."""
         self._in_backward.begin()
-        self._done.clear()  # an error may have ended the last one
+        self._stepped.clear()  # an error may have ended the last backward
         self._guard.before_steps_in_backward(self._optimizer)
 
-    def refuse_again(self, unit: Unit) -> None:
-        """Backward comes to the unit. Raises RuntimeError where it has been there."""
-        if unit in self._done:
+    def refuse_stepped(self, unit: Unit) -> None:
+        """Raises RuntimeError if the running backward has stepped the unit, which it now reaches again."""
+        if unit in self._stepped:
             raise RuntimeError(
-                f"backward came to {unit.title} of FSDP again, by the graph of another forward, after "
+                f"backward reached {unit.title} of FSDP again, through the graph of another forward, after "
                 "zero.step_in_backward had stepped it. Run backward after each forward, or step after backward."
             )
 
     def reduced(self, unit: Unit) -> None:
-        """The unit's gradients are with their owners, but for those that ranks have not all used."""
+        """Steps the unit, whose reduction is complete, except for parameters that not all ranks have used."""
         if unit.at_rest:
             self._step(unit)
-            self._done.add(unit)
+            self._stepped.add(unit)
 
     def _step(self, unit: Unit) -> None:
-        arrived = [param for param in unit.params if param.grad is not None]
-        if arrived:
+        with_gradients = [param for param in unit.params if param.grad is not None]
+        if with_gradients:
             unit.settle()
             self._in_backward.step_begins()
             with torch.no_grad():
-                self._guard.step(self._optimizer, arrived)
-            for param in arrived:
+                self._guard.step(self._optimizer, with_gradients)
+            for param in with_gradients:
                 param.grad = None
 
     def end(self, units: Iterable[Unit]) -> None:
-        """Of the backward, when all units are at rest."""
+        """Ends the backward, when all units are at rest: steps the remaining parameters."""
         for unit in units:
             self._step(unit)
-        self._done.clear()
+        self._stepped.clear()
         self._in_backward.end()

@@ -1,4 +1,4 @@
-"""Where the parameters of one model lie: asked by all who look at parameters one by one."""
+"""The places of one model's parameters in its shard groups and units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero.oss.shard_group import ShardGroup
 
 
 class Index(Mapping[nn.Parameter, Place]):
-    """By parameter, its group and the position there. `units`: the root first; `groups`: those of all units."""
+    """Maps each parameter to its shard group and position. `units`: the root first; `groups`: those of all units."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units

@@ -1,7 +1,7 @@
-"""The state of an optimizer of the user's own that steps shards, as the functions of OSS see it.
+"""The state of a user's optimizer that steps shards, in the form that the functions of OSS expect.
 
-Its state_dict() is this rank's shard. Hooks mark it as such, so that no other rank takes it for its own, and hand over
-the full state where that is what is asked for or given.
+`optimizer.state_dict()` is this rank's shard. Hooks mark it, so that no other rank loads it as its own, and convert to
+and from full state where full state is asked for or given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
 @dataclass
 class SteppedShards:
-    """An optimizer whose parameters lie in the shard groups of an FSDP; see zero.oss.state.Sharded."""
+    """An optimizer whose parameters are in the shard groups of an FSDP; see zero.oss.state.Sharded."""
 
     optim: Optimizer
     shard_groups: list[ShardGroup]
@@ -51,12 +51,12 @@ class SteppedShards:
 
 
 class StateHooks:
-    """On the state_dict() and load_state_dict() of one optimizer, which holds parameters of these shard groups.
+    """Hooks on the state_dict() and load_state_dict() of one optimizer with parameters of these shard groups.
 
-    state_dict() marks each group, and is the full state for torch's distributed checkpoint (collective). A full state
-    is cut as it is loaded; another rank's shard is refused by ValueError.
+    state_dict() marks each parameter group. Called by torch's distributed checkpoint, it is collective and returns the
+    full state. load_state_dict() cuts a full state, and raises ValueError for another rank's shard.
 
-    alone: whether the optimizer holds parameters of no other FSDP. With several the full state is not put together.
+    alone: whether all its parameters are of this FSDP. If not, torch's distributed checkpoint is refused.
     """
 
     def __init__(self, optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm, *, alone: bool) -> None:
@@ -65,7 +65,7 @@ class StateHooks:
             optimizer.register_state_dict_post_hook(self._mark)
             optimizer.register_load_state_dict_pre_hook(self._cut)
 
-    def _mark(self, optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any] | None:
+    def _mark(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         stepping = SteppedShards(optimizer, self._shard_groups, self._comm)
         if asked_by_torch_checkpoint():
             if not self._alone:
@@ -74,7 +74,7 @@ class StateHooks:
                     "one optimizer for each, or save with zero.checkpoint."
                 )
             return state.consolidate(stepping, None)
-        for group in found["param_groups"]:
+        for group in state_dict["param_groups"]:
             group[SHARD_MARK] = [*group.get(SHARD_MARK, []), state.fingerprint(stepping)]
         return None
 
@@ -88,9 +88,9 @@ class StateHooks:
 
 
 def refuse_other_shards(stepping: SteppedShards, groups: list[dict[str, Any]]) -> bool:
-    """Whether groups are marked, as of this rank's shard. Raises ValueError where the marks are of another shard."""
+    """Returns whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
     marks = [mark for group in groups for mark in group.get(SHARD_MARK, [])]
     if marks and state.fingerprint(stepping) not in marks:
-        remedy = "Save what loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
+        remedy = "Save state that loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
         state.refuse_other_shard(stepping, marks[0], remedy)
     return bool(marks)

@@ -1,10 +1,10 @@
-"""Which dtype is stored, computed with and sent.
+"""The dtypes of storage, computing and transfers.
 
-    shard      what is stored and stepped: the parameter's own dtype, float32 as a rule
-    full     what is gathered and computed with: param_dtype; travels as param_wire
-    gradient  what autograd writes: param_dtype; travels as reduce_dtype; added up, stored and stepped as float32
+    shard             stored and stepped in the parameter's own dtype, float32 as a rule
+    full parameter    gathered and computed with in param_dtype; sent as param_wire
+    gradient          written by autograd in param_dtype; sent as reduce_dtype; summed, stored and stepped in float32
 
-(P. Micikevicius et al., Mixed Precision Training, 2018, section 3.1: float32 masters; here the shards are the masters.)
+(P. Micikevicius et al., Mixed Precision Training, 2018, section 3.1. Here the shards are the master weights.)
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from zero.sdp.tensors import map_tensors
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes of an FSDP; None leaves a dtype as it is.
+    """The dtypes of an FSDP; None leaves a dtype as it is.
 
-    param_dtype: parameters are gathered and computed with in it; gradients are written in it.
-    reduce_dtype: gradients travel in it, by default as they were written. Sums are float32 all the same. Also
-        zero.Int8(); what hybrid strategies average across replicas travels as float32 then, as with all dtypes.
-    buffer_dtype: floating-point buffers are cast to it once. Saved and loaded weights have their own.
-    cast_forward_inputs: cast floating-point inputs of every unit to param_dtype.
-    cast_root_forward_inputs: the same of the root unit, instead of what cast_forward_inputs says, unless None.
-    keep_fp32: classes of modules, such as torch.nn.LayerNorm, that compute in float32: their parameters are gathered as
-        they are stored, their buffers stay, their inputs are cast to float32 and their outputs back to param_dtype. By
-        default those of batch normalisation, whose averages would stand still in 16 bits.
-    param_wire: zero.Int8(): parameters are quantised as they are gathered. All ranks, the owner of a shard too, compute
-        with what has arrived; the shards keep their precision, and so do full weights that are asked for or saved.
+    param_dtype: the dtype in which parameters are gathered and computed with, and gradients are written.
+    reduce_dtype: the dtype in which gradients are sent, by default the one in which they were written; also
+        zero.Int8(). Sums are always float32, and so are the averages that hybrid strategies send across replicas.
+    buffer_dtype: the dtype to which floating-point buffers are cast once. Saved and loaded weights have the original.
+    cast_forward_inputs: casts floating-point inputs of every unit to param_dtype.
+    cast_root_forward_inputs: overrides cast_forward_inputs for the root unit, unless None.
+    keep_fp32: classes of modules, such as torch.nn.LayerNorm, that compute in float32: their parameters are gathered in
+        the dtype of the shards, their buffers are not cast, their inputs are cast to float32 and their outputs back to
+        param_dtype. By default batch normalisation, whose running averages would stand still in 16 bits.
+    param_wire: zero.Int8() quantises parameters for the all-gather. All ranks, the owner of a shard too, compute with
+        the quantised values. Shards, summoned parameters and saved weights keep full precision.
+
+    Raises ValueError for other values of param_wire, and for Int8 as param_dtype or buffer_dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -56,18 +58,18 @@ class MixedPrecision:
         for option in ("param_dtype", "buffer_dtype"):
             if isinstance(getattr(self, option), Int8):
                 raise ValueError(
-                    f"MixedPrecision({option}={getattr(self, option)}): nothing is computed with in Int8, which is for "
-                    "what travels: param_wire and reduce_dtype."
+                    f"MixedPrecision({option}={getattr(self, option)}): Int8 is for transfers only, not for computing. "
+                    "Pass it as param_wire or reduce_dtype."
                 )
 
     def dtype_of(self, module: nn.Module) -> torch.dtype | None:
-        """What the module's own parameters are computed with, if not as they are stored."""
+        """Returns the dtype in which the module's own parameters are computed with, None for that of the shards."""
         return None if isinstance(module, self.keep_fp32) else self.param_dtype
 
     def apart(
         self, root: nn.Module, named: list[tuple[str, nn.Parameter]]
     ) -> dict[torch.dtype | None, list[tuple[str, nn.Parameter]]]:
-        """Parameters of `root` with their names, by what they are computed with, as `dtype_of` says."""
+        """Returns the named parameters of `root` by the dtype in which they are computed with; see `dtype_of`."""
         by_dtype: dict[torch.dtype | None, list[tuple[str, nn.Parameter]]] = {}
         for name, param in named:
             holder = root.get_submodule(name.rpartition(".")[0])
@@ -75,14 +77,14 @@ class MixedPrecision:
         return by_dtype
 
     def cast_inputs(self, module: nn.Module, inputs: Any, *, root: bool) -> Any:
-        """Those of a unit's module. root: whether the unit is the root."""
-        due = self.cast_forward_inputs
+        """Casts the inputs of a unit's module, if the options say so. root: whether the unit is the root."""
+        casts = self.cast_forward_inputs
         if root and self.cast_root_forward_inputs is not None:
-            due = self.cast_root_forward_inputs
-        return cast(inputs, self.dtype_of(module)) if due else inputs
+            casts = self.cast_root_forward_inputs
+        return cast(inputs, self.dtype_of(module)) if casts else inputs
 
     def buffers_to_cast(self, modules: Iterable[nn.Module]) -> Iterator[CastBuffer]:
-        """The buffers of these modules, each by itself, that are computed with in `buffer_dtype`."""
+        """Yields the buffers of these modules that are to be cast to `buffer_dtype`."""
         for module in modules:
             if self.buffer_dtype is not None and not isinstance(module, self.keep_fp32):
                 for name, buffer in module.named_buffers(recurse=False):
@@ -90,21 +92,21 @@ class MixedPrecision:
                         yield CastBuffer(module, name, buffer.dtype)
 
     def prepare(self, modules: Iterable[nn.Module]) -> tuple[list[CastBuffer], list[RemovableHandle]]:
-        """Casts buffers, and has the modules that are kept in float32 cast what they take and return, by hooks."""
+        """Casts buffers, and registers hooks that cast inputs and outputs of modules kept in float32."""
         modules = [*modules]
-        found, hooks = [*self.buffers_to_cast(modules)], []
-        for one in found:
-            buffers_of(one.module)[one.name] = one.tensor.to(self.buffer_dtype)
-            hooks.append(one.module.register_state_dict_post_hook(Uncast(one.name, one.dtype)))
+        buffers, hooks = [*self.buffers_to_cast(modules)], []
+        for buffer in buffers:
+            buffers_of(buffer.module)[buffer.name] = buffer.tensor.to(self.buffer_dtype)
+            hooks.append(buffer.module.register_state_dict_post_hook(Uncast(buffer.name, buffer.dtype)))
         for module in modules:
             if self.param_dtype is not None and isinstance(module, self.keep_fp32):
                 hooks.append(module.register_forward_pre_hook(_cast_arguments, with_kwargs=True))
                 hooks.append(module.register_forward_hook(_cast_output(self.param_dtype)))
-        return found, hooks
+        return buffers, hooks
 
 
 class CastBuffer(NamedTuple):
-    """A buffer that is cast, and the dtype that it had."""
+    """A buffer that is cast, and its original dtype."""
 
     module: nn.Module
     name: str
@@ -117,7 +119,7 @@ class CastBuffer(NamedTuple):
 
 @dataclass
 class Uncast:
-    """Called after the state_dict() of a module: gives a buffer in its own dtype, but for keep_vars=True."""
+    """A hook after a module's state_dict() that casts a buffer to its original dtype, except for keep_vars=True."""
 
     name: str
     dtype: torch.dtype
@@ -129,15 +131,15 @@ class Uncast:
 
 
 def as_precision(given: Any) -> MixedPrecision:
-    """Takes PyTorch's MixedPrecision and MixedPrecisionPolicy too.
+    """Converts PyTorch's MixedPrecision and MixedPrecisionPolicy, and None, to zero's MixedPrecision.
 
-    Raises ValueError for what is none, and for what zero does not do.
+    Raises ValueError for other types, and for options that zero does not have.
     """
     if given is None:
         return MixedPrecision()
     if isinstance(given, MixedPrecision):
         return given
-    from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
+    from torch.distributed import fsdp  # takes 0.7 s; whoever passes one of its classes has imported it
 
     if isinstance(given, fsdp.MixedPrecisionPolicy):
         return _of_policy(given)
@@ -162,11 +164,11 @@ def as_precision(given: Any) -> MixedPrecision:
 
 
 def _of_policy(given: Any) -> MixedPrecision:
-    """FSDP2's MixedPrecisionPolicy, which makes no exception of batch normalisation."""
+    """Converts FSDP2's MixedPrecisionPolicy, which does not except batch normalisation."""
     if given.output_dtype is not None:
         raise ValueError(
-            f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available: leave it out, and cast what "
-            "forward returns."
+            f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available. Leave it out, and cast the "
+            "output of forward."
         )
     return MixedPrecision(
         given.param_dtype, given.reduce_dtype, cast_forward_inputs=given.cast_forward_inputs, keep_fp32=()
@@ -174,7 +176,7 @@ def _of_policy(given: Any) -> MixedPrecision:
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """The same structure with each floating-point tensor in the dtype."""
+    """Returns the same structure with each floating-point tensor in the dtype."""
     if dtype is None:
         return value
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

@@ -1,10 +1,10 @@
-"""How far ahead units are gathered, and how many are in flight at once.
+"""How far ahead units are gathered, and how many units are in flight at once.
 
-Of a unit in flight a rank holds its full parameters (B bytes), its full gradients (B), or, while these are on their
-way, the gradients and what comes in (2 B): never more than 2 B. So besides what lies in shards a step takes 2 B times
-the limit at most. Where transfers overlap computing, what comes in is B / W (B where 16 bits travel), and a step takes
-4 B + B / W at most: parameters and gradients of the unit that computes, the next one's parameters, and the last one's
-gradients, with what comes of them.
+For a unit in flight a rank holds the full parameters (B bytes) and the full gradients (B), or, during their reduction,
+the gradients and the receive buffers (2 B): never more than 2 B. So besides shards a step takes at most 2 B times the
+limit. Where transfers overlap computing, the receive buffers take B / W (B if gradients are sent in 16 bits; W ranks),
+and a step takes at most 4 B + B / W: parameters and gradients of the unit that computes, parameters of the next unit,
+gradients and receive buffers of the last.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any
 
 
 class BackwardPrefetch(enum.Enum):
-    """When, in backward, the unit that comes next is gathered. PyTorch's names; its own enum is understood too."""
+    """When the next unit is gathered in backward. Has PyTorch's names; PyTorch's own enum is accepted, too."""
 
     BACKWARD_PRE = "before the gradients of the current unit are computed: overlaps most"
-    BACKWARD_POST = "after that, while they are on their way: one unit less in memory"
+    BACKWARD_POST = "after they are computed, during their reduction: one unit less in memory"
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """What an FSDP gathers before it is needed.
+    """Which units an FSDP gathers ahead, and how many are in flight at once.
 
     backward_prefetch: a BackwardPrefetch or its name; None gathers each unit when backward reaches it. "auto" is
-        BACKWARD_PRE where transfers overlap computing, as over NCCL, if the limit is 3; elsewhere BACKWARD_POST.
-    forward_prefetch: in forward, gather the unit that came next the last time while the current one computes. None does
-        so where transfers overlap computing.
-    limit: how many units may be in flight at once, 1 to 3; None is 3 where transfers overlap computing, 2 elsewhere.
-        With 1 a unit's gradients have been reduced before the next is gathered, and nothing is gathered ahead. With 2
-        either the next unit's parameters or the last one's gradients are on their way while one computes, with 3 both.
-        The root unit, which stays from forward to backward, is not counted; a limit of 1 also makes units of large
-        modules that hold nothing but parameters (embeddings, heads).
+        BACKWARD_PRE if transfers overlap computing, as over NCCL, and the limit is 3; otherwise BACKWARD_POST.
+    forward_prefetch: gathers the next unit while the current unit computes in forward, in the order of the last
+        forward. None does so if transfers overlap computing.
+    limit: how many units may be in flight at once, 1 to 3; None means 3 if transfers overlap computing, otherwise 2.
+        1: nothing is gathered ahead, and gradients are reduced before the next unit is gathered. 2: while a unit
+        computes, the next unit's all-gather or the last unit's reduction is in flight. 3: both are. The root unit,
+        which stays unsharded from forward to backward, does not count. A limit of 1 also makes units of large modules
+        without children (embeddings, heads).
 
-    Raises ValueError for what is none of these.
+    Raises ValueError for other values.
     """
 
     backward_prefetch: Any = "auto"
@@ -54,7 +54,7 @@ class Prefetch:
         object.__setattr__(self, "backward_prefetch", chosen)
 
     def where(self, *, overlaps: bool) -> Prefetch:
-        """What is left open chosen. overlaps: whether transfers overlap computing."""
+        """Returns the options with "auto" and None resolved. overlaps: whether transfers overlap computing."""
         limit = self.limit or (3 if overlaps else 2)
         backward = self.backward_prefetch
         if backward == "auto":
@@ -75,14 +75,14 @@ class Prefetch:
 
 
 MEMORY_FIRST = Prefetch(backward_prefetch=None, forward_prefetch=False, limit=1)
-"""One unit at a time."""
+"""Has one unit in flight, and gathers nothing ahead."""
 
 SPEED_FIRST = Prefetch(BackwardPrefetch.BACKWARD_PRE, forward_prefetch=True, limit=3)
-"""Whatever can be on its way while something computes is."""
+"""Has three units in flight, and gathers the next unit as early as possible in forward and backward."""
 
 
 def as_prefetch(given: Any) -> Prefetch:
-    """Takes a BackwardPrefetch, zero's or PyTorch's, or its name too. Raises ValueError for what is none."""
+    """Converts a BackwardPrefetch of zero or PyTorch, its name or None to a Prefetch. Raises ValueError for others."""
     if given is None:
         return Prefetch()
     if isinstance(given, Prefetch):

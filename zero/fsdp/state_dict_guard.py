@@ -1,4 +1,4 @@
-"""Keeps modules inside an FSDP from giving shards away as if they were full, by their own state_dict() and copies."""
+"""Refuses state_dict() and copies of modules inside an FSDP, which would contain shards instead of full weights."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ NO_COPIES = (
 
 
 class StateDictGuard:
-    """On every module that holds parameters of the units, until it is dismissed."""
+    """Registers a Refusal on every module that holds parameters of the units, until `dismiss`."""
 
     def __init__(self, index: Index) -> None:
         self._hooks = []
         for module in index.units[0].module.modules():
-            held = [index[param].group for param in module.parameters(recurse=False) if param in index]
-            if held:
-                self._hooks.append(module.register_state_dict_pre_hook(Refusal(held)))
+            groups = [index[param].group for param in module.parameters(recurse=False) if param in index]
+            if groups:
+                self._hooks.append(module.register_state_dict_pre_hook(Refusal(groups)))
 
     def dismiss(self) -> None:
-        """Takes itself off the modules."""
         for hook in self._hooks:
             hook.remove()
 
 
 class Refusal:
-    """Called before the state_dict() of a module, and copied with it."""
+    """A hook before the state_dict() of a module, which raises RuntimeError. Copying it raises TypeError."""
 
-    def __init__(self, held: Sequence[ShardGroup]) -> None:
-        self._held = held
+    def __init__(self, groups: Sequence[ShardGroup]) -> None:
+        self._groups = groups
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and any(group.comm.world > 1 and not group.summoned for group in self._held):
+        if not keep_vars and any(group.comm.world > 1 and not group.summoned for group in self._groups):
             raise RuntimeError(
                 f"state_dict() of a module inside FSDP ({type(module).__name__} {prefix.rstrip('.')!r}) would hold "
-                "this rank's shards, not whole weights. Call state_dict() of the FSDP model, or zero.full_state_dict"
-                "(model), on every rank; or this one inside summon_full_params(). keep_vars=True gives the shards."
+                "this rank's shards, not full weights. Call state_dict() of the FSDP model, or zero.full_state_dict"
+                "(model), on every rank; or call this one inside summon_full_params(). keep_vars=True gives the shards."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

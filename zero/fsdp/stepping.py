@@ -1,4 +1,4 @@
-"""What the optimizers are that step an FSDP's parameters: looked at when an instance steps them for the first time."""
+"""Measures the optimizers that step an FSDP's parameters, when each instance steps them for the first time."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from zero.measure.numbers import NOTHING, Written
 
 
 class Stepping:
-    """Of the optimizers that stepped an FSDP's parameters so far."""
+    """Findings about the optimizers that have stepped an FSDP's parameters so far."""
 
     def __init__(self) -> None:
-        self._found: WeakKeyDictionary[Optimizer, tuple[int, dict[str, Finding]]] = WeakKeyDictionary()
+        self._findings: WeakKeyDictionary[Optimizer, tuple[int, dict[str, Finding]]] = WeakKeyDictionary()
         self._before: WeakKeyDictionary[Optimizer, Written] = WeakKeyDictionary()
         self._written: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
-    def found(self, optimizer: Optimizer) -> dict[str, Finding]:
-        """By name: what the optimizer is, and others around it, that work on the parameters and step by it (SAM).
+    def findings(self, optimizer: Optimizer) -> dict[str, Finding]:
+        """Returns findings about the optimizer and about optimizers around it that step by it (SAM), by name.
 
-        Measured where it steps for the first time, or has more groups than then.
+        Measures them at the first step, and again if the number of parameter groups has changed.
         """
         groups = len(optimizer.param_groups)
-        if self._found.get(optimizer, (0, None))[0] != groups:
-            looked_at = {title(type(each)): finding_of_built(each) for each in (*around(optimizer), optimizer)}
-            self._found[optimizer] = groups, looked_at
-        return self._found[optimizer][1]
+        if self._findings.get(optimizer, (0, None))[0] != groups:
+            measured = {title(type(each)): finding_of_built(each) for each in (*around(optimizer), optimizer)}
+            self._findings[optimizer] = groups, measured
+        return self._findings[optimizer][1]
 
     def before_step(self, optimizer: Optimizer) -> None:
         if known(type(optimizer)) is None:
@@ -41,5 +41,5 @@ class Stepping:
             self._written[optimizer] = before.as_tensor(optimizer)
 
     def written(self, optimizer: Optimizer) -> Tensor | None:
-        """What its last step wrote into its groups, for ranks to compare; None of torch's own, which write nothing."""
+        """Returns what its last step wrote into its groups, for ranks to compare; None for torch's own optimizers."""
         return self._written.get(optimizer, NOTHING) if known(type(optimizer)) is None else None

@@ -1,4 +1,4 @@
-"""How far a model is sharded, and over which ranks."""
+"""Sharding strategies, and the groups of ranks that they shard and replicate over."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zero.oss.placement import Levels, Placement
 
 
 class ShardingStrategy(enum.Enum):
-    """PyTorch's names; its own enum and plain strings are understood too."""
+    """What is sharded, and for how long. Has PyTorch's names; PyTorch's own enum and strings are accepted, too."""
 
     FULL_SHARD = "parameters, gradients and optimizer state in shards; parameters released after forward"
-    SHARD_GRAD_OP = "the same, but parameters stay unsharded from forward to backward"
-    NO_SHARD = "everything full on every rank, as with DistributedDataParallel"
+    SHARD_GRAD_OP = "FULL_SHARD, but parameters stay unsharded from forward to backward"
+    NO_SHARD = "everything unsharded on every rank, as with DistributedDataParallel"
     HYBRID_SHARD = "FULL_SHARD within a group, replicated across groups"
     HYBRID_SHARD_ZERO2 = "SHARD_GRAD_OP within a group, replicated across groups"
 
@@ -30,7 +30,7 @@ class ShardingStrategy(enum.Enum):
 
 
 def as_strategy(given: Any) -> ShardingStrategy:
-    """Raises ValueError for what is no strategy."""
+    """Converts PyTorch's enum, or a name, to a ShardingStrategy. Raises ValueError for others."""
     name = given if isinstance(given, str) else getattr(given, "name", given)
     if isinstance(name, str):
         name = name.removeprefix("_")  # PyTorch's _HYBRID_SHARD_ZERO2
@@ -43,12 +43,13 @@ def as_strategy(given: Any) -> ShardingStrategy:
 def place(
     strategy: Any, process_group: Any, device_mesh: Any, optimizer_sharding: Any = "group"
 ) -> tuple[ShardingStrategy, Placement, str | None]:
-    """The strategy, and the groups for it; or what is wrong with either, in words for the user, beside some by which
-    ranks can exchange it.
+    """Returns the strategy, its groups, and None; or, for unusable arguments, a default for both and an error message.
 
-    process_group: one group, or for hybrid strategies a pair: to shard within, to replicate across.
-    device_mesh: the same as a DeviceMesh: of one dimension, or of two for hybrid strategies, replicas first.
-    optimizer_sharding: "group" as parameters, "all" over all ranks of a hybrid strategy.
+    The default groups let ranks exchange the message.
+
+    process_group: one group, or for hybrid strategies a pair: the shard group and the replicate group.
+    device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
+    optimizer_sharding: "group" shards the optimizer as the parameters, "all" over all ranks of a hybrid strategy.
     """
     groups = [process_group]
     if device_mesh is not None:
@@ -92,7 +93,7 @@ def _placed(strategy: ShardingStrategy, groups: list[Any]) -> Placement:
             f"{strategy.name} needs two groups: process_group=(to shard within, to replicate across), or a "
             "DeviceMesh of two dimensions, (replicas, shards)."
         )
-    if any(isinstance(group, Comm) for group in groups):  # ranks that are not there
+    if any(isinstance(group, Comm) for group in groups):  # a plan's ranks, which do not exist
         return Placement(Comm(groups[0]), Comm(groups[1]))
     shards, replicas = ([*dist.get_process_group_ranks(group)] for group in groups)
     if set(shards) & set(replicas) != {dist.get_rank()}:

@@ -1,4 +1,4 @@
-"""Full parameters of any module at the user's wish: of an FSDP, of what contains some, of what lies inside one."""
+"""summon_full_params() of any module: an FSDP, a module that contains FSDPs, or a module inside an FSDP."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from zero.fsdp.unit import Unit
 from zero.oss.placement import Placement
 
 _alive: list[ReferenceType[Summons]] = []
-"""Those of every FSDP that lives, in the order in which they were made, which is the same on all ranks."""
+"""One for each FSDP that exists, in the order of their construction, which is the same on all ranks."""
 
 
 class Summons:
-    """Unshards units of one FSDP, as long as it lives or until it is dismissed."""
+    """Unshards units of one FSDP for the user, as long as the FSDP exists or until `dismiss`."""
 
     def __init__(
         self, units: Sequence[Unit], guard: Guard, placement: Placement, cast_buffers: Sequence[CastBuffer]
     ) -> None:
         self._units, self._guard, self.placement, self.cast_buffers = units, guard, placement, cast_buffers
-        _alive[:] = [known for known in _alive if known() is not None]
+        _alive[:] = [summons for summons in _alive if summons() is not None]
         _alive.append(ref(self))
 
     def refuse_moved(self) -> None:
-        """As Guard.refuse_moved."""
         self._guard.refuse_moved()
 
     def dismiss(self) -> None:
-        """Another FSDP has the units."""
-        _alive[:] = [known for known in _alive if known() is not self]
+        """Removes it from the list of all: another FSDP has taken over the units, or they were unwrapped."""
+        _alive[:] = [summons for summons in _alive if summons() is not self]
 
     def units_of(self, module: nn.Module, *, recurse: bool) -> list[Unit]:
-        """Those that hold parameters of the module; without `recurse` only the one that is the module's own."""
+        """Returns the units that hold parameters of the module; without `recurse` only the module's own unit."""
         if not recurse:
             return [unit for unit in self._units if unit.module is module]
         params = {*module.parameters()}
@@ -59,29 +58,29 @@ class Summons:
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """The units of any FSDP that hold parameters of the module, in the same order on every rank."""
+    """Returns the units of any FSDP that hold parameters of the module, in the same order on every rank."""
     return [unit for _, units in summons_of(module) for unit in units]
 
 
 def summons_of(module: nn.Module) -> list[tuple[Summons, list[Unit]]]:
-    """The same by FSDP."""
-    found = [(one, one.units_of(module, recurse=True)) for one in _living()]
-    return [(one, units) for one, units in found if units]
+    """Returns each FSDP's Summons with its units that hold parameters of the module, if it has any."""
+    pairs = [(summons, summons.units_of(module, recurse=True)) for summons in _existing()]
+    return [(summons, units) for summons, units in pairs if units]
 
 
 @contextmanager
 def summon(module: nn.Module, *, wrapped: nn.Module, recurse: bool, **options: bool) -> Iterator[None]:
-    """Collective. See FSDP.summon_full_params, whose options these are.
+    """Collective. See FSDP.summon_full_params, which has the same options.
 
-    wrapped: what the module wraps if it is an FSDP, which lives as long as this does; otherwise the module.
+    module: held here so that it exists until the end. wrapped: the module inside it if it is an FSDP, else itself.
     """
     with ExitStack() as stack:
-        for one in _living():
-            units = one.units_of(wrapped, recurse=recurse)
+        for summons in _existing():
+            units = summons.units_of(wrapped, recurse=recurse)
             if units:
-                stack.enter_context(one.summoned(units, **options))
+                stack.enter_context(summons.summoned(units, **options))
         yield
 
 
-def _living() -> list[Summons]:
-    return [there for known in _alive if (there := known()) is not None]
+def _existing() -> list[Summons]:
+    return [summons for reference in _alive if (summons := reference()) is not None]

@@ -1,4 +1,4 @@
-"""Options of PyTorch's FSDP1 under its own names, as `FSDP` takes them."""
+"""Converts options of PyTorch's FSDP1 that have another name in zero."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NAMES = (
 
 @dataclass(frozen=True)
 class TorchOptions:
-    """What PyTorch's names stand for here.
+    """zero's options that PyTorch's names and zero's own resulted in.
 
-    device: where the module is to be before it is sharded; None leaves it where it is.
+    device: the device that the module is moved to before it is sharded; None leaves it where it is.
     """
 
     prefetch: Prefetch
@@ -39,25 +39,25 @@ class TorchOptions:
 
     @property
     def ignored(self) -> list[nn.Parameter]:
-        """All parameters that are ignored."""
+        """All ignored parameters, including those of ignored modules."""
         of_modules = (param for module in self.ignored_modules for param in module.parameters())
         return [*dict.fromkeys([*of_modules, *self.ignored_parameters])]
 
     def move(self, module: nn.Module) -> None:
-        """Moves parameters and buffers that have values to the device. Parameters stay the objects they are."""
+        """Moves parameters and buffers that have values to the device. Parameters remain the same objects."""
         if self.device is None:
             return
         for param in module.parameters():
             if not param.is_meta and param.device != self.device:
                 param.data = param.data.to(self.device)
-        for one in module.modules():
-            for name, buffer in one.named_buffers(recurse=False):
+        for holder in module.modules():
+            for name, buffer in holder.named_buffers(recurse=False):
                 if not buffer.is_meta and buffer.device != self.device:
-                    buffers_of(one)[name] = buffer.to(self.device)
+                    buffers_of(holder)[name] = buffer.to(self.device)
 
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:
-    """Raises TypeError for names that neither FSDP has."""
+    """Raises TypeError for arguments that neither zero's nor PyTorch's FSDP has."""
     unknown = sorted(given.keys() - {*NAMES})
     if unknown:
         raise TypeError(
@@ -66,7 +66,7 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
 
 
 def refuse_number_of_ranks(reshard_after_forward: Any) -> None:
-    """Raises ValueError for what FSDP2 takes beside True, False and None."""
+    """Raises ValueError for a number of ranks, which FSDP2 takes beside True, False and None."""
     if not isinstance(reshard_after_forward, bool | None):
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward!r}: zero reshards parameters over all ranks (True) or keeps "
@@ -82,9 +82,9 @@ def from_torch(
     ignored_modules: Iterable[nn.Module],
     ignored_parameters: Iterable[nn.Parameter],
 ) -> TorchOptions:
-    """given: options by PyTorch's names; the others: what was given by zero's.
+    """Merges options of PyTorch (`given`, by name) and zero's own (the other arguments).
 
-    Raises ValueError for what cannot be done here, and where two names say the same.
+    Raises ValueError for options that zero does not have, and if two options set the same thing.
     """
     if not isinstance(given.get("use_orig_params"), bool | None):
         raise ValueError(f"use_orig_params={given['use_orig_params']!r}: leave it out. Parameters are always original.")
@@ -99,7 +99,7 @@ def from_torch(
 
 
 def _prefetch(given: Mapping[str, Any], own: Any) -> Prefetch:
-    """With PyTorch's rate limit as many units are in flight as by default; without it, as many as can be."""
+    """Returns the Prefetch. limit_all_gathers=True is the default limit, False the largest."""
     names = [name for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers") if name in given]
     if not names:
         return as_prefetch(own)
@@ -119,16 +119,17 @@ def _prefetch(given: Mapping[str, Any], own: Any) -> Prefetch:
 def _offload(given: Mapping[str, Any], own: Any) -> CPUOffload | DiskOffload | None:
     asked = given.get("cpu_offload") or None  # PyTorch takes False for none
     if asked is not None and own is not None:
-        raise ValueError("offload and cpu_offload both say where shards lie. Pass one of them.")
+        raise ValueError("offload and cpu_offload both say where shards are stored. Pass one of them.")
     return as_offload(own if asked is None else asked)
 
 
 def _ignored(states: Iterable[Any] | None) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    found = [*(states or ())]
-    for one in found:
-        if not isinstance(one, nn.Module | nn.Parameter):
-            raise ValueError(f"ignored_states holds a {type(one).__name__}. Pass modules and parameters of the model.")
-    return [one for one in found if isinstance(one, nn.Module)], [one for one in found if isinstance(one, nn.Parameter)]
+    states = [*(states or ())]
+    for state in states:
+        if not isinstance(state, nn.Module | nn.Parameter):
+            got = type(state).__name__
+            raise ValueError(f"ignored_states holds a {got}. Pass modules and parameters of the model.")
+    return [each for each in states if isinstance(each, nn.Module)], [p for p in states if isinstance(p, nn.Parameter)]
 
 
 def _device(given: Any) -> torch.device | None:
@@ -148,7 +149,7 @@ def _device(given: Any) -> torch.device | None:
     current = torch.device("cuda", torch.cuda.current_device())
     if device.index not in (None, current.index):
         raise ValueError(
-            f"device_id={given!r}, but this rank's GPU is number {current.index}, to which NCCL and modules on the "
-            f"meta device go. Call torch.cuda.set_device({device.index}) first."
+            f"device_id={given!r}, but this rank's current GPU is number {current.index}, which NCCL and meta modules "
+            f"use. Call torch.cuda.set_device({device.index}) first."
         )
     return current

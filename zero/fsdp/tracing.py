@@ -1,7 +1,7 @@
-"""Gradients of shards, out of sight while torch.compile traces what computes with full parameters.
+"""Hides gradients of shards while torch.compile traces code that computes with full parameters.
 
-torch.compile looks at the gradient of every parameter that it meets, and refuses one of another shape, dtype or device
-than the parameter's. At rest a gradient is its shard's; the parameter may be unsharded when it is traced.
+torch.compile examines the gradient of every parameter that it meets, and refuses a gradient of another shape, dtype or
+device than the parameter. `param.grad` is the shard's gradient even if the parameter is unsharded while it is traced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zero._torch import call_around_compiling
 
 
 class Gradients:
-    """Those of these parameters, from when it is made on and as long as it lives."""
+    """Hides the gradients of these parameters from torch.compile, as long as this object exists."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
@@ -32,7 +32,7 @@ class Gradients:
     def show(self) -> None:
         for param, gradient in self._hidden:
             data = param.data
-            param.data = gradient  # torch takes a gradient only while it is like the data
+            param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
             param.grad = gradient
             param.data = data
         self._hidden.clear()
@@ -42,13 +42,12 @@ _alive: WeakSet[Gradients] = WeakSet()
 
 
 def watch() -> None:
-    """Has torch.compile call what hides gradients. To be called again: torch.compiler.reset() forgets it."""
+    """Registers `_hide` and `_show` with torch.compile. Call it again after torch.compiler.reset()."""
     call_around_compiling(_hide, _show)
 
 
 def _alike(param: nn.Parameter, gradient: Tensor) -> bool:
-    one = (param.shape, param.dtype, param.device)
-    return one == (gradient.shape, gradient.dtype, gradient.device)
+    return (param.shape, param.dtype, param.device) == (gradient.shape, gradient.dtype, gradient.device)
 
 
 def _hide(_: object) -> None:

@@ -1,6 +1,6 @@
-"""One wrapped module's parameters, and when they are unsharded: while the module computes. At rest they are shards.
+"""The parameters of one module, which are unsharded while it computes and sharded at rest.
 
-Its gradients are in unit_gradients.py.
+unit_gradients.py has the gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zero.oss.shard_group import GroupState, ShardGroup
 
 
 class TrainingState(enum.Enum):
-    """What a unit is doing."""
+    """Whether a backward is computing gradients of a unit."""
 
     IDLE = "idle"
     BACKWARD = "in backward"
@@ -26,25 +26,25 @@ class TrainingState(enum.Enum):
 class Call:
     """One forward of a unit.
 
-    begun, ended: its place among all forwards of units: how many had begun when it had, and when it ended.
-    seen_off: whether a hook is called when its backward is complete; else it is complete at the end of that backward.
-    waited_for: the unit's round in which its backward was last expected; -1 once that is complete.
-    shares_casts: whether it may compute with what autocast has cast in an earlier one.
+    begun, ended: how many forwards of units had begun when this one began, and when it ended.
+    has_exit_hook: whether a hook is called when its backward is complete; else that is complete at the end of backward.
+    expected_round: the unit's round in which its backward was last expected; -1 once that is complete.
+    shares_casts: whether it may compute with parameters that autocast has cast in an earlier forward.
     """
 
     ended: float = math.inf
-    seen_off = True
-    waited_for = -1
+    has_exit_hook = True
+    expected_round = -1
 
     def __init__(self, begun: int, *, shares_casts: bool) -> None:
         self.begun, self.shares_casts = begun, shares_casts
 
 
 class Unit:
-    """The parameters that are gathered together for one module.
+    """The parameters that are unsharded together for one module.
 
     stays: whether they stay unsharded from forward to backward.
-    `params`: all that are in the groups.
+    `params`: the parameters of all its shard groups.
     """
 
     def __init__(
@@ -60,40 +60,40 @@ class Unit:
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
         self.state = TrainingState.IDLE
-        self.entrance: nn.Module | None = None
-        """The module by which the running forward came in, if not the unit's own."""
+        self.entry_module: nn.Module | None = None
+        """The module whose call began the running forward, if it is not the unit's own."""
         self.running: list[Call] = []
         """Forwards that are running: more than one where a module calls itself."""
         self.calls = 0
-        """Forwards whose backward is expected or under way."""
+        """Forwards whose backward is expected or running."""
         self.earliest: float = math.inf
-        """When the first of them began."""
+        """The smallest `begun` of these forwards."""
         self._shares_casts = False
         self._round = 0
-        """Goes up when all of these are forgotten, as a backward ends."""
+        """Incremented when the expected backwards are forgotten, at the end of a backward."""
         self.inputs: set[Node] = set()
-        """What made the inputs of the running forwards."""
+        """The autograd nodes of the inputs of the running forwards."""
         self.reads: list[Unit] = []
         """Other units whose parameters the module reads."""
-        self.readers = 0
-        """Forwards of others that are running and read parameters of this unit."""
-        self.is_read = False
-        """Whether others read its parameters, so that its gradients are complete at the end of backward only."""
+        self.running_readers = 0
+        """Running forwards of other units that read parameters of this unit."""
+        self.read_by_others = False
+        """Whether other units read its parameters, so that its gradients are complete only at the end of backward."""
         self.before: Unit | None = None
         self.after: Unit | None = None
         """The units that ran before and after it in the last forward."""
         self.gradients = UnitGradients(groups, sent_as=precision.reduce_dtype)
-        self._entitle()
-        self.passed_by = False
-        """Whether the last backward that came here was asked for gradients in particular, of which these were none."""
+        self._set_title()
+        self.skipped = False
+        """Whether the last backward through the unit was asked for particular gradients, and for none of these."""
 
-    def _entitle(self) -> None:
+    def _set_title(self) -> None:
         self.title = f"unit {self.name!r}" if self.name else "the root unit"
 
     def move_below(self, prefix: str) -> None:
-        """From now on its module is known by its name in a larger model, where it lies below `prefix`."""
+        """Renames the unit and its parameters for a larger model, which has the module below `prefix`."""
         self.name = f"{prefix}.{self.name}".rstrip(".")
-        self._entitle()
+        self._set_title()
         for group in self.groups:
             group.rename([f"{prefix}.{name}" for name in group.names], self.title)
 
@@ -102,33 +102,32 @@ class Unit:
 
     @property
     def depth(self) -> int:
-        """How many of its forwards are running."""
         return len(self.running)
 
     def expects(self, call: Call) -> bool:
-        """Whether the backward of the call is to come, or under way."""
-        return call.waited_for == self._round
+        """Returns whether the backward of the call is expected or running."""
+        return call.expected_round == self._round
 
     def expect(self, call: Call) -> None:
-        """The backward of the call is to come, or has come."""
+        """Counts the backward of the call as expected, if it is not counted yet."""
         if not self.expects(call):
-            call.waited_for = self._round
+            call.expected_round = self._round
             self.calls += 1
             self.earliest = min(self.earliest, call.begun)
             self._shares_casts |= call.shares_casts
 
-    def leave(self, call: Call) -> bool:
-        """The backward of the call is complete. Returns whether it was expected."""
+    def complete(self, call: Call) -> bool:
+        """Counts the backward of the call as complete. Returns whether it was expected."""
         expected = self.expects(call)
         if expected:
-            call.waited_for = -1
+            call.expected_round = -1
             self.calls -= 1
         return expected
 
     @property
-    def ends_last(self) -> bool:
-        """Whether its gradients are complete only when all of backward is."""
-        return self.is_read or self._shares_casts
+    def completes_at_end(self) -> bool:
+        """Whether its gradients are complete only at the end of backward."""
+        return self.read_by_others or self._shares_casts
 
     def forget_calls(self) -> None:
         self.calls = 0
@@ -136,11 +135,11 @@ class Unit:
         self.earliest = math.inf
         self._round += 1
 
-    def leave_forward(self) -> None:
-        """Forgets forwards that an exception ended."""
-        self.readers = 0
+    def forget_forward(self) -> None:
+        """Forgets forwards that an exception has ended."""
+        self.running_readers = 0
         self.running.clear()
-        self.entrance = None
+        self.entry_module = None
         self.inputs.clear()
 
     # ------------------------------------------------------------------------------------------ parameters
@@ -156,7 +155,7 @@ class Unit:
 
     @property
     def summoned(self) -> bool:
-        """Whether the parameters are full because the user asked for it."""
+        """Whether the parameters are full within summon_full_params."""
         return any(group.summoned for group in self.groups)
 
     @property
@@ -165,12 +164,11 @@ class Unit:
 
     @property
     def overlaps(self) -> bool:
-        """Whether its parameters are gathered beside the computing."""
+        """Whether all-gathers of its parameters overlap computing."""
         return any(group.overlaps for group in self.groups)
 
     def unshard(self) -> None:
-        """Collective. Unshards the parameters. Raises RuntimeError where they have not arrived, because an earlier
-        gather failed."""
+        """Collective. Unshards the parameters. Raises RuntimeError if an earlier all-gather of them failed."""
         wire = self.precision.param_wire
         for group in self.groups:
             if group.state is GroupState.SHARDED:
@@ -180,12 +178,12 @@ class Unit:
                 group.finish_unshard()
         if any(group.state is GroupState.LOST for group in self.groups):
             raise RuntimeError(
-                f"the parameters of {self.title} of FSDP have not arrived: gathering them failed before. Look for the "
-                "first error, and start the process group anew."
+                f"the parameters of {self.title} of FSDP have not arrived: an earlier all-gather of them failed. Look "
+                "for the first error, and start the process group anew."
             )
 
     def unshard_ahead(self) -> None:
-        """Collective. Starts to unshard the parameters, where they are sharded, which are needed later."""
+        """Collective. Launches the all-gather of parameters that are needed later, if they are sharded."""
         for group in self.groups:
             if group.state is GroupState.SHARDED:
                 group.launch_unshard(wire=self.precision.param_wire, ahead=True)
@@ -197,51 +195,51 @@ class Unit:
                 group.finish_unshard()
 
     def reshard(self) -> None:
-        """Leaves of the parameters this rank's shard."""
+        """Releases the full parameters; this rank's shards remain."""
         self.finish_unshard()
         for group in self.groups:
             if group.state is GroupState.UNSHARDED:
                 group.reshard()
 
     def look_for_writes(self) -> None:
-        """Has the next `reshard` look whether the module wrote into its parameters, if it was unsharded till then."""
+        """Makes the next `reshard` check for writes that torch does not count; see ShardGroup.look_for_writes."""
         for group in self.groups:
             group.look_for_writes()
 
     def settle(self) -> None:
-        """Waits until the shards and their gradients are the host's to read and write."""
+        """Waits until the host may read and write the shards and their gradients."""
         for group in self.groups:
             group.settle()
 
     # -------------------------------------------------------------------------------------------- backward
 
     def enter_backward(self) -> None:
-        """From here on autograd may write full gradients; the parameters are unsharded."""
+        """Prepares for full gradients, which autograd writes from here on. The parameters are unsharded."""
         self.state = TrainingState.BACKWARD
-        self.passed_by = False
+        self.skipped = False
         self.gradients.enter_backward()
 
-    def keep_gradients(self) -> None:
-        """Ends a backward under no_sync."""
+    def end_unreduced_backward(self) -> None:
+        """Ends a backward under no_sync: stores the full gradients and reshards the parameters."""
         full = self.gradients.take_full()
-        self.leave_backward()
+        self.end_backward()
         self.gradients.keep(full)
 
-    def leave_backward(self) -> None:
-        """Its gradients are taken; of the parameters the shards are left."""
+    def end_backward(self) -> None:
+        """Ends a backward whose gradients were taken, and reshards the parameters."""
         self.state = TrainingState.IDLE
         self.forget_calls()
         self.reshard()
 
     @property
     def at_rest(self) -> bool:
-        """Whether `param.grad` is the shard's, with nothing on its way to it."""
-        return self.state is TrainingState.IDLE and not (self.gradients.sends or self.readable or self.gathering)
+        """Whether `param.grad` is the gradient of the shard, and no reduction into it is in flight."""
+        return self.state is TrainingState.IDLE and not (self.gradients.reducing or self.readable or self.gathering)
 
-    def take_resting(self, param: nn.Parameter, name: str) -> None:
-        """Autograd is about to add a gradient of the shard to `param.grad`.
+    def prepare_for_shard_gradient(self, param: nn.Parameter, name: str) -> None:
+        """Prepares `param.grad` for a gradient of the shard, which autograd is about to add to it.
 
-        Raises RuntimeError within the backward of the unit, where that is the full's.
+        Raises RuntimeError within the backward of the unit, where `param.grad` is the full gradient.
         """
         if not self.at_rest:
             raise RuntimeError(
@@ -249,24 +247,21 @@ class Unit:
                 "such as a penalty, was computed from it before the forward of the model. Compute it after: "
                 "loss = criterion(model(inputs), targets) + penalty."
             )
-        self.gradients.take_resting(param)
+        self.gradients.prepare_for_shard_gradient(param)
 
     def interrupt(self) -> None:
-        """Puts the gradients from before a backward that an exception ended where they were. Waits for nobody.
-
-        Where that backward has not come they are there.
-        """
+        """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""
         if self.state is TrainingState.BACKWARD:
-            self.gradients.clear_full()
-            self.leave_backward()
-        if self.gradients.waits and not self.gathering:
+            self.gradients.drop_full()
+            self.end_backward()
+        if self.gradients.has_set_aside and not self.gathering:
             self.reshard()
-            self.gradients.put_back()
+            self.gradients.restore()
 
     def abandon(self) -> None:
-        """Forgets a forward or backward that an exception ended."""
+        """Forgets a forward or backward that an exception has ended."""
         self.gradients.abandon()
-        self.leave_forward()
+        self.forget_forward()
         self.finish_unshard()
         self.interrupt()
-        self.leave_backward()
+        self.end_backward()

@@ -1,10 +1,10 @@
-"""The gradients of one unit: this rank's shards of them at rest, and the full ones that autograd writes in backward.
+"""The gradients of one unit: this rank's shards of them at rest, and the full gradients that autograd writes.
 
     at rest       `param.grad` is this rank's shard of the averaged gradient, in the shard's shape, for any optimizer
-    in backward   `param.grad` is autograd's own full gradient; what was in it before waits in `_resting`
-    no_sync       full gradients wait in `_unreduced`; `param.grad` is this rank's share of them, or what rests
+    in backward   `param.grad` is autograd's own full gradient; the shard's earlier gradient is in `_accumulated`
+    no_sync       full gradients are in `_unreduced`; `param.grad` is this rank's shard of them, or of earlier ones
 
-What is computed from parameters at rest has gradients of shards, which autograd adds to what is in `param.grad` then.
+Autograd adds gradients of results computed from parameters at rest, such as penalties, to `param.grad` at rest.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from zero.sdp.bucket import GradBucket, Phase
 
 
 class UnitGradients:
-    """Of the parameters in these groups.
+    """The gradients of the parameters in these groups.
 
-    `buckets`: those of the groups.
-    `kept`: whether a backward under no_sync came here since the last that was not.
-    `sends`: whether gradients are on their way.
+    `buckets`: one a group.
+    `left_unreduced`: whether a backward under no_sync has gone through the unit since its gradients were last reduced.
+    `reducing`: whether a reduction of the gradients is in flight.
     """
 
     def __init__(self, groups: Sequence[ShardGroup], *, sent_as: torch.dtype | Int8 | None = None) -> None:
         self.buckets = [GradBucket(group, self, sent_as=sent_as) for group in groups]
-        self.kept = self.sends = False
-        self._resting: dict[nn.Parameter, Tensor] = {}
+        self.left_unreduced = self.reducing = False
+        self._accumulated: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
-        self._shows_resting: set[nn.Parameter] = set()
-        """Parameters with an unreduced gradient whose `grad` is what rests, not their share of that."""
+        self._shows_accumulated: set[nn.Parameter] = set()
+        """Parameters with an unreduced gradient whose `grad` is the accumulated gradient of the shard."""
 
     def _trained(self) -> Iterator[tuple[GradBucket, int, nn.Parameter]]:
         for bucket in self.buckets:
@@ -44,7 +44,7 @@ class UnitGradients:
     # ------------------------------------------------------------------------------------------- a backward
 
     def enter_backward(self) -> None:
-        """From here on autograd may write full gradients; nothing is on its way."""
+        """Sets `param.grad` up for the full gradients that autograd writes from here on. No reduction is in flight."""
         for bucket in self.buckets:
             assert bucket.phase is Phase.FILLING
             bucket.notice_trained()
@@ -52,122 +52,116 @@ class UnitGradients:
             param.grad = self._set_aside(param)
 
     def _set_aside(self, param: nn.Parameter) -> Tensor | None:
-        """Sets the gradient of the shard aside until this backward's joins it; returns the full one that no_sync kept.
-
-        What zero_grad has cleared since is cleared here too.
-        """
-        shown, param.grad = param.grad, None
+        """Sets the shard's gradient aside, returns no_sync's full gradient; drops both if zero_grad was called."""
+        grad, param.grad = param.grad, None
         unreduced = self._unreduced.pop(param, None)
-        if shown is None:
-            self._resting.pop(param, None)
-        elif unreduced is None or param in self._shows_resting:
-            self._resting[param] = shown
-        self._shows_resting.discard(param)
-        return None if shown is None else unreduced
+        if grad is None:
+            self._accumulated.pop(param, None)
+        elif unreduced is None or param in self._shows_accumulated:
+            self._accumulated[param] = grad
+        self._shows_accumulated.discard(param)
+        return None if grad is None else unreduced
 
     def hand_over(self) -> None:
-        """Backward is complete: the buckets take the gradients, to be sent."""
+        """Moves the gradients of a complete backward into the buckets, to be reduced."""
         for bucket, index, param in self._trained():
             gradient, param.grad = param.grad, None
             bucket.take(index, gradient)
-        self.sends, self.kept = True, False
+        self.reducing, self.left_unreduced = True, False
 
     def hand_over_leftovers(self) -> None:
-        """The buckets take what backwards under no_sync kept here, after a backward that did not come here."""
+        """Moves gradients of backwards under no_sync into the buckets, if a later backward did not reach the unit."""
         for bucket, index, param in self._trained():
             bucket.take(index, self._set_aside(param))
-        self.sends, self.kept = True, False
+        self.reducing, self.left_unreduced = True, False
 
     def finish(self, title: str) -> None:
-        """Waits for this rank's shard of the gradients, and adds it to what was there before. title: of the unit."""
+        """Waits for this rank's shards of the gradients, and adds them to the accumulated ones. title: the unit's."""
         for bucket, index, param in self._trained():
-            if param.grad is not None:  # which autograd lets pass where a shard has the shape of the full parameter
+            if param.grad is not None:  # autograd does not refuse it if the shard has the full parameter's shape
                 raise RuntimeError(
-                    f"{bucket.group.names[index]} got a gradient after {title} of FSDP had sent its gradients, in one "
-                    "backward, and not through what the unit's forward returned. Compute with parameters inside of "
-                    "forward, and return what comes of it."
+                    f"{bucket.group.names[index]} got a gradient after {title} of FSDP had sent its gradients, in the "
+                    "same backward, and not through an output of the unit's forward. Compute with parameters inside "
+                    "forward, and return the results."
                 )
         for bucket in self.buckets:
             if bucket.phase is Phase.REDUCING:
                 bucket.finish()
-        self.sends = False
+        self.reducing = False
 
     def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
         """See Destination."""
         return group.bring_to_shard(sums)
 
     def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
-        """See Destination. `param.grad` is the shard's from here on."""
-        added: list[tuple[Tensor, Tensor]] = []
+        """See Destination. `param.grad` is the shard's gradient from here on."""
+        pairs: list[tuple[Tensor, Tensor]] = []
         for index, gradient in gradients.items():
             param = group.params[index]
-            before = self._resting.pop(param, param.grad)
-            if before is not None and gradient is not None:
-                added.append((before, gradient))
-            param.grad = gradient if before is None else before
-        if added:
+            accumulated = self._accumulated.pop(param, param.grad)
+            if accumulated is not None and gradient is not None:
+                pairs.append((accumulated, gradient))
+            param.grad = gradient if accumulated is None else accumulated
+        if pairs:
             group.settle()
-            add_all(*zip(*added, strict=True))
+            add_all(*zip(*pairs, strict=True))
 
     # ----------------------------------------------------------------------------------------- under no_sync
 
     def take_full(self) -> dict[nn.Parameter, tuple[ShardGroup, int, Tensor]]:
-        """Ends a backward under no_sync: its full gradients, for `keep` when the parameters are shards again."""
-        found = {param: (bucket.group, i, param.grad) for bucket, i, param in self._trained() if param.grad is not None}
-        for param in found:
+        """Takes the full gradients of a backward under no_sync, for `keep` once the parameters are resharded."""
+        full = {param: (bucket.group, i, param.grad) for bucket, i, param in self._trained() if param.grad is not None}
+        for param in full:
             param.grad = None
-        return found
+        return full
 
     def keep(self, full: dict[nn.Parameter, tuple[ShardGroup, int, Tensor]]) -> None:
-        """Full gradients stay here; `param.grad` shows this rank's share of them."""
-        self.kept = True
-        for param in self._resting.keys() - full.keys():  # to which this backward did not come
-            param.grad = self._resting.pop(param)
-        for param, (flat, index, gradient) in full.items():
-            ordered = flat.shapes.in_memory_order(index, gradient)
-            span = flat.spans.get(index)
-            share = (ordered[span.start : span.stop] if span else ordered[:0]).to(flat.shard)
-            param.grad = flat.shapes.shaped(index, share, span) if span else share.view(flat.shard_views[index].shape)
+        """Stores full gradients until they are reduced; `param.grad` shows the elements of this rank's shard."""
+        self.left_unreduced = True
+        for param in self._accumulated.keys() - full.keys():  # this backward has no gradient of them
+            param.grad = self._accumulated.pop(param)
+        for param, (group, index, gradient) in full.items():
+            ordered = group.shapes.in_memory_order(index, gradient)
+            span = group.spans.get(index)
+            shard = (ordered[span.start : span.stop] if span else ordered[:0]).to(group.shard)
+            param.grad = group.shapes.shaped(index, shard, span) if span else shard.view(group.shard_views[index].shape)
             self._unreduced[param] = gradient
 
     def unreduced(self, param: nn.Parameter) -> bool:
-        """Whether a gradient of the parameter waits here that no_sync kept from its owners."""
+        """Returns whether the parameter has a gradient from no_sync that was not reduced."""
         return param in self._unreduced
 
     # ---------------------------------------------------------------------------------------------- at rest
 
-    def take_resting(self, param: nn.Parameter) -> None:
-        """Autograd is about to add a gradient of the shard to `param.grad`.
-
-        Where that shows a share of what no_sync kept, it gets what rests instead.
-        """
+    def prepare_for_shard_gradient(self, param: nn.Parameter) -> None:
+        """Puts the shard's accumulated gradient into `param.grad`, to which autograd is about to add another."""
         if param.grad is None:  # cleared
             self._unreduced.pop(param, None)
-            self._resting.pop(param, None)
-        elif param in self._unreduced and param not in self._shows_resting:
-            param.grad = self._resting.pop(param, None)
-            self._shows_resting.add(param)
+            self._accumulated.pop(param, None)
+        elif param in self._unreduced and param not in self._shows_accumulated:
+            param.grad = self._accumulated.pop(param, None)
+            self._shows_accumulated.add(param)
 
     # -------------------------------------------------------------------------------------------- exceptions
 
-    def clear_full(self) -> None:
-        """Drops what a backward has written that an exception ended."""
+    def drop_full(self) -> None:
+        """Drops the full gradients of a backward that an exception has ended."""
         for _, _, param in self._trained():
             param.grad = None
-        self.kept = False
+        self.left_unreduced = False
 
     @property
-    def waits(self) -> bool:
-        """Whether gradients from before a backward that an exception ended are set aside."""
-        return bool(self._resting.keys() - self._unreduced.keys())
+    def has_set_aside(self) -> bool:
+        """Whether gradients from before a backward that an exception has ended are set aside."""
+        return bool(self._accumulated.keys() - self._unreduced.keys())
 
-    def put_back(self) -> None:
-        """Puts them where they were. What no_sync kept is kept."""
-        for param in self._resting.keys() - self._unreduced.keys():
-            param.grad = self._resting.pop(param)
+    def restore(self) -> None:
+        """Puts these gradients back into `param.grad`. Unreduced gradients remain."""
+        for param in self._accumulated.keys() - self._unreduced.keys():
+            param.grad = self._accumulated.pop(param)
 
     def abandon(self) -> None:
-        """Forgets what was sent, once it has arrived."""
-        self.sends = False
+        """Waits for the reductions in flight and drops their results."""
+        self.reducing = False
         for bucket in self.buckets:
             bucket.abandon()

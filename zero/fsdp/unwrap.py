@@ -1,4 +1,4 @@
-"""A module as it was before FSDP wrapped it, with full parameters in memory of their own."""
+"""Restores a module to its form before FSDP wrapped it, with full parameters in memory of their own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zero.fsdp.unit import Unit
 from zero.sdp.unwrapped import UNWRAPPED
 
 
-def give_back(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
-    """Collective. Leaves the units' parameters unsharded on every rank, without gradients, and the buffers uncast.
+def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
+    """Collective. Unshards the units' parameters for good on every rank, drops gradients, and undoes casts of buffers.
 
-    hooks: what mixed precision has put on modules. Raises RuntimeError within forward and backward, and inside of
+    hooks: those of mixed precision on modules, which are removed. Raises RuntimeError within forward, backward and
     summon_full_params().
     """
     refuse_busy(units, "zero.unwrap()")
@@ -26,13 +26,13 @@ def give_back(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: 
         for group in unit.groups:
             for param in group.params:
                 param.grad = None
-            group.summon()  # for good: nobody dismisses it
-    for one in cast_buffers:
-        buffers_of(one.module)[one.name] = one.tensor.to(one.dtype)
+            group.summon()  # without dismiss()
+    for cast in cast_buffers:
+        buffers_of(cast.module)[cast.name] = cast.tensor.to(cast.dtype)
     for hook in hooks:
         hook.remove()
 
 
 def refuse_forward(*_: Any) -> NoReturn:
-    """In the place of what FSDP does before a forward."""
+    """Raises RuntimeError. Called instead of the checks before a forward, once the module is unwrapped."""
     raise RuntimeError(UNWRAPPED.format("FSDP"))

@@ -1,4 +1,4 @@
-"""What an FSDP gives and takes of weights and optimizer state: full, or this rank's shards."""
+"""The methods of FSDP that save and load weights and optimizer state, full or as this rank's shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Weights(Wrapper):
-    """Of the units of one model."""
+    """Saves, loads and summons the parameters of one model's units."""
 
     _units: list[Unit]
     _comm: Comm
@@ -36,11 +36,11 @@ class Weights(Wrapper):
 
     @property
     def shard_groups(self) -> list[ShardGroup]:
-        """The shard groups that the parameters lie in."""
+        """The shard groups of all units, which hold the parameters."""
         return [group for unit in self._units for group in unit.groups]
 
     def reshard(self) -> None:
-        """Releases what a forward without backward may have left unsharded. Not within a step."""
+        """Reshards units that a forward without backward may have left unsharded. Call it between steps."""
         for unit in self._units:
             unit.reshard()
 
@@ -53,23 +53,23 @@ class Weights(Wrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Collective. In its context all parameters are unsharded, in their own dtype, on every rank.
+        """Collective. Unshards all parameters on every rank, in their own dtype, within the context.
 
             with model.summon_full_params(): ...
-            with FSDP.summon_full_params(module): ...  # of an FSDP, of what contains some, or of a module inside one
+            with FSDP.summon_full_params(module): ...  # an FSDP, a module that contains FSDPs, or one inside an FSDP
 
-        Forwards in there must be under no_grad; they gather nothing, which suits `generate()`. Of a module inside an
-        FSDP, full units become unsharded; where nothing is sharded, nothing happens.
+        Run forwards inside under no_grad; they gather nothing, which suits `generate()`. A module inside an FSDP
+        unshards all units that hold its parameters. Without sharded parameters nothing happens.
 
-        recurse: False is of the module's own unit only, not of units inside it.
-        writeback: changes made in there stay, those of each shard's owner; otherwise they are lost.
-        rank0_only: only the first rank of the group sees them unsharded, with writeback=False.
-        offload_to_cpu: they lie in the memory of the CPU meanwhile.
-        with_grads: averaged gradients are unsharded in `param.grad`, too; not with offload_to_cpu.
+        recurse: False unshards only the module's own unit, not the units inside it.
+        writeback: writes changes back, those of each shard's owner; with False all changes are lost.
+        rank0_only: unshards on the first rank of the group only; requires writeback=False.
+        offload_to_cpu: puts the full parameters into the memory of the CPU.
+        with_grads: unshards averaged gradients in `param.grad`, too; not with offload_to_cpu.
 
-        Raises ValueError for rank0_only with writeback or with_grads with offload_to_cpu, and, on every rank, where
-        parameters were given other data in there that is to stay; RuntimeError where they were given some before, and
-        within forward and backward.
+        Raises ValueError for rank0_only with writeback and for with_grads with offload_to_cpu. Raises ValueError on
+        every rank if parameters were given other data inside and writeback is True. Raises RuntimeError if they were
+        given other data before, and within forward, backward or another summon_full_params.
         """
         return summon(
             module,
@@ -82,16 +82,16 @@ class Weights(Wrapper):
         )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Collective. Calls fn with every module, as nn.Module.apply, on full parameters; rank 0's results count."""
+        """Collective. Calls fn with every module, as nn.Module.apply, on full parameters; keeps rank 0's results."""
         with self.summon_full_params():
             super().apply(fn)
             self._placement.broadcast([*self.module.parameters(), *self.module.buffers()])
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective. Full parameters and buffers under the module's own names, on every rank, as copies.
+        """Collective. Returns copies of full parameters and of buffers, by the module's own names, on every rank.
 
-        Raises RuntimeError where parameters were moved, cast or given other data.
+        Raises RuntimeError if parameters were moved, cast or given other data.
         """
         self._guard.refuse_moved()
         return full_params.state_dict(self.module, self._units, *args, **kwargs)
@@ -106,7 +106,7 @@ class Weights(Wrapper):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Collective. Called by the `load_state_dict` of a plain module around this one."""
+        """Collective. Loads full weights when `load_state_dict` of a plain module around the FSDP calls this."""
         given = {name.removeprefix(prefix): state_dict.pop(name) for name in [*state_dict] if name.startswith(prefix)}
         try:
             assign = local_metadata.get("assign_to_params_buffers", False)
@@ -115,14 +115,14 @@ class Weights(Wrapper):
             unexpected_keys += [prefix + name for name in unexpected]
         except (RuntimeError, ValueError) as error:
             error_msgs.append(str(error))
-        # The modules inside are asked next: they are given what they have.
+        # torch loads the modules inside next. They are given their own values.
         own = self.module.state_dict(keep_vars=True)
         state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Collective. Takes full weights under the module's own names; every rank must be given the same.
+        """Collective. Loads full weights by the module's own names; every rank must be given the same.
 
-        Raises ValueError for assign=True, which would leave the optimizer with other tensors.
+        Raises ValueError for assign=True, which would replace the tensors that the optimizer holds.
         """
         if assign:
             raise ValueError("assign=True replaces the parameters that are sharded. Load with assign=False.")
@@ -130,19 +130,19 @@ class Weights(Wrapper):
             return self.module.load_state_dict(state_dict, strict)
 
     def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None:
-        """Collective. The state of an optimizer of these parameters, full, in the plain optimizer's own format.
+        """Collective. Returns the full state of an optimizer of these parameters, in the plain optimizer's own format.
 
-        to: the rank of the group that gets it, or None for all; other ranks get None. It loads into the optimizer of
-        the plain model, and by `load_optim_state_dict` at any number of ranks. Each rank's shard alone is what
-        `optimizer.state_dict()` gives. Raises ValueError, on every rank, for state that cannot be put together.
+        to: the rank of the group that gets the state, or None for all; other ranks return None. The state loads into
+        the optimizer of the plain model, and by `load_optim_state_dict` at any number of ranks. This rank's shard is
+        `optimizer.state_dict()`. Raises ValueError on every rank for state that cannot be consolidated.
         """
         return state.consolidate(self._stepping(optimizer), None if to is None else self._placement.owner(to))
 
     def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Takes a full state, the same on every rank: the plain optimizer's, or what `optim_state_dict` gave.
+        """Loads a full state, the same on every rank: the plain optimizer's, or the result of `optim_state_dict`.
 
-        This rank's own `optimizer.state_dict()` will do, too. Raises ValueError, and changes nothing, where the state
-        does not fit.
+        Also loads this rank's own `optimizer.state_dict()`. Raises ValueError, and changes nothing, if the state does
+        not fit.
         """
         stepping = self._stepping(optimizer)
         if refuse_other_shards(stepping, state_dict["param_groups"]):
@@ -151,19 +151,19 @@ class Weights(Wrapper):
             state.load(stepping, state_dict)
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
-        """Has `optimizer.load_state_dict` take full state from now on, as it does from its first step on anyway."""
-        self._guard.know(optimizer)
+        """Lets `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
+        self._guard.track(optimizer)
 
     def _stepping(self, optimizer: Optimizer) -> SteppedShards:
         self.reshard()
         return SteppedShards(optimizer, self.shard_groups, self._comm)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """This rank's shards, and all buffers, as copies, without communication: for saving each rank's by itself.
+        """Returns copies of this rank's shards and of all buffers, without communication, to save each rank separately.
 
-        All are tensors, but for what modules give by get_extra_state(). Under "zero_shard" is which shard it is.
+        All values are tensors, except for the results of get_extra_state(). "zero_shard" says which shard it is.
 
-        Raises RuntimeError, on this rank, where its parameters were moved, cast or given other data.
+        Raises RuntimeError on this rank if its parameters were moved, cast or given other data.
         """
         problem = self._guard.moved_problem()
         if problem is not None:
@@ -171,9 +171,9 @@ class Weights(Wrapper):
         return full_params.local_state_dict(self.module, self._units, self._cast_buffers)
 
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Collective. Takes what `local_state_dict` gave on this rank, of the same model on as many ranks.
+        """Collective. Loads the result of `local_state_dict` of this rank, of the same model on as many ranks.
 
-        Raises ValueError on every rank, and changes nothing, where one was given something else.
+        Raises ValueError on every rank, and changes nothing, if any rank was given another state.
         """
         problem = self._guard.moved_problem() or full_params.local_problem(self.module, self._units, state_dict)
         self._comm.compare("the shards given to FSDP", [], problem)

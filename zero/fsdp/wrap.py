@@ -1,4 +1,4 @@
-"""Which modules become units, and which unit each parameter belongs to."""
+"""Chooses the modules that become units, and the unit that each parameter belongs to."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def unit_modules(
     apart: Sequence[nn.Module] = (),
     small: bool = False,
 ) -> dict[str, nn.Module]:
-    """The modules that become units, by name, from the outside in; the root, named "", is always the first.
+    """Returns the modules that become units, by name, from the outside in; the root, named "", is always the first.
 
-    policy: `ModuleWrapPolicy`, `CustomPolicy`, `lambda_auto_wrap_policy` and their like are asked as PyTorch asks them.
-    None takes the blocks that a model repeats: the members of an nn.ModuleList that share a class and have submodules
-    of their own; members that only hold others, such as lists in a list, stand for these. What is in no unit belongs to
-    the unit around it.
-    apart: modules that stay as they are, with all in them.
-    small: without a policy, make units also of what else holds much by itself, such as embeddings and output layers.
-    as_one_unit: modules, or classes of them, that become units with nothing inside them a unit of its own.
-    Raises ValueError for a policy that is none, and for a unit that has no forward to gather it for.
+    policy: `ModuleWrapPolicy`, `CustomPolicy`, `lambda_auto_wrap_policy` and similar ones are called as PyTorch calls
+        them. None chooses the blocks that a model repeats: the members of an nn.ModuleList that share a class and have
+        submodules. Members that are containers, such as lists in a list, are replaced by their members. Parameters in
+        no chosen module belong to the unit around them.
+    apart: modules in which no units are chosen.
+    small: without a policy, chooses other large modules, such as embeddings and output layers, too.
+    as_one_unit: modules, or classes of modules, that become units without units inside them.
+
+    Raises ValueError for an unknown type of policy, and for a unit without a forward.
     """
     if policy is None:
         chosen = _repeated_blocks(root)
@@ -46,7 +47,7 @@ def unit_modules(
             f"auto_wrap_policy is a {type(policy).__name__}. Pass a policy of torch.distributed.fsdp.wrap, such as "
             "ModuleWrapPolicy({Block}), or None."
         )
-    classes = tuple(one for one in as_one_unit if isinstance(one, type))
+    classes = tuple(entry for entry in as_one_unit if isinstance(entry, type))
     single = {module for module in root.modules() if isinstance(module, classes) or module in as_one_unit}
     chosen -= {inner for module in single for inner in module.modules()}
     chosen |= single
@@ -65,35 +66,35 @@ def unit_modules(
 def params_by_unit(
     root: nn.Module, units: dict[str, nn.Module], ignored: Collection[nn.Parameter] = ()
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """For each unit its parameters with their names: those that lie in no unit further in, and are not ignored.
+    """Returns the named parameters of each unit, without ignored ones.
 
-    A parameter that several units contain (tied weights) belongs to the innermost unit around all of them.
+    A tied parameter, which is in several units, belongs to the innermost unit that contains these.
     """
     around: dict[nn.Parameter, list[str]] = {}
     names: dict[nn.Parameter, str] = {}
-    names_of = {module: name for name, module in units.items()}
+    unit_names = {module: name for name, module in units.items()}
     for prefix, module in root.named_modules(remove_duplicate=False):
-        inside = [names_of[one] for one in _modules_around(root, prefix) if one in names_of]
+        path = [unit_names[outer] for outer in _modules_around(root, prefix) if outer in unit_names]
         for name, param in module.named_parameters(prefix, recurse=False):
             names.setdefault(param, name)
-            around[param] = _common(around[param], inside) if param in around else inside
+            around[param] = _common(around[param], path) if param in around else path
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in units}
-    for param, inside in around.items():
+    for param, path in around.items():
         if param not in ignored:
-            owned[inside[-1]].append((names[param], param))
+            owned[path[-1]].append((names[param], param))
     return owned
 
 
 def _modules_around(root: nn.Module, prefix: str) -> list[nn.Module]:
-    """The modules on the way to the one of this name, from the outside in, with both ends."""
+    """Returns the modules on the path from the root to the module of this name, both included."""
     around = [root]
     for atom in prefix.split(".") if prefix else []:
         around.append(around[-1].get_submodule(atom))
     return around
 
 
-def _common(one: list[str], other: list[str]) -> list[str]:
-    return [a for a, b in zip(one, other, strict=False) if a == b]
+def _common(first: list[str], second: list[str]) -> list[str]:
+    return [a for a, b in zip(first, second, strict=False) if a == b]
 
 
 def _repeated_blocks(root: nn.Module) -> set[nn.Module]:
@@ -108,7 +109,7 @@ def _repeated_blocks(root: nn.Module) -> set[nn.Module]:
 
 
 def _members(container: nn.Module) -> Iterator[nn.Module]:
-    for member in children_of(container).values():  # a module that is in it twice is a repeated one
+    for member in children_of(container).values():  # unlike children(), yields a repeated module each time
         if member is not None and _only_holds(member):
             yield from _members(member)
         elif member is not None:
@@ -116,13 +117,12 @@ def _members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _only_holds(module: nn.Module) -> bool:
-    """Whether it has no forward that it could be gathered for."""
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     return isinstance(module, containers) and type(module).forward is nn.Module.forward
 
 
 def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
-    """Modules outside the blocks that hold a quarter of the largest block's bytes, or more, and share none of it."""
+    """Returns childless modules outside the blocks with a quarter of the largest block's bytes or more, untied ones."""
     inside = {module for block in blocks for module in block.modules()}
     holders: dict[nn.Parameter, int] = {}
     for module in root.modules():
@@ -144,7 +144,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _ask(policy: Callable[..., bool], module: nn.Module, chosen: set[nn.Module], *, is_root: bool = True) -> int:
-    """Asks a policy function from the inside out, as PyTorch does; returns the elements that found a unit."""
+    """Calls a policy function from the inside out, as PyTorch does. Returns the number of elements in chosen units."""
     numel = sum(param.numel() for param in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
