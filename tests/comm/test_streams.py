@@ -65,7 +65,7 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("fsdp/backward.py", "_begin", "self._beside.begin()"): "3 written before backward",
     ("fsdp/backward.py", "_finish", "unit.settle()"): "3 offloaded",
     ("fsdp/beside.py", "begin", "streams.begin()"): "3, no parameters in the root",
-    ("fsdp/guard.py", "_problem", "unit.settle()"): "3 offloaded, interrupted",
+    ("fsdp/guard.py", "_reshard_idle", "unit.settle()"): "3 offloaded, interrupted",
     ("fsdp/in_backward.py", "_step", "unit.settle()"): "3 offloaded, stepped in backward",
     ("oss/masters.py", "arrive", "self._on_their_way.pop(group).synchronize()"): "2 offloaded",
     ("fsdp/schedule.py", "_enter", "self._beside.begin()"): "3, no parameters in the root",

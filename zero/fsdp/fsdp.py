@@ -147,7 +147,6 @@ class FSDP(Weights):
         self._units = builder.build()  # nothing after this fails
         self._take_over(builder, nested)
         ignored = asked.ignored_modules
-        self._index = Index(self._units)
         self._guard = Guard(module, self._index, self._comm, ignored=ignored, partition=partition, disk=builder.disk)
         self.broadcast_buffers = broadcast_buffers
         self._drive(options.prefetch, BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None)
@@ -180,6 +179,7 @@ class FSDP(Weights):
             self._units += fsdp._hand_over(self.module, name)
             self._cast_buffers += fsdp._cast_buffers
             self._hooks += fsdp._hooks
+        self._index = Index(self._units)
 
     def _drive(self, prefetch: Prefetch, buffers: BufferSync | None) -> None:
         """Installs the hooks that unshard, reshard and reduce the units as the module runs."""

@@ -21,7 +21,7 @@ from zero.fsdp.index import Index
 from zero.fsdp.optim_state import StateHooks, SteppedShards, refuse_other_shards
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.stepping import Stepping
-from zero.fsdp.unit import TrainingState
+from zero.fsdp.unit import TrainingState, Unit
 from zero.measure.kinds import Finding, Kind
 from zero.measure.numbers import differs
 from zero.measure.param_groups import SHARD_MARK
@@ -150,7 +150,13 @@ class Guard:
 
     def _check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
-        written = self._scaling.compare(self._problem(optimizer, params), self._stepping.written(optimizer))
+        findings = self._stepping.findings(optimizer) if self._comm.world > 1 else {}
+        problem = self._optimizer_problem(findings) or self._model_problem() or self._state_problem(optimizer)
+        if problem is None:
+            units = [*dict.fromkeys(map(self._index.unit_of, params))]
+            _reshard_idle(units)
+            problem = self._gradients_problem(units, params, optimizer, findings)
+        written = self._scaling.compare(problem, self._stepping.written(optimizer))
         problem = None if written is None else differs(written, optimizer)
         if problem is not None:
             raise RuntimeError(problem)
@@ -177,21 +183,28 @@ class Guard:
             self._disk.step(optimizer, params)
             self._disk.stepped(optimizer, params)
 
-    def _problem(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> str | None:
-        """Returns an error message if the step would be wrong, else None."""
-        findings = self._stepping.findings(optimizer) if self._comm.world > 1 else {}
+    def _optimizer_problem(self, findings: dict[str, Finding]) -> str | None:
+        """Returns an error message if the optimizer cannot step shards, else None. Does not look at cut parameters."""
         for name, finding in findings.items():
             problem = optimizer_problem(name, finding, self._partition, of="FSDP")
             if problem is not None and finding.kind is not Kind.TENSORWISE:
                 return problem
+        return None
+
+    def _model_problem(self) -> str | None:
+        """Returns an error message if parameters were moved or replaced, else None."""
+        return self.moved_problem() or self._new_parameter_problem()
+
+    def _gradients_problem(
+        self,
+        units: Sequence[Unit],
+        params: Sequence[nn.Parameter],
+        optimizer: Optimizer,
+        findings: dict[str, Finding],
+    ) -> str | None:
+        """Returns an error message if the gradients, or the state of their parameters, cannot be stepped, else None."""
         tensorwise = next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None)
-        problem = self.moved_problem() or self._new_parameter_problem() or self._state_problem(optimizer)
-        if problem is not None:
-            return problem
-        for unit in dict.fromkeys(map(self._index.unit_of, params)):
-            if unit.state is TrainingState.IDLE and not unit.summoned:
-                unit.reshard()  # a forward without a backward, such as an evaluation, may have left it unsharded
-                unit.settle()  # transfers that an interrupted backward has launched may still read the shards
+        for unit in units:
             if unit.skipped and all(param.grad is None for param in unit.params):
                 return (
                     f"{unit.title} has no gradients: the last backward was asked for particular gradients (inputs=..., "
@@ -255,6 +268,14 @@ class Guard:
                     "full: wrap before the first step, and load state of the same shards."
                 )
         return None
+
+
+def _reshard_idle(units: Sequence[Unit]) -> None:
+    """Reshards units that a forward without a backward, such as an evaluation, has left unsharded."""
+    for unit in units:
+        if unit.state is TrainingState.IDLE and not unit.summoned:
+            unit.reshard()
+            unit.settle()  # transfers that an interrupted backward has launched may still read the shards
 
 
 def guarded() -> set[nn.Parameter]:

@@ -179,7 +179,7 @@ class Unit:
         if any(group.state is GroupState.LOST for group in self.groups):
             raise RuntimeError(
                 f"the parameters of {self.title} of FSDP have not arrived: an earlier all-gather of them failed. Look "
-                "for the first error, and start the process group anew."
+                "for the first error, and initialise the process group again."
             )
 
     def unshard_ahead(self) -> None:
