@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -96,13 +97,19 @@ def trained(rank: int, case: str, optim: str, given: dict[str, Any], **how: Any)
     return Record(losses, zero.full_state_dict(model))
 
 
+@cache
+def by_ddp(rank: int, world: int, case: str, optim: str, how: str) -> Record:
+    """The same for all strategies: kept in a rank's process from one test to the next."""
+    return reference(rank, CASES[case], OPTIMIZERS[optim], **HOW[how])
+
+
 def assert_trains_as_ddp(rank: int, world: int, placed: Placed, tolerance: float) -> None:
     given = options(placed)
     for case, optim, how in TRAINED:
         off = max(tolerance, 1e-5) if how == "accumulated" else tolerance  # shards are added to averages
         if off and optim == "adamw":
             continue  # of a gradient that is nothing but rounding, Adam makes a whole step
-        expected = reference(rank, CASES[case], OPTIMIZERS[optim], **HOW[how])
+        expected = by_ddp(rank, world, case, optim, how)
         found = trained(rank, case, optim, given, **HOW[how])
         assert all(map(math.isfinite, expected.losses))
         assert found.losses == (pytest.approx(expected.losses, rel=off, abs=0) if off else expected.losses)
