@@ -2,6 +2,7 @@
 
 A ```python block is run on two ranks, by itself. Where the line above it is `<!-- after: NAME -->`, NAME of `PREAMBLES`
 runs first, and the block sees what it returns. `<!-- script -->` marks a script that tests/test_readme.py starts.
+The command of docs/plan.md runs for fewer parameters; `make matrix` runs it as it is written.
 """
 
 from __future__ import annotations
