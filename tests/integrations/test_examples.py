@@ -62,7 +62,7 @@ mixed_precision: 'no'
 num_machines: 1
 num_processes: 2
 """
-SCRIPT = """
+SCRIPT = r"""
 import sys
 
 import torch
@@ -84,13 +84,14 @@ def train(accelerator):
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    told = type(model).__name__, accelerator.zero_plugin.sharding_strategy, accelerator.gradient_accumulation_steps
-    accelerator.print("TOLD", *told, losses[-1] < losses[0])
+    wrapper, strategy = type(model).__name__, accelerator.zero_plugin.sharding_strategy
+    told = f"{wrapper} {strategy} {accelerator.gradient_accumulation_steps} {losses[-1] < losses[0]}"
+    accelerator.print(f"TOLD {told}\n", end="")  # in one piece: both ranks write to one pipe
     return model
 
 
 model = train(Accelerator(cpu=True))
-print("UNITS", len({unit for unit in model.shard_groups}), flush=True)
+print(f"UNITS {len({unit for unit in model.shard_groups})}\n", end="", flush=True)
 train(Accelerator(cpu=True, zero_plugin=ZeroPlugin.from_yaml(sys.argv[1])))
 """
 
