@@ -273,7 +273,7 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays; it makes the collection after each run cheap
+    imported = _frozen()
     while True:
         pipe.send_bytes(_dumps(Outcome("returned")))  # ready for the next call
         try:
@@ -285,6 +285,14 @@ def _serve(pipe: Connection, stack_file: str) -> None:
         gc.collect()  # models hold their group in reference cycles
         if dist.is_initialized():
             dist.destroy_process_group()
+        if len(sys.modules) > imported + 50:
+            imported = _frozen()
+
+
+def _frozen() -> int:
+    """What was imported stays, and no collection looks at it again. After transformers that saves 60 ms a run."""
+    gc.freeze()
+    return len(sys.modules)
 
 
 def _follow_parent() -> None:

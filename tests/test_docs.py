@@ -2,6 +2,7 @@
 
 A ```python block is run on two ranks, by itself. Where the line above it is `<!-- after: NAME -->`, NAME of `PREAMBLES`
 runs first, and the block sees what it returns. `<!-- script -->` marks a script that tests/test_readme.py starts.
+The command of docs/plan.md runs for fewer parameters; `make matrix` runs it as it is written.
 """
 
 from __future__ import annotations
@@ -191,5 +192,9 @@ def test_every_option_is_named(page: str) -> None:
 def test_the_command_of_the_plan_runs(capsys: pytest.CaptureFixture[str]) -> None:
     found = re.search(r"^python -m zero.plan (--parameters .*)$", (ROOT / "docs" / "plan.md").read_text(), re.MULTILINE)
     assert found
-    plan_command(found[1].split())
+    words = found[1].split()
+    if not os.environ.get("ZERO_MATRIX"):  # the same of a tenth of the parameters in fewer layers
+        for word, smaller in {"7.5e9": "7.5e8", "32": "8", "40GiB": "4GiB"}.items():
+            words[words.index(word)] = smaller
+    plan_command(words)
     assert "64 ranks: stage 1" in capsys.readouterr().out

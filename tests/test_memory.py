@@ -26,7 +26,7 @@ import zero
 from models import FeedForward
 from transports import READS
 
-WIDTH, INNER, BLOCKS = 256, 1536, 8  # 3 MiB a block; 25 MiB in all
+WIDTH, INNER, BLOCKS = 256, 768, 8  # 1.5 MiB a block; 12 MiB in all
 
 
 def model() -> nn.Module:

@@ -1,9 +1,12 @@
 """The harness itself: a broken one would let every other test pass."""
 
+import gc
 import os
 import signal
+import sys
 import time
 import warnings
+from types import ModuleType
 
 import pytest
 import torch
@@ -104,6 +107,24 @@ def test_processes_are_kept_until_a_run_fails():
     with pytest.raises(ranks.RankError):
         ranks.run(_raise_on_rank_1)
     assert set(ranks.run(_pid)).isdisjoint(before)
+
+
+def _imports(rank, world, names):
+    sys.modules.update({name: ModuleType(name) for name in names})
+
+
+def _frozen(rank, world, names):
+    for name in names:
+        sys.modules.pop(name, None)
+    return gc.get_freeze_count()
+
+
+def test_collections_do_not_look_again_at_what_a_run_imported():
+    names = [f"imported by {__name__}, {number}" for number in range(60)]
+    (before,) = ranks.run(_frozen, world=1, args=([],))
+    ranks.run(_imports, world=1, args=(names,))
+    (after,) = ranks.run(_frozen, world=1, args=(names,))
+    assert after >= before + len(names)
 
 
 def _bare(rank, world):

@@ -28,7 +28,8 @@ def configurations(stage, world):
 def destinations(stage, world):
     if WHOLE:
         return PLACES
-    return [((stage + k) % 4, (world - 1 + k) % 4 + 1) for k in range(4)]
+    steps = sorted({0, (stage - world) % 4})  # for each stage all four as the world varies, and the other way round
+    return [((stage + k) % 4, (world - 1 + k) % 4 + 1) for k in steps]
 
 
 @pytest.mark.timeout(1800 if WHOLE else 120)

@@ -1,7 +1,7 @@
 """torch.compile of a whole model, around FSDP or inside it: it computes what the same model computes uncompiled.
 
 Graphs break between units, where parameters are gathered and released, and nowhere else; units of one kind are compiled
-once. The first forward runs uncompiled, to find what modules read of other units.
+once. The first forward runs uncompiled, to find what modules read of other units. `make matrix` runs all cases.
 """
 
 from __future__ import annotations
@@ -66,7 +66,12 @@ def inside_after_wrapping(model: nn.Module, backend: Any, options: dict[str, Any
 WHOLE = bool(os.environ.get("ZERO_MATRIX"))
 WAYS: list[Build] = [around, inside_after_wrapping, *([around_in_place, inside, inside_in_place] if WHOLE else [])]
 each_way = pytest.mark.parametrize("build", WAYS, ids=lambda build: build.__name__)
-around_and_inside = pytest.mark.parametrize("build", [around, inside], ids=lambda build: build.__name__)
+
+
+def around_and_inside(first: Build) -> pytest.MarkDecorator:
+    """The suite tries one of the two, for some cases this and for others that; `make matrix` tries both."""
+    builds = [around, inside] if WHOLE else [first]
+    return pytest.mark.parametrize("build", builds, ids=lambda build: build.__name__)
 
 
 def loss(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -153,7 +158,7 @@ class Unrolled(Net):
         return 2 * self.last(torch.tanh(x))
 
 
-@around_and_inside
+@around_and_inside(inside)
 def test_what_lies_between_units_is_compiled_together(build):
     for graphs in ranks.run(as_uncompiled, args=(build, Unrolled)):
         before, blocks, after = 1, 1, 1
@@ -166,7 +171,7 @@ def of_one_unit() -> nn.Module:
     return Block()
 
 
-@around_and_inside
+@around_and_inside(inside)
 def test_a_model_of_one_unit_is_one_graph(build):
     assert ranks.run(as_uncompiled, args=(build, of_one_unit)) == [[1] * 3] * 2
 
@@ -202,7 +207,7 @@ class Checkpointing(Net):
         return 2 * self.last(torch.tanh(x))
 
 
-@around_and_inside
+@around_and_inside(inside)
 def test_activation_checkpointing_goes_together_with_it(build):
     ranks.run(as_uncompiled, args=(build, Checkpointing))
 
@@ -214,7 +219,7 @@ def to_machine_code(rank: int, world: int, build: Build) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # inductor, while it is imported and compiles
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-@around_and_inside
+@around_and_inside(around)
 def test_compiled_to_machine_code_it_trains_as_uncompiled(build):
     ranks.run(to_machine_code, args=(build,), timeout=100)
 
@@ -242,7 +247,7 @@ def by_another_method(rank: int, world: int, build: Build) -> None:
     assert torch.equal(encode(x), expected)
 
 
-@around_and_inside
+@around_and_inside(around)
 def test_other_methods_find_parameters_whole(build):
     ranks.run(by_another_method, args=(build,))
 
@@ -261,7 +266,7 @@ def in_summon(rank: int, world: int, build: Build) -> None:
     assert counter.frame_count > 0
 
 
-@around_and_inside
+@around_and_inside(around)
 def test_it_is_compiled_on_summoned_parameters_too(build):
     ranks.run(in_summon, args=(build,))
 
@@ -343,6 +348,7 @@ def gpt2(rank: int, world: int) -> None:
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
 
 
+@pytest.mark.skipif(not WHOLE, reason="runs under make matrix; test_compile has GPT-2 with its blocks compiled")
 def test_gpt2_trains_as_uncompiled():
     pytest.importorskip("transformers")
     pytest.importorskip("sklearn")

@@ -26,7 +26,7 @@ from sidebyside import on_mesh
 from transports import overlapping
 from zero.plan.meter import Meter
 
-WIDTH, INNER, BLOCKS = 192, 1024, 8  # 1.5 MiB a block; 12 MiB in all
+WIDTH, INNER, BLOCKS = 192, 512, 8  # 0.75 MiB a block; 6 MiB in all
 
 
 def build() -> nn.Module:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -97,13 +98,30 @@ def trained(rank: int, case: str, optim: str, given: dict[str, Any], **how: Any)
     return Record(losses, zero.full_state_dict(model))
 
 
-def assert_trains_as_ddp(rank: int, world: int, placed: Placed, tolerance: float) -> None:
+def tolerances(tolerance: float) -> dict[tuple[str, str, str], float]:
+    """Of all that is trained, where ranks are to agree within a tolerance."""
+    # Where each micro-batch is reduced, shards are added to averages.
+    off = {one: max(tolerance, 1e-5) if one[2] == "accumulated" else tolerance for one in TRAINED}
+    # Of a gradient that is nothing but rounding, Adam makes a whole step.
+    return {one: value for one, value in off.items() if not (value and one[1] == "adamw")}
+
+
+def by_ddp(rank: int, world: int, tolerance: float) -> list[Record]:
+    chosen = tolerances(tolerance)
+    return [reference(rank, CASES[case], OPTIMIZERS[optim], **HOW[how]) for case, optim, how in chosen]
+
+
+@cache
+def ddp(world: int, tolerance: float) -> list[list[Record]]:
+    """By rank. The same for all strategies."""
+    return ranks.run(by_ddp, world, args=(tolerance,))
+
+
+def assert_trains_as_ddp(
+    rank: int, world: int, placed: Placed, tolerance: float, expectations: list[list[Record]]
+) -> None:
     given = options(placed)
-    for case, optim, how in TRAINED:
-        off = max(tolerance, 1e-5) if how == "accumulated" else tolerance  # shards are added to averages
-        if off and optim == "adamw":
-            continue  # of a gradient that is nothing but rounding, Adam makes a whole step
-        expected = reference(rank, CASES[case], OPTIMIZERS[optim], **HOW[how])
+    for ((case, optim, how), off), expected in zip(tolerances(tolerance).items(), expectations[rank], strict=True):
         found = trained(rank, case, optim, given, **HOW[how])
         assert all(map(math.isfinite, expected.losses))
         assert found.losses == (pytest.approx(expected.losses, rel=off, abs=0) if off else expected.losses)
@@ -123,7 +141,7 @@ TWO: list[Placed] = [
 @pytest.mark.parametrize("placed", TWO, ids=name_of)
 def test_two_ranks_get_the_bits_of_ddp(placed):
     """Among them groups of one rank: to shard within, or to replicate across."""
-    ranks.run(assert_trains_as_ddp, args=(placed, 0.0))
+    ranks.run(assert_trains_as_ddp, args=(placed, 0.0, ddp(2, 0.0)))
 
 
 FOUR: list[Placed] = [
@@ -139,7 +157,7 @@ FOUR: list[Placed] = [
 def test_four_ranks_agree_with_ddp_within_rounding(placed):
     if "stepped by all" in str(placed[1]) and not orders_groups():
         pytest.skip("this torch makes no group whose ranks are not sorted")
-    ranks.run(assert_trains_as_ddp, 4, args=(placed, 2e-6))
+    ranks.run(assert_trains_as_ddp, 4, args=(placed, 2e-6, ddp(4, 2e-6)))
 
 
 def alone(rank: int, world: int) -> None:

@@ -38,10 +38,12 @@ def test_the_papers_table():
     """ZeRO (arXiv 1910.02054), figure 1: 7.5B parameters, 64 ranks, mixed precision Adam; GB (10^9 bytes).
 
     At stage 2 gradients are kept in float32, for the masters to be stepped by: 16.9, where the paper has 16.6.
+    Stage 0 is planned for a tenth of the parameters: its 1,200 buckets take the planner seconds.
     """
-    plan = zero.plan(Sizes.of_count(7.5e9, 8, precision=MIXED), world_size=64, precision=MIXED, stages=range(4))
     for stage, paper in enumerate([120, 31.4, 16.6, 1.9]):
-        assert plan.cost(stage).resident / 1e9 == pytest.approx(paper, rel=0.02)
+        numel = 7.5e9 if stage else 7.5e8
+        plan = zero.plan(Sizes.of_count(numel, 8, precision=MIXED), world_size=64, precision=MIXED, stages=[stage])
+        assert plan.cost(stage).resident / 1e9 * (7.5e9 / numel) == pytest.approx(paper, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +57,9 @@ def test_the_papers_table():
 )
 def test_with_offload_parameters_and_buckets_of_gradients_stay_on_the_device(dtype, backend, buckets):
     """ZeRO-Offload (arXiv 2101.06840), section 4: 2 bytes a parameter on the device, 16 on the hosts together."""
-    numel, world, bucket = 10**8, 64, 12 << 20
+    numel, world, bucket = 25 * 10**6, 64, 12 << 20
     options = Options(offload=zero.CPUOffload(), backend=backend, bucket_bytes=bucket)
-    plan = zero.plan(Sizes.of_count(numel, 24, dtype), world_size=world, options=options)
+    plan = zero.plan(Sizes.of_count(numel, 6, dtype), world_size=world, options=options)
     assert [cost.stage for cost in plan.costs] == ["1", "2"]
     cost = plan.cost(2)
     assert cost.parameters == pytest.approx(dtype.itemsize * numel, rel=1e-3)
@@ -165,11 +167,11 @@ def test_of_many_ranks_with_unequal_parts_the_one_that_needs_most_is_found(monke
 
 
 def test_the_lowest_stage_that_fits_is_taken_and_why():
-    plan = zero.plan(Sizes.of_count(1e9, 8), world_size=64, memory=7 * 2**30)
+    plan = zero.plan(Sizes.of_count(1e8, 4), world_size=64, memory=0.7 * 2**30)
     assert plan.recommended(64).stage == "2"
-    assert "stage 2 (ShardedDDP and OSS), the lowest that fits in 7.0 GiB" in plan.why(64)
+    assert "stage 2 (ShardedDDP and OSS), the lowest that fits in 0.7 GiB" in plan.why(64)
     assert "stage 1 would need" in plan.why(64)
-    everything, nothing = replace(plan, memory=80 * 2**30), replace(plan, memory=2**28)
+    everything, nothing = replace(plan, memory=8 * 2**30), replace(plan, memory=2**28)
     assert everything.recommended(64).stage == "0"
     assert everything.why(64).endswith("everything fits")
     assert nothing.recommended(64) is None
@@ -219,9 +221,9 @@ def test_the_command_line():
 
 
 def test_the_table_has_a_line_for_every_stage_and_world(capsys):
-    main(["--parameters", "7e9", "--layers", "4", "--world", "8,64", "--memory", "80GiB", "--precision", "mixed"])
+    main(["--parameters", "7e7", "--layers", "4", "--world", "8,64", "--memory", "0.8GiB", "--precision", "mixed"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("7,000,000,000 parameters, AdamW, mixed; GiB a rank and step")
+    assert lines[0].startswith("70,000,000 parameters, AdamW, mixed; GiB a rank and step")
     assert [line.split()[:2] for line in lines[3:8]] == [["8", "0"], ["8", "1"], ["8", "2"], ["8", "3"], ["8", "3"]]
     assert lines[-1].startswith("64 ranks: stage 1")
 
