@@ -67,7 +67,7 @@ class Comm:
         return comm
 
     @classmethod
-    def of_both(cls, within: Comm, across: Comm) -> Comm:
+    def grid(cls, within: Comm, across: Comm) -> Comm:
         """Collective over all ranks of the job. Returns the group of all ranks of a grid.
 
         `within` is this rank's row of the grid, `across` its column. The ranks of a column are consecutive in the new
@@ -106,7 +106,7 @@ class Comm:
         """Returns whether ranks read tensors on the device from one another's memory. Collective the first time."""
         return self.world > 1 and self.transport_name(device) == "host memory"
 
-    def runs_beside(self, tensor: Tensor) -> bool:
+    def overlaps(self, tensor: Tensor) -> bool:
         """Returns whether transfers of tensors on this device overlap with computing. Collective the first time."""
         return self.world > 1 and self._link.transport(tensor.device).overlaps
 

@@ -82,7 +82,7 @@ class Backward:
             at_end_of_backward(partial(self.post_backward, unit, call))
         if entered and self._prefetch.before_backward:
             if self._prefetch.limit != 3:
-                self._finish_sent()
+                self._finish_reduce()
             self._launch_ahead(unit)
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
@@ -112,7 +112,7 @@ class Backward:
             self.steps.refuse_stepped(unit)
         unit.unshard()
         if self._reducing is unit:  # backward has reached it again
-            self._finish_sent()
+            self._finish_reduce()
         unit.enter_backward()
         self._in_backward.append(unit)
 
@@ -137,29 +137,29 @@ class Backward:
         if self.reduces:
             unit.gradients.hand_over()
             unit.end_backward()  # before waiting: an all-gather into its memory need not wait for the reduction
-            self._finish_sent()
+            self._finish_reduce()
         else:
             unit.end_unreduced_backward()
         if self._prefetch.after_backward and not at_end:
             self._launch_ahead(unit)
         if self.reduces:
-            self._send(unit)
+            self._launch_reduce(unit)
 
-    def _send(self, unit: Unit) -> None:
-        self._finish_sent()
+    def _launch_reduce(self, unit: Unit) -> None:
+        self._finish_reduce()
         for bucket in unit.gradients.buckets:
             if bucket.trained:
                 bucket.launch()
         self._reducing = unit
         if self._prefetch.limit == 1:
-            self._finish_sent()
+            self._finish_reduce()
 
-    def _finish_sent(self) -> None:
+    def _finish_reduce(self) -> None:
         if self._reducing is not None:
-            sent, self._reducing = self._reducing, None
-            sent.gradients.finish(sent.title)
+            reduced, self._reducing = self._reducing, None
+            reduced.gradients.finish(reduced.title)
             if self.steps is not None:
-                self.steps.reduced(sent)
+                self.steps.reduced(reduced)
 
     # ----------------------------------------------------------------------------------------- end of backward
 
@@ -171,8 +171,8 @@ class Backward:
                 self._complete(unit, at_end=True)
             elif unit.gradients.left_unreduced and self.reduces:
                 unit.gradients.hand_over_leftovers()
-                self._send(unit)
-        self._finish_sent()
+                self._launch_reduce(unit)
+        self._finish_reduce()
         self._end.reach([bucket for unit in self._units for bucket in unit.gradients.buckets])
         for unit in self._units:
             unit.forget_calls()

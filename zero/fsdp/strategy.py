@@ -76,7 +76,7 @@ def _at_levels(placement: Placement, strategy: ShardingStrategy, optimizer_shard
             "state as parameters. Choose HYBRID_SHARD with groups to shard within and to replicate across."
         )
     levels = Levels(placement.comm, placement.replicas)
-    return Placement(Comm.of_both(levels.within, levels.across), levels=levels)
+    return Placement(Comm.grid(levels.within, levels.across), levels=levels)
 
 
 def _placed(strategy: ShardingStrategy, groups: list[Any]) -> Placement:

@@ -16,7 +16,7 @@ from zero.comm import Comm
 @dataclass(frozen=True)
 class Levels:
     """within: the ranks of this node, among which parameters are gathered. across: those of all nodes that have this
-    rank's place. The ranks of both, in the order of `Comm.of_both`, own the shards of a layout."""
+    rank's place. The ranks of both, in the order of `Comm.grid`, own the shards of a layout."""
 
     within: Comm
     across: Comm

@@ -120,7 +120,7 @@ class ShardGroup:
         """Copies the parameters into memory of the group, and binds them to it."""
         first, store, layout = self.params[0], self._store, self.layout
         self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
-        self.overlaps = any(comm.runs_beside(self.full) for comm in self.exchange.comms())
+        self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
         """Whether its transfers run beside the computing."""
         self.packs = self.overlaps or self.exchange.packs
         """Whether gradients are reduced as one message, in the layout's order."""
