@@ -324,8 +324,8 @@ def _refuse_within_ddp(module: nn.Module, left_out: Collection[str]) -> str | No
     for name, param in module.named_parameters() if sharded else ():
         if param in sharded and name not in left_out:
             return (
-                f"DistributedDataParallel was put around {name!r}, which FSDP has sharded over the ranks. Use the "
-                "model without DistributedDataParallel: FSDP averages gradients itself."
+                f"DistributedDataParallel wraps {name!r}, of which FSDP keeps another shard on each rank. Remove "
+                "DistributedDataParallel: FSDP averages gradients itself."
             )
     return None
 
