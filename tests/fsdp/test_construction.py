@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -276,6 +277,27 @@ def in_replicas(rank: int, world: int, path: Path) -> str:
 def test_where_one_rank_fails_all_replicas_are_told(tmp_path):
     for told in ranks.run(in_replicas, 4, args=(tmp_path,)):
         assert "no room for the shards of unit 'blocks" in told
+
+
+def ended_by_another_error(rank: int, world: int) -> None:
+    """Not one that ranks compare: nothing is gathered again, and some parameters are shards."""
+    model = built("real", rank)
+    broadcast, left = Placement.broadcast, 2
+
+    def fail_later(self: Placement, tensors: Sequence[Tensor]) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RuntimeError("the link is down")
+        broadcast(self, tensors)
+
+    with mock.patch.object(Placement, "broadcast", fail_later), pytest.raises(RuntimeError, match="the link is down"):
+        zero.FSDP(model)
+    zero.FSDP(model)
+
+
+def test_a_model_that_an_error_left_half_sharded_is_not_wrapped_as_if_its_shards_were_full():
+    ranks.expect_error(ended_by_another_error, 2, ValueError, "an error ended an earlier FSDP", "Build the model again")
 
 
 # ------------------------------------------------------------------------------------------------------- FSDPs inside

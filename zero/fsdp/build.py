@@ -82,8 +82,8 @@ class Builder:
         (without sync_module_states those of each shard's owner), and the others are on the meta device.
         """
         units: list[Unit] = []
-        self._can_fail = self._on_any_rank(self._room is not None or self._materialiser.pending)
         try:
+            self._can_fail = self._on_any_rank(self._room is not None or self._materialiser.pending)
             self._materialiser.materialise_buffers()
             for name, owned in self._choice.owned().items():
                 units.append(self._unit(name, owned))
@@ -91,13 +91,16 @@ class Builder:
             if self._options.synced:
                 self._materialiser.materialise(self._choice.ignored)
                 self._agree()
-        except ValueError:
+            self.cast_buffers, self.hooks = self._options.precision.prepare(self._choice.modules)
+            if self._options.synced:
+                self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
+        except ValueError:  # of all ranks
             restore_module(units, (), ())
             self._materialiser.undo()
             raise
-        self.cast_buffers, self.hooks = self._options.precision.prepare(self._choice.modules)
-        if self._options.synced:
-            self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
+        except BaseException:  # perhaps of this rank alone: the others cannot be asked for their shards
+            self._choice.mark_half_sharded()
+            raise
         return units
 
     def _unit(self, name: str, owned: list[tuple[str, nn.Parameter]]) -> Unit:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import wraps_others
 from zero.fsdp.precision import MixedPrecision
@@ -13,6 +14,10 @@ from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
 from zero.oss.groups import on_two_devices, unquantisable
 from zero.oss.shapes import unusable
 from zero.sdp.sharded_ddp import describe
+
+
+_half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters of models whose construction an error has ended: some of them are shards."""
 
 
 class Choice:
@@ -64,6 +69,11 @@ class Choice:
             has_parameters = True
             if param in self._sharded:
                 continue
+            if param in _half_sharded:
+                return (
+                    f"{name!r} may be a shard: an error ended an earlier FSDP(...) of this model, and left it half "
+                    "sharded. Build the model again."
+                )
             if param in sharded:
                 return f"{name!r} is sharded by another FSDP already. Wrap a module once, or wrap the FSDP around it."
             problem = None if param.is_meta and synced else unusable(param, repr(name))
@@ -76,6 +86,10 @@ class Choice:
             return "FSDP was given a module without parameters: there is nothing to shard."
         own = ((name, param) for name, param in self.module.named_parameters() if param not in self._left_out)
         return on_two_devices(own)
+
+    def mark_half_sharded(self) -> None:
+        """Makes every later FSDP of these parameters raise ValueError: the construction was not undone."""
+        _half_sharded.update((param, True) for param in self.module.parameters() if param not in self._left_out)
 
     def unquantisable(self, precision: MixedPrecision) -> str | None:
         """Returns an error message if parameters or gradients cannot be quantised as `precision` says, else None."""
