@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from zero.comm.differences import as_text, refuse_differences
 from zero.comm.handle import Handle
 from zero.comm.link import Link, group_in_order, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
-from zero.comm.packing import batches, copy_into, empty_flat, flatten
+from zero.comm.packing import batches, copy_into, empty_flat, flatten, lengths
 from zero.comm.quantised import Int8
 from zero.comm.rehearsal import Observer, Rehearsed, RehearsedLink
 from zero.comm.traffic import count
@@ -205,7 +205,7 @@ class Comm:
     def _gather_quantised(
         self, full: Tensor, bounds: Sequence[int], channel: int, sent_as: Int8, *, keeps_own: bool
     ) -> Handle:
-        counts, rank = [high - low for low, high in pairwise(bounds)], self.rank
+        counts, rank = lengths(bounds), self.rank
         starts = [0, *accumulate(sent_as.lengths(counts))]
         wire = full.new_empty(starts[-1], dtype=torch.uint8)
         wire[starts[rank] : starts[rank + 1]] = sent_as.encode(full[bounds[rank] : bounds[rank + 1]], [counts[rank]])

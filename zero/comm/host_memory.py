@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from zero.comm.handle import Handle
 from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order
+from zero.comm.packing import lengths
 from zero.comm.peers import Peers
 from zero.comm.process_group import refuse_differing_logs
 from zero.comm.sums import add_in_order, sum_in_rank_order, wide
@@ -126,7 +127,7 @@ class HostMemory(Transport):
         if flat.nbytes > CHUNK and not maximum:
             bounds = [len(flat) * rank // self._world for rank in range(self._world + 1)]
             low, high = bounds[self._rank : self._rank + 2]
-            counts = [stop - start for start, stop in pairwise(bounds)]
+            counts = lengths(bounds)
             self.reduce([(flat, counts)], 1, flat[low:high], channel).wait()
             self.gather(flat, bounds, channel).wait()
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from zero._torch import wraps_others
 
 _BATCH = 1 << 24
 """Most bytes of a message that packs several tensors."""
+
+
+def lengths(bounds: Sequence[int]) -> list[int]:
+    """Returns the lengths of the shards [bounds[r], bounds[r + 1]), by rank."""
+    return [high - low for low, high in pairwise(bounds)]
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -36,7 +36,7 @@ from zero._torch import (
 )
 from zero.comm.handle import Handle
 from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order
-from zero.comm.packing import concatenate
+from zero.comm.packing import concatenate, lengths
 from zero.comm.sums import sum_in_rank_order, wide
 from zero.comm.transport import Message, Transport
 from zero.comm.watchdog import Watchdog
@@ -272,7 +272,7 @@ class Overlapping(ProcessGroupTransport):
 
 @lru_cache(maxsize=64)  # similar units have the same bounds, and there may be thousands of ranks
 def _longest(bounds: tuple[int, ...]) -> int:
-    return max(high - low for low, high in pairwise(bounds))
+    return max(lengths(bounds))
 
 
 def scatters(messages: Sequence[Message]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from zero.comm.handle import Handle
 from zero.comm.host_memory import CHUNK
 from zero.comm.link import Link
 from zero.comm.order import Order
+from zero.comm.packing import lengths
 from zero.comm.process_group import scatters
 from zero.comm.sums import wide
 from zero.comm.transport import Message, Transport
@@ -52,7 +52,7 @@ class Rehearsal(Transport):
         self._host_memory = like == "host memory"
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        longest = max(high - low for low, high in pairwise(bounds))
+        longest = max(lengths(bounds))
         padded = self.overlaps and longest * self._world != len(full)
         rows = full.new_empty(self._world * longest) if padded else None
         wait = self._launch("gather", [full] if rows is None else [full, rows], full.nbytes)

@@ -15,7 +15,6 @@ from zero.oss.groups import on_two_devices, unquantisable
 from zero.oss.shapes import unusable
 from zero.sdp.sharded_ddp import describe
 
-
 _half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters of models whose construction an error has ended: some of them are shards."""
 

@@ -173,9 +173,7 @@ class Unit:
         for group in self.groups:
             if group.state is GroupState.SHARDED:
                 group.launch_unshard(wire=wire)
-        for group in self.groups:
-            if group.gathering:
-                group.finish_unshard()
+        self.finish_unshard()
         if any(group.state is GroupState.LOST for group in self.groups):
             raise RuntimeError(
                 f"the parameters of {self.title} of FSDP have not arrived: an earlier all-gather of them failed. Look "

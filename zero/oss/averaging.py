@@ -6,7 +6,6 @@ owners. This takes a fraction of the CPU time of Gloo's all-reduce, which copies
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
 
-from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import divides_by_ranks_with_data
 from zero.comm import Comm
+from zero.comm.packing import lengths
 from zero.oss.gradients import refuse_sparse
 
 
@@ -56,6 +56,6 @@ def _names(bucket: dist.GradBucket, model: DistributedDataParallel) -> str:
 def _average(gradients: Tensor, comm: Comm, channel: int) -> None:
     bounds = [len(gradients) * rank // comm.world for rank in range(comm.world + 1)]
     low, high = bounds[comm.rank : comm.rank + 2]
-    counts = [stop - start for start, stop in pairwise(bounds)]
+    counts = lengths(bounds)
     comm.reduce([(gradients, counts)], times=1 / comm.world, into=gradients[low:high], channel=channel).wait()
     comm.gather(gradients, bounds, channel).wait()

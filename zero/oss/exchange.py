@@ -11,19 +11,19 @@ At two levels a rank keeps
                 the other slices
 
 All-gathers stay within the node. Once a step an all-gather across nodes updates the node shards. Gradients are reduced
-within the node first, then across nodes. (S. Wang et al., "ZeRO++", 2023,
-section 4.2: secondary shards; Z. Zhang et al., "MiCS", 2022, section 3.4: hierarchical communication.)
+within the node first, then across nodes. (S. Wang et al., "ZeRO++", 2023, section 4.2: secondary shards; Z. Zhang et
+al., "MiCS", 2022, section 3.4: hierarchical communication.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from zero.comm import Comm, Handle, Int8
+from zero.comm.packing import lengths
 from zero.comm.transport import Message
 from zero.oss.layout import Layout
 from zero.oss.placement import Levels, Placement
@@ -47,15 +47,12 @@ class Exchange:
     def __init__(self, comm: Comm, layout: Layout, label: str) -> None:
         self.gathered_by, self._layout = comm, layout
         self._own = layout.segment(comm.rank)
-        self._entitle(label)
-
-    def _entitle(self, label: str) -> None:
-        self._gather = self.gathered_by.channel(f"the gathering of {label}")
-        self._reduction = self.gathered_by.channel(f"the reduction of {label}")
+        self.rename(label)
 
     def rename(self, label: str) -> None:
-        """Changes the name of the group in error messages; on every rank at the same point."""
-        self._entitle(label)
+        """Sets the name of the group in error messages; on every rank at the same point."""
+        self._gather = self.gathered_by.channel(f"the gathering of {label}")
+        self._reduction = self.gathered_by.channel(f"the reduction of {label}")
 
     def comms(self) -> list[Comm]:
         """The groups of ranks over which gradients are reduced, one after another."""
@@ -104,8 +101,8 @@ class Replicated(Exchange):
         self._replicas = replicas
         super().__init__(comm, layout, label)
 
-    def _entitle(self, label: str) -> None:
-        super()._entitle(label)
+    def rename(self, label: str) -> None:
+        super().rename(label)
         self._averaging = self._replicas.channel(f"the averaging over replicas of {label}")
 
     def comms(self) -> list[Comm]:
@@ -140,11 +137,10 @@ class TwoLevels(Exchange):
         own = layout.bounds[first : first + slices + 1]
         self._own = slice(own[0], own[-1])
         self._slices = [bound - own[0] for bound in own]
-        self.node_shard: Tensor | None = None
         self.stale = True
 
-    def _entitle(self, label: str) -> None:
-        super()._entitle(f"{label} within the node")
+    def rename(self, label: str) -> None:
+        super().rename(f"{label} within the node")
         self._refresh = self._across.channel(f"the gathering across nodes of {label}")
         self._averaging = self._across.channel(f"the reduction across nodes of {label}")
 
@@ -171,11 +167,11 @@ class TwoLevels(Exchange):
     def reduce(self, messages: Sequence[Message], wire: Int8 | None) -> Handle:
         """See Exchange.reduce; takes one message, the full buffer's gradients. wire: of both reductions."""
         [(gradients, _)] = messages
-        node = [(gradients, _lengths(self._bounds))]
+        node = [(gradients, lengths(self._bounds))]
         within = self.gathered_by.reduce(node, times=1 / self.gathered_by.world, channel=self._reduction, sent_as=wire)
 
         def average() -> Tensor:
-            slices = [(within.wait(), _lengths(self._slices))]
+            slices = [(within.wait(), lengths(self._slices))]
             averages: Tensor = self._across.reduce(
                 slices, times=1 / self._across.world, channel=self._averaging, sent_as=wire
             ).wait()
@@ -191,7 +187,3 @@ def exchange_among(placement: Placement, layout: Layout, label: str) -> Exchange
     if placement.replicas is not None:
         return Replicated(placement.comm, placement.replicas, layout, label)
     return Exchange(placement.comm, layout, label)
-
-
-def _lengths(bounds: Sequence[int]) -> list[int]:
-    return [high - low for low, high in pairwise(bounds)]

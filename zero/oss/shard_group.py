@@ -1,14 +1,13 @@
 """One group of parameters in one flat buffer, sharded over ranks.
 
-    full    flat, layout.numel elements: every parameter, unsharded. It has memory while the group is UNSHARDED
-    shard   flat, this rank's segment, in the parameters' own dtype: all that is left while the group is SHARDED. A view
-            of `full` in groups that are never freed (stages 1 and 2, a single rank), a tensor of its own in those that
-            are
+    full    flat, layout.numel elements: the full parameters. It has memory while the group is UNSHARDED
+    shard   flat, this rank's segment, in the parameters' own dtype. A view of `full` in groups that are never freed
+            (stages 1 and 2, a single rank), otherwise a tensor of its own
 
-The user's nn.Parameter objects stay what they are. Their `.data` points into `full`, or at what `shard` holds of them.
-`full` is freed by shrinking its storage and comes back in the same storage, so that views of it that autograd saved
-in forward are valid again in backward. Where `full` is never freed, each parameter has a storage of its own on the
-memory of `full`, so that no tool takes parameters of one buffer for tied weights.
+The user's nn.Parameter objects stay the same. Their `.data` is a view of `full`, or of `shard`. `full` is freed by
+shrinking its storage, and is allocated again in the same storage, so that views of it that autograd saved in forward
+are valid in backward. If `full` is never freed, each parameter has a storage of its own on the memory of `full`, so
+that no tool takes the parameters of one buffer for tied weights.
 """
 
 from __future__ import annotations
@@ -32,8 +31,11 @@ from zero.oss.writes import Writes
 
 
 class GroupState(enum.Enum):
-    """Where a group's parameters are. LOST: a gather has failed, and `full` does not hold them all. SUMMONED: the user
-    has them unsharded, in a buffer apart; perhaps on another rank only."""
+    """The state of a group's parameters.
+
+    SUMMONED: they are full in a separate buffer, within summon_full_params; perhaps on another rank only.
+    LOST: an all-gather failed, and `full` does not hold all of them.
+    """
 
     SHARDED = "sharded"
     GATHERING = "being gathered"
@@ -42,33 +44,32 @@ class GroupState(enum.Enum):
     LOST = "lost"
 
 
-_ARRIVES = {GroupState.GATHERING: {GroupState.UNSHARDED, GroupState.LOST}}
-
-_OWN_SHARD = {
-    **_ARRIVES,
+_AFTER_GATHERING = {GroupState.GATHERING: {GroupState.UNSHARDED, GroupState.LOST}}
+_NEXT_WITH_OWN_SHARD = {
+    **_AFTER_GATHERING,
     GroupState.SHARDED: {GroupState.GATHERING, GroupState.SUMMONED},
     GroupState.UNSHARDED: {GroupState.SHARDED},
     GroupState.SUMMONED: {GroupState.SHARDED},
     GroupState.LOST: set(),
 }
-_IN_PLACE = {
-    **_ARRIVES,
+_NEXT_IN_PLACE = {
+    **_AFTER_GATHERING,
     GroupState.UNSHARDED: {GroupState.GATHERING},
-    GroupState.LOST: {GroupState.GATHERING},  # which raises why nothing arrives any more
+    GroupState.LOST: {GroupState.GATHERING},  # which raises the cause of the failure
 }
-"""By state, those that may follow, of groups that have a shard of their own, and of those that have none."""
+"""The states that may follow a state: in groups with a shard of their own, and in groups that gather in place."""
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How a group keeps its parameters.
+    """How a group stores its parameters.
 
-    own_shard: the shard is a tensor of its own, so that `full` can be freed (stage 3). Such a group starts SHARDED,
-        others are UNSHARDED but while they gather. What follows is for these alone.
-    compute_dtype: the dtype of `full`, where it is not the parameters' own.
-    shard_in_full: while UNSHARDED, free `shard`, too, and keep it in `full` alone: less memory where groups stay
-        unsharded for long, for one copy more. Only where both have one dtype.
-    store: where `shard` lies, if not beside `full`.
+    own_shard: the shard is a tensor of its own, so that `full` can be freed (stage 3). Such a group begins SHARDED;
+        other groups are UNSHARDED except while they gather. The other options are for groups with a shard of their own.
+    compute_dtype: the dtype of `full`, if it is not the parameters'.
+    shard_in_full: `shard` is freed while the group is UNSHARDED, and copied from `full` at the reshard: less memory if
+        groups stay unsharded for long. Ignored if the dtypes differ, with a store, and at two levels.
+    store: the memory for `shard`, if not the device's.
     """
 
     own_shard: bool = False
@@ -82,10 +83,10 @@ IN_PLACE = GroupOptions()
 
 
 class ShardGroup:
-    """Parameters of one dtype on one device, laid in one buffer and bound to it.
+    """Parameters of one dtype on one device, which are views of one flat buffer.
 
-    params, names: the parameters in the order of the layout, and what errors call them.
-    label: what errors call the group.
+    params, names: the parameters in the order of the layout, and their names in error messages.
+    label: the name of the group in error messages.
     """
 
     def __init__(
@@ -100,30 +101,30 @@ class ShardGroup:
         self.params, self.names, self.layout, self.comm = list(params), list(names), layout, placement.comm
         self.label = label or f"a bucket of {len(names)} parameters, from {names[0]}"
         self.exchange = exchange_among(placement, layout, self.label)
-        self._entitle()
+        self._full_channel = self._channel_of_full()
         self.state = GroupState.UNSHARDED
-        self._next = _OWN_SHARD if options.own_shard else _IN_PLACE
+        self._next = _NEXT_WITH_OWN_SHARD if options.own_shard else _NEXT_IN_PLACE
         self.shapes = Shapes(params, layout)
         self.spans: dict[int, Span] = {span.index: span for span in layout.spans(self.comm.rank)}
-        """What this rank owns, by position of the parameter."""
+        """The elements that this rank owns, by position of the parameter."""
         self._options, self._store = options, options.store
         computed_as = options.compute_dtype or params[0].dtype
         other_dtype = computed_as != params[0].dtype
         self.frees = options.own_shard and (self.comm.world > 1 or options.store is not None or other_dtype)
-        """Whether `full` has no memory at rest, and other memory each time that it is gathered."""
+        """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
         self._summoned: Tensor | None = None
         self._writes = Writes(self.params)
         self._lay_out(other_dtype, computed_as)
 
     def _lay_out(self, other_dtype: bool, computed_as: torch.dtype) -> None:
-        """Copies the parameters into memory of the group, and binds them to it."""
+        """Allocates `full` and `shard`, copies the parameters, and binds them to the copy."""
         first, store, layout = self.params[0], self._store, self.layout
         self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
-        """Whether its transfers run beside the computing."""
+        """Whether transfers overlap with computing."""
         self.packs = self.overlaps or self.exchange.packs
-        """Whether gradients are reduced as one message, in the layout's order."""
+        """Whether gradients are reduced as one message in the order of the layout."""
         beside = store is not None or self.overlaps
         self.streams: NoStreams = streams_of(self.full) if beside else NONE
         self._full_views = self._views_to_bind()
@@ -149,20 +150,20 @@ class ShardGroup:
         return f"ShardGroup({len(self.params)} x {self.full.dtype}, {self.state.value}, {self.layout.world} ranks)"
 
     def rename(self, names: Sequence[str], label: str) -> None:
-        """What errors call the parameters and the group from now on; on every rank at the same point."""
+        """Changes the names of the parameters and the group in error messages; on every rank at the same point."""
         self.names, self.label = list(names), label
         self.exchange.rename(label)
-        self._entitle()
+        self._full_channel = self._channel_of_full()
 
-    def _entitle(self) -> None:
-        self._full_channel = self.comm.channel(f"the full tensors of {self.label}")
+    def _channel_of_full(self) -> int:
+        return self.comm.channel(f"the full tensors of {self.label}")
 
     def _views_to_bind(self) -> list[Tensor]:
         views = self.shapes.views_of_full(self.full)
         return views if self.frees else [with_own_storage(view) for view in views]
 
     def views_of_shard(self, shard: Tensor) -> list[Tensor]:
-        """What each parameter has of a tensor of the length of this rank's segment, in the shape of its shard."""
+        """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
         return self.shapes.views_of_shard(shard, self.spans)
 
     @property
@@ -190,12 +191,12 @@ class ShardGroup:
         return self.state is GroupState.UNSHARDED or self._summoned is not None
 
     def launch_unshard(self, *, wire: Wire = None, ahead: bool = False, conceal: bool = False) -> None:
-        """Collective. Starts to bring every other rank's shard into `full`.
+        """Collective. Launches the all-gather of the shards into `full`.
 
-        wire: a dtype of fewer bytes to send them in, or how they are quantised; `shard` keeps its precision.
-        ahead: it is needed later, and the shard was written before the forward or backward began that runs now.
-        conceal: until `finish_unshard` the parameters are NaN in their own shape, which takes one element of memory and
-            cannot be written to, so that nobody takes for new what has not arrived.
+        wire: a narrower dtype, or a quantisation, in which shards are sent; `shard` keeps its precision.
+        ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
+        conceal: until `finish_unshard` the parameters are views of one NaN, which cannot be written to, so that old
+            values are not taken for new ones.
         """
         self._become(GroupState.GATHERING)
         if conceal:
@@ -222,12 +223,12 @@ class ShardGroup:
             raise
 
     def _rounding(self, wire: Wire) -> Int8 | None:
-        """By what `full` differs from the shards."""
+        """The quantisation by which `full` differs from the shards, if any."""
         sends = self.comm.world > 1 and self.full.is_floating_point()
         return wire if isinstance(wire, Int8) and sends else None
 
     def finish_unshard(self) -> None:
-        """Waits for the gather that is in flight; the parameters are unsharded afterwards."""
+        """Waits for the all-gather in flight, and binds the parameters to `full`."""
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
         try:
@@ -244,9 +245,9 @@ class ShardGroup:
         self._writes.gathered()
 
     def reshard(self) -> None:
-        """Frees `full`, but of a rank alone; what is left is this rank's shard.
+        """Binds the parameters to `shard`, and frees `full` (unless the group has one rank).
 
-        What was written into the parameters while they were unsharded stays: each element as its owner wrote it.
+        Keeps what was written into the full parameters: each element has its owner's value.
         """
         assert self._options.own_shard
         self._become(GroupState.SHARDED)
@@ -262,7 +263,7 @@ class ShardGroup:
             self._leave_shard()
 
     def look_for_writes(self) -> None:
-        """Has the next `reshard` look whether there were writes that torch does not count; see Writes.look."""
+        """Makes the next `reshard` look for writes that torch does not count; see Writes.look."""
         self._writes.look()
 
     def _leave_shard(self) -> None:
@@ -276,20 +277,19 @@ class ShardGroup:
             self._store.used(self.shard)
 
     def bring_to_shard(self, gradients: Tensor) -> Tensor:
-        """To where the shard lies, in its dtype. From a GPU to the CPU they are on their way until `settle`."""
+        """Converts gradients to the dtype and device of `shard`. A copy to the CPU is complete after `settle`."""
         return self.streams.bring(gradients, self.shard)
 
     def settle(self) -> None:
-        """Waits until what was brought there is there, and the shard is no longer being read."""
+        """Makes the host wait for copies of `bring_to_shard`, and for reads of `shard`."""
         self.streams.settle()
 
-    # ------------------------------------------------------------------------------------- at the user's wish
+    # --------------------------------------------------------------------------------------- summon_full_params
 
     def gather_of(self, shard: Tensor, to: int | None = None) -> Tensor | None:
-        """Collective. What every rank has a shard of, put together in the layout's order, flat.
+        """Collective. Gathers the full flat tensor of which each rank passes its shard.
 
-        shard: of the length of this rank's segment. to: the only rank of the group that gets it, None elsewhere; by
-        default all.
+        shard: as long as this rank's segment. to: the rank of the group that gets it, by default all; None elsewhere.
         """
         assert len(shard) == len(self.shard)
         owners, rank = range(self.comm.world), self.comm.rank
@@ -307,9 +307,9 @@ class ShardGroup:
         return full
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
-        """Collective. Makes the parameters full in their own dtype, in a buffer apart, for `dismiss` to end.
+        """Collective. Binds the parameters to a separate full buffer in their own dtype, until `dismiss`.
 
-        to: the only rank of the group that sees them full; by default all do. on_cpu: in the memory of the CPU.
+        to: the rank of the group that gets the buffer, by default all. on_cpu: the buffer is in the memory of the CPU.
         """
         assert self.state is GroupState.SHARDED
         full = self.gather_of(self.shard, to)
@@ -319,7 +319,7 @@ class ShardGroup:
             self._bind([with_own_storage(view) for view in self.shapes.views_of_full(self._summoned)])
 
     def dismiss(self, *, keep: bool) -> None:
-        """Ends `summon`. keep: take over into the shard what was written into the full parameters meanwhile."""
+        """Ends `summon`. keep: copies this rank's segment of the full parameters into `shard`."""
         self._become(GroupState.SHARDED)
         if keep and self._summoned is not None:
             with torch.no_grad():
@@ -336,8 +336,10 @@ class ShardGroup:
             param.data = view
 
     def reclaim(self) -> str | None:
-        """Binds parameters again whose data was copied elsewhere and not changed, as `module.to("cpu:0")` does on the
-        CPU. Returns the name of one whose data is other data, if there is one."""
+        """Binds parameters again whose data was replaced by an equal copy, as `module.to("cpu:0")` does on the CPU.
+
+        Returns the name of a parameter with different data, if there is one.
+        """
         for param, view, name in zip(self.params, self._bound, self.names, strict=True):
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
                 if not is_copy(param.data, view):

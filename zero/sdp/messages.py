@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from zero._torch import copy_all
-from zero.comm.packing import concatenate
+from zero.comm.packing import concatenate, lengths
 from zero.comm.transport import Message
 from zero.oss.layout import Span
 from zero.oss.shard_group import ShardGroup
@@ -40,7 +39,7 @@ class InOneMessage:
     @cached_property
     def _lengths(self) -> list[int]:
         """The lengths of the shards, by rank. Computed when needed, because there may be thousands of ranks."""
-        return [high - low for low, high in pairwise(self._group.layout.bounds)]
+        return lengths(self._group.layout.bounds)
 
     def messages(self, taken: Gradients) -> list[Message]:
         """Returns the messages to reduce."""
