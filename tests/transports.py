@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 from unittest import mock
+
+from zero.comm.process_group import Overlapping
 
 READS = os.environ.get("ZERO_HOST_MEMORY") != "0"
 """Whether ranks of this run of the tests may read one another's memory. `make hosts` forbids it, as between hosts."""
@@ -26,8 +29,37 @@ def by(transport: str) -> AbstractContextManager[None]:
     return nullcontext() if transport == "host memory" else between_hosts()
 
 
+class _WithoutWork:
+    """A process group whose collectives return None, as NCCL's do, where they are told not to be asynchronous."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        collective = getattr(self._group, name)
+
+        def run(*args: Any) -> Any:
+            work = collective(*args)
+            if not any(getattr(arg, "asyncOp", True) is False for arg in args):
+                return work
+            work.wait()
+            return None
+
+        return run
+
+
 @contextmanager
-def overlapping(name: str = "nccl") -> Iterator[None]:
-    """As by a backend that sends beside the computing. What goes by it here runs over Gloo all the same."""
-    with mock.patch("zero.comm.link.backend_of", return_value=name):
+def overlapping(name: str = "nccl", *, returns_work: bool = True) -> Iterator[None]:
+    """As by a backend that sends beside the computing. What goes by it here runs over Gloo all the same.
+
+    returns_work: as Gloo does. Otherwise a collective in the order of a stream returns None, as NCCL's does, and nobody
+    looks after ranks that wait in vain.
+    """
+
+    def without_work(order: Any, group: Any, *args: Any, **kwargs: Any) -> Overlapping:
+        return Overlapping(order, _WithoutWork(group), *args, **kwargs)
+
+    with mock.patch("zero.comm.link.backend_of", return_value=name), ExitStack() as stack:
+        if not returns_work:
+            stack.enter_context(mock.patch("zero.comm.link.Overlapping", without_work))
         yield

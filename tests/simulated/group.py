@@ -1,7 +1,8 @@
 """A process group of NCCL's among ranks that do all the same as this one.
 
-Told to be asynchronous, a collective runs on a stream of the group's own, after what the current one was given;
-otherwise on the current one (torch 2.8). `wait` has the current stream wait. Nothing keeps the host.
+Told to be asynchronous, a collective runs on a stream of the group's own, after what the current one was given, and
+`wait` has the current stream wait; otherwise it runs on the current one and returns None (torch 2.8). Nothing keeps the
+host.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Group:
         self._free_at = 0.0
         self.launched: list[str] = []
 
-    def _run(self, what: str, reads: list[Tensor], writes: list[Tensor], how: Any, values: Callable[[], Any]) -> Work:
+    def _run(self, what: str, reads: list[Tensor], writes: list[Tensor], how: Any, values: Callable[[], Any]) -> Work | None:
         beside = how.asyncOp or self._own_stream
         stream = self._own if beside else self._device.current_stream()
         if beside:
@@ -51,20 +52,20 @@ class Group:
             with self._memory.paused():
                 values()
         self._free_at = stream.time
-        return Work(self._device, Event(stream))
+        return None if not beside else Work(self._device, Event(stream))
 
-    def _allgather_base(self, into: Tensor, tensor: Tensor, how: Any) -> Work:
+    def _allgather_base(self, into: Tensor, tensor: Tensor, how: Any) -> Work | None:
         return self._run(
             "gather", [tensor], [into], how, lambda: into.view(self._world, -1).copy_(tensor.clone().view(1, -1))
         )
 
-    def _reduce_scatter_base(self, into: Tensor, tensor: Tensor, how: Any) -> Work:
+    def _reduce_scatter_base(self, into: Tensor, tensor: Tensor, how: Any) -> Work | None:
         return self._run("reduce", [tensor], [into], how, lambda: into.copy_(tensor[: into.numel()].clone()))
 
-    def alltoall_base(self, into: Tensor, tensor: Tensor, counts_in: Any, counts_out: Any, how: Any) -> Work:
+    def alltoall_base(self, into: Tensor, tensor: Tensor, counts_in: Any, counts_out: Any, how: Any) -> Work | None:
         return self._run("reduce", [tensor], [into], how, into.zero_)
 
-    def allreduce(self, tensors: list[Tensor], how: Any) -> Work:
+    def allreduce(self, tensors: list[Tensor], how: Any) -> Work | None:
         """Others have used every parameter. What lies in the CPU's memory goes among the hosts."""
         if all(map(self._memory.is_in_host_memory, tensors)):
             with self._memory.paused():
@@ -72,5 +73,5 @@ class Group:
             return Work(self._device, Event(self._device.current_stream()))
         return self._run("all-reduce", tensors, tensors, how, lambda: None)
 
-    def broadcast(self, tensors: list[Tensor], how: Any) -> Work:
+    def broadcast(self, tensors: list[Tensor], how: Any) -> Work | None:
         return self._run("broadcast", tensors, tensors, how, lambda: tensors[0].fill_(0.01))

@@ -69,7 +69,7 @@ def abort(group: Any, device: torch.device) -> None:
         backend.abort()
 
 
-def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work:
+def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work | None:
     """All-gather on a ProcessGroup or Backend. torch.distributed's functions take only groups that it made itself."""
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
     return gather(into, tensor, in_stream_order(AllgatherOptions()))  # type: ignore[no-any-return]
@@ -77,14 +77,14 @@ def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.W
 
 def all_to_all_of_one_tensor(
     group: Any, into: Tensor, tensor: Tensor, counts_in: list[int], counts_out: list[int]
-) -> dist.Work:
+) -> dist.Work | None:
     """All-to-all on a ProcessGroup or Backend. Counts are of elements, along the first dimension."""
     send = getattr(group, "all_to_all_single", None) or group.alltoall_base
     how = in_stream_order(dist.AllToAllOptions())
     return send(into, tensor, counts_in, counts_out, how)  # type: ignore[no-any-return]
 
 
-def reduce_scatter_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work:
+def reduce_scatter_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work | None:
     """Reduce-scatter, summing, on a ProcessGroup or Backend."""
     scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return scatter(into, tensor, in_stream_order(dist.ReduceScatterOptions()))  # type: ignore[no-any-return]

@@ -74,7 +74,7 @@ class ProcessGroupTransport(Transport):
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
 
-        def launch() -> list[dist.Work]:
+        def launch() -> list[dist.Work | None]:
             pairs = zip(messages, received, strict=True)
             return [self._all_to_all(rows, message, counts) for (message, counts), rows in pairs]
 
@@ -89,7 +89,7 @@ class ProcessGroupTransport(Transport):
     def _sum(self, received: Sequence[Tensor], times: float) -> Tensor:
         return sum_in_rank_order([[*rows] for rows in received], times)
 
-    def _all_to_all(self, rows: Tensor, message: Tensor, counts: Sequence[int]) -> dist.Work:
+    def _all_to_all(self, rows: Tensor, message: Tensor, counts: Sequence[int]) -> dist.Work | None:
         """Launches the all-to-all of one message. rows: filled with the received elements, one row a rank."""
         received = [counts[self._rank]] * self._world
         return all_to_all_of_one_tensor(self._reduces_by, _real(rows.view(-1)), _real(message), received, [*counts])
@@ -113,9 +113,9 @@ class ProcessGroupTransport(Transport):
         if to is None:
             self._await(self._broadcast(tensor, owner))
         elif self._rank == owner != to:
-            self._group.send([_as_sent(tensor)], to, 0).wait()
+            self._await(self._group.send([_as_sent(tensor)], to, 0))
         elif self._rank == to != owner:
-            self._group.recv([_as_sent(tensor)], owner, 0).wait()
+            self._await(self._group.recv([_as_sent(tensor)], owner, 0))
 
     def exchange(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -137,14 +137,14 @@ class ProcessGroupTransport(Transport):
         self._order.compared()
         return any(flags)
 
-    def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
+    def _broadcast(self, flat: Tensor, source: int) -> dist.Work | None:
         options = in_stream_order(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = source, 0
         return self._group.broadcast([_as_sent(flat)], options)  # type: ignore[no-any-return]
 
     def _launch(
-        self, channel: int, nbytes: int, buffers: object, launch: Callable[[], Sequence[dist.Work]]
-    ) -> Sequence[dist.Work]:
+        self, channel: int, nbytes: int, buffers: object, launch: Callable[[], Sequence[dist.Work | None]]
+    ) -> Sequence[dist.Work | None]:
         self._order.refuse_if_broken()
         if self._order.append(channel, nbytes):
             self.compare(channel)
@@ -152,15 +152,17 @@ class ProcessGroupTransport(Transport):
         with self._order.transfer(channel, buffers):
             return launch()
 
-    def _run(self, channel: int, tensor: Tensor, launch: Callable[[], dist.Work]) -> None:
+    def _run(self, channel: int, tensor: Tensor, launch: Callable[[], dist.Work | None]) -> None:
         self._wait(self._launch(channel, tensor.nbytes, tensor, lambda: [launch()]), channel, tensor)
 
-    def _wait(self, works: Sequence[dist.Work], channel: int, buffers: object) -> None:
+    def _wait(self, works: Sequence[dist.Work | None], channel: int, buffers: object) -> None:
         with self._order.transfer(channel, buffers):
             for work in works:
                 self._await(work)
 
-    def _await(self, work: dist.Work) -> None:
+    def _await(self, work: dist.Work | None) -> None:
+        if work is None:  # NCCL ran it on the current stream, and there is nothing to wait for
+            return
         if self._watchdog is None:
             work.wait()
             return
@@ -185,7 +187,7 @@ class Gloo(ProcessGroupTransport):
         works = self._launch(channel, full.nbytes, full, lambda: self._broadcasts(shards))
         return Handle(lambda: self._wait(works, channel, full))
 
-    def _broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work]:
+    def _broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work | None]:
         """Launches a broadcast of every shard from its owner."""
         return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
 
