@@ -38,7 +38,9 @@ class Group:
         self._free_at = 0.0
         self.launched: list[str] = []
 
-    def _run(self, what: str, reads: list[Tensor], writes: list[Tensor], how: Any, values: Callable[[], Any]) -> Work | None:
+    def _run(
+        self, what: str, reads: list[Tensor], writes: list[Tensor], how: Any, values: Callable[[], Any]
+    ) -> Work | None:
         beside = how.asyncOp or self._own_stream
         stream = self._own if beside else self._device.current_stream()
         if beside:
