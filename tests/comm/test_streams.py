@@ -60,6 +60,7 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("comm/streams.py", "beside", "result = launched.wait()"): "3",
     ("comm/streams.py", "finish", "waiting.wait_event(arrival)"): "3",
     ("comm/streams.py", "to_host", "self._reductions.wait_stream(self._current)"): "1 offloaded",
+    ("comm/streams.py", "to_host", "source.record_stream(self._reductions)"): "1 offloaded, with other strides",
     ("comm/streams.py", "release", "self._gathers.wait_stream(self._current)"): "3",
     ("comm/streams.py", "settle", "stream.record_event().synchronize()"): "3 offloaded",
     ("fsdp/backward.py", "_begin", "self._beside.begin()"): "3 written before backward",
@@ -72,6 +73,7 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("fsdp/beside.py", "settle", "streams.settle()"): "3 offloaded, a block by itself",
     ("fsdp/schedule.py", "_leave", "self._beside.settle()"): "3 offloaded, a block by itself",
     ("fsdp/unit.py", "settle", "group.settle()"): "3 offloaded",
+    ("fsdp/unit.py", "prepare_for_shard_gradient", "self.settle()"): "3 offloaded, with a penalty",
     ("fsdp/unit_gradients.py", "receive", "group.settle()"): "3 offloaded, accumulated",
     ("oss/exchange.py", "finish", "handle.wait()"): "2 in 16 bits",
     ("oss/shard_group.py", "finish_unshard", "handle.wait()"): "3",
@@ -83,7 +85,7 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
 """File, function and text of every line by which a stream or the host waits, and a scenario that needs it."""
 
 WAITING = re.compile(
-    r"\.(wait_stream|wait_event|synchronize)\(|(?<!_order)\.settle\(|(_beside|streams)\.(begin|release)\("
+    r"\.(wait_stream|wait_event|synchronize|record_stream)\(|(?<!_order)\.settle\(|(_beside|streams)\.(begin|release)\("
 )
 
 

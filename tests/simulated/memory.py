@@ -2,7 +2,8 @@
 
 An operator runs on the current stream. What it reads must have been written before, by the clocks of the streams, and
 what it writes must have been read before by whoever reads it. Freed memory goes to the stream that it was allocated on,
-as in torch's caching allocator, and may be what that stream allocates next: all that was done with it must come before.
+as in torch's caching allocator, and may be what that stream allocates next: all that was done with it must come before,
+but for what streams do that the memory was recorded on (`record_stream`): the allocator waits for these.
 A storage that was shrunk to nothing cannot be read or written, and once it has room again, not be read until written.
 """
 
@@ -38,6 +39,7 @@ class Block:
         self.writes: Accesses = {}
         self.reads: Accesses = {}
         self.readable = True
+        self.recorded: set[Stream] = set()
 
     def __contains__(self, other: Block) -> bool:
         return self.start <= other.start and other.start + other.nbytes <= self.start + self.nbytes
@@ -69,7 +71,15 @@ class Memory(TorchDispatchMode):
                 self._allocate(block)
             return result
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resized), self:
+        def record(tensor: Tensor, stream: Stream) -> None:
+            if self._device.waits_here():
+                self._block(tensor.untyped_storage()).recorded.add(stream)
+
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resized),
+            mock.patch.object(Tensor, "record_stream", record),
+            self,
+        ):
             yield
 
     def in_host_memory(self, tensor: Tensor) -> None:
@@ -165,9 +175,12 @@ class Memory(TorchDispatchMode):
     def _free(self, block: Block) -> None:
         if block.home is not None:
             freed = Block(block.name, block.home, 0, 0)
-            freed.reads, freed.writes = block.reads, block.writes
+            freed.reads, freed.writes = (
+                {stream: tick for stream, tick in accesses.items() if stream not in block.recorded}
+                for accesses in (block.reads, block.writes)
+            )
             self._freed.setdefault(block.home, []).append(freed)
-        block.reads, block.writes, block.nbytes = {}, {}, 0
+        block.reads, block.writes, block.nbytes, block.recorded = {}, {}, 0, set()
 
     def _allocate(self, block: Block) -> None:
         block.home = self._current

@@ -55,7 +55,7 @@ Step = Callable[[nn.Module, Any], None]
 
 def step(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
-    model(torch.ones(2, WIDTH)).sum().backward()
+    model(ones(model)).sum().backward()
     optimizer.step()
 
 
@@ -67,7 +67,8 @@ def wrapped(net: nn.Module, comm: Any, **options: Any) -> tuple[nn.Module, Any]:
 def stage_3(*, net: Callable[[], nn.Module] = Net, take: Step = step, world: int = WORLD, **options: Any) -> Any:
     def run(there: Simulated) -> None:
         comm = there.comm(min(RANK, world - 1), world)
-        groups = (comm, there.comm(0, 2)) if options.get("sharding_strategy") == "HYBRID_SHARD" else comm
+        hybrid = options.get("sharding_strategy") == "HYBRID_SHARD"
+        groups = (comm, there.comm(0, 2)) if hybrid else comm
         model, optimizer = wrapped(net(), groups, **options)
         for _ in range(3):
             take(model, optimizer)
@@ -75,11 +76,22 @@ def stage_3(*, net: Callable[[], nn.Module] = Net, take: Step = step, world: int
     return run
 
 
-def stage_2(*, bucket: int | None = None, take: Step = step, **options: Any) -> Any:
+OF_DDP = "overlap_param_gather", "reduce_fp16"
+
+
+def stage_2(
+    *,
+    bucket: int | None = None,
+    take: Step = step,
+    world: int = WORLD,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
+    of_ddp = {name: options.pop(name) for name in OF_DDP if name in options}
+
     def run(there: Simulated) -> None:
-        of_ddp = {name: options.pop(name) for name in ("overlap_param_gather", "reduce_fp16") if name in options}
-        net = Net()
-        optimizer = zero.OSS(net.parameters(), sgd, there.comm(RANK, WORLD), **options)
+        net = Net().to(dtype)
+        optimizer = zero.OSS(net.parameters(), sgd, there.comm(min(RANK, world - 1), world), **options)
         model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=bucket, **of_ddp)
         for _ in range(3):
             take(model, optimizer)
@@ -87,14 +99,40 @@ def stage_2(*, bucket: int | None = None, take: Step = step, **options: Any) -> 
     return run
 
 
-def stage_1(**options: Any) -> Any:
+def stage_1(*, take: Step = step, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     def run(there: Simulated) -> None:
-        net = Net()
+        net = Net().to(dtype)
         optimizer = zero.OSS(net.parameters(), sgd, there.comm(RANK, WORLD), **options)
         for _ in range(3):
-            step(net, optimizer)
+            take(net, optimizer)
 
     return run
+
+
+def ones(model: nn.Module) -> Tensor:
+    return torch.ones(2, WIDTH, dtype=next(model.parameters()).dtype)
+
+
+def with_other_strides(model: nn.Module, optimizer: Any) -> None:
+    """Gradients do not lie in memory as their parameters do, and memory is used again before the step."""
+    optimizer.zero_grad()
+    model(ones(model)).sum().backward()
+    for param in model.parameters():
+        if param.dim() == 2:
+            param.grad = param.grad.t().contiguous().t()
+    optimizer.step()
+
+
+def with_a_penalty(model: nn.Module, optimizer: Any) -> None:
+    """autograd adds the gradients of a penalty on shards while those of the units are brought to the CPU. On a GPU it
+    has a thread for each device; here that of a block that is complete begins where the other one ends."""
+    optimizer.zero_grad()
+    inputs = ones(model).requires_grad_()
+    loss = model(inputs).sum()
+    penalty = sum(param.square().sum() for name, param in model.named_parameters() if "blocks.1" in name)
+    inputs.register_hook(lambda _: penalty.backward())
+    loss.backward()
+    optimizer.step()
 
 
 def with_clipping(model: nn.Module, optimizer: Any) -> None:
@@ -196,6 +234,7 @@ class Averaging(nn.Sequential):
         return x
 
 
+INT8 = zero.Int8(block=8)
 HALF = MixedPrecision(param_dtype=torch.bfloat16)
 
 SCENARIOS: dict[str, Any] = {
@@ -207,6 +246,8 @@ SCENARIOS: dict[str, Any] = {
     "3, two units in flight": stage_3(prefetch=zero.Prefetch("BACKWARD_PRE", limit=2)),
     "3 kept": stage_3(reshard_after_forward=False),
     "3 hybrid": stage_3(sharding_strategy="HYBRID_SHARD"),
+    "3 at two levels": stage_3(sharding_strategy="HYBRID_SHARD", optimizer_sharding="all"),
+    "3 in 8 bits": stage_3(mixed_precision=MixedPrecision(param_wire=INT8, reduce_dtype=INT8)),
     "3 replicated": stage_3(sharding_strategy="NO_SHARD"),
     "3 in 16 bits": stage_3(mixed_precision=HALF),
     "3 full parameters": stage_3(partition="whole"),
@@ -225,11 +266,18 @@ SCENARIOS: dict[str, Any] = {
     "3 offloaded, some unused": stage_3(
         offload=zero.CPUOffload(), take=of_older_forwards, net=lambda: nn.Sequential(*(Sparing() for _ in range(2)))
     ),
+    "3 offloaded, with a penalty": stage_3(offload=zero.CPUOffload(), take=with_a_penalty),
     "3 stepped in backward": stage_3(take=stepped_in_backward),
     "3 offloaded, stepped in backward": stage_3(take=stepped_in_backward, offload=zero.CPUOffload()),
     "2 stepped in backward": stage_2(bucket=200, take=stepped_in_backward),
     "2 offloaded": stage_2(bucket=200, offload=zero.CPUOffload()),
     "2 offloaded, accumulated": stage_2(bucket=200, offload=zero.CPUOffload(), take=in_two_backwards),
+    "2 offloaded, one rank": stage_2(bucket=200, offload=zero.CPUOffload(), world=1),
+    "2 offloaded in 16 bits": stage_2(offload=zero.CPUOffload(), dtype=torch.bfloat16),
+    "2 with master weights": stage_2(master_dtype=torch.float32, dtype=torch.bfloat16),
+    "2 in 8 bits": stage_2(bucket=200, broadcast_fp16=INT8, reduce_fp16=INT8),
+    "1 offloaded, with other strides": stage_1(offload=zero.CPUOffload(), take=with_other_strides),
+    "1 with master weights": stage_1(master_dtype=torch.float32, dtype=torch.bfloat16),
     "1 offloaded": stage_1(offload=zero.CPUOffload()),
     "2": stage_2(),
     "2 in small buckets": stage_2(bucket=200, take=with_clipping),

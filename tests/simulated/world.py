@@ -32,7 +32,7 @@ class SimulatedLink(Link):
     """What hosts compare passes among them; what is on the device goes by the group that is not there."""
 
     def __init__(self, simulated: Simulated, rank: int, world: int) -> None:
-        self.rank, self.world, self.order = rank, world, Order(rank, world)
+        self.simulated, self.rank, self.world, self.order = simulated, rank, world, Order(rank, world)
         self._checks = Rehearsal(self.order, rank, world, "gloo")
         groups = [
             Group(simulated.device, simulated.memory, world, simulated.transfer, own_stream=simulated.own_stream)
@@ -87,11 +87,19 @@ def simulated(
     with mock.patch("torch.get_device_module", return_value=device):
         streams = Streams(torch.device("cuda:0"))
     with ExitStack() as stack:
-        for module in ("zero.oss.shard_group", "zero.oss.masters"):
-            stack.enter_context(mock.patch(f"{module}.streams_of", lambda _: streams))  # noqa: PT008 - a mock keeps it
+        of_all = mock.patch("zero.oss.shard_group.streams_of", lambda _: streams)  # noqa: PT008 - a mock keeps the tensor
+        stack.enter_context(of_all)
         _tell_devices_apart(device, memory, stack)
+        stack.enter_context(mock.patch.object(Comm, "grid", _grid))
         stack.enter_context(memory.watching())
         yield Simulated(device, memory, transfer, own_stream, [])
+
+
+def _grid(within: Comm, across: Comm) -> Comm:
+    """Comm.grid, which asks torch for a group."""
+    link = within._link
+    assert isinstance(link, SimulatedLink)
+    return link.simulated.comm(within.rank * across.world + across.rank, within.world * across.world)
 
 
 def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:

@@ -14,7 +14,8 @@ Memory belongs to the stream that allocated it. That stream may use it again as 
     messages      computing    they are kept until the computing stream waits for the transfer
     sums          reductions   this stream waits, before it allocates them, for all computing so far
 
-So `record_stream` is not needed: it would free memory only once the host has found that the device no longer uses it.
+So only gradients that are copied to the memory of the CPU need `record_stream`, as whoever computed them may drop them.
+It frees memory only once the host has found that the device no longer uses it.
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ class Streams(NoStreams):
     def to_host(self, source: Tensor, to: Tensor) -> None:
         """Launches a copy to a tensor on the CPU, after the computing so far."""
         self._reductions.wait_stream(self._current)
+        source.record_stream(self._reductions)  # it may be a copy that the computing stream allocated, and dropped next
         with self._module.stream(self._reductions):
             to.copy_(source.to(to.dtype), non_blocking=True)
         self._at_host.add(self._reductions)

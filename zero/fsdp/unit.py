@@ -245,6 +245,7 @@ class Unit:
                 "such as a penalty, was computed from it before the forward of the model. Compute it after: "
                 "loss = criterion(model(inputs), targets) + penalty."
             )
+        self.settle()  # `param.grad` may be on its way to the memory of the CPU
         self.gradients.prepare_for_shard_gradient(param)
 
     def interrupt(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.comm.streams import apart, streams_of
+from zero.comm.streams import apart
 from zero.oss.offload import ShardStore
 from zero.oss.shard_group import ShardGroup
 
@@ -40,8 +40,11 @@ class Masters:
             shard = shard.to(self._dtype)
         elif self.store is None or self.store.has(shard):
             return shard
-        self._stepped[group] = shard if self.store is None else self.store.place(shard)
-        return self._stepped[group]
+        if self.store is not None:
+            shard = self.store.place(shard)
+            group.use_streams()
+        self._stepped[group] = shard
+        return shard
 
     def _is_wider(self, group: ShardGroup) -> bool:
         return (
@@ -90,9 +93,9 @@ class Masters:
     def bring(self, group: ShardGroup, gradient: Tensor) -> Tensor:
         """Converts a gradient of the shard to the dtype and device of the stepped tensor. The copy may be on its way
         until `arrive`."""
-        stepped, streams = self._stepped.get(group, group.shard), streams_of(gradient)
-        brought = streams.bring(gradient, stepped)
-        if apart(gradient, stepped) and (departure := streams.departure()) is not None:
+        stepped = self._stepped.get(group, group.shard)
+        brought = group.streams.bring(gradient, stepped)
+        if apart(gradient, stepped) and (departure := group.streams.departure()) is not None:
             self._on_their_way[group] = departure
         return brought
 

@@ -146,6 +146,11 @@ class ShardGroup:
             self._become(GroupState.SHARDED)
             self._leave_shard()
 
+    def use_streams(self) -> None:
+        """Runs transfers on the device's streams even where those of the process group do not overlap: what is stepped
+        in place of the shards lies in the memory of the CPU."""
+        self.streams = streams_of(self.full)
+
     def __repr__(self) -> str:
         return f"ShardGroup({len(self.params)} x {self.full.dtype}, {self.state.value}, {self.layout.world} ranks)"
 
