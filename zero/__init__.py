@@ -18,7 +18,7 @@ from zero.oss import OSS, GradScaler
 from zero.oss.announce import show_as_asked
 from zero.plan import plan
 from zero.report import Report, report
-from zero.scripts import ParameterCount, count_parameters, full_state_dict, unwrap
+from zero.scripts import ParameterCount, count_parameters, full_state_dict, grad_norm, unwrap
 from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.step_in_backward import step_in_backward
@@ -48,6 +48,7 @@ __all__ = [
     "Traffic",
     "count_parameters",
     "full_state_dict",
+    "grad_norm",
     "join",
     "plan",
     "report",

@@ -1,4 +1,4 @@
-"""For scripts, at any stage: a model's full weights, its number of parameters, and the plain module back."""
+"""For scripts, at any stage: full weights, the norm of gradients, the number of parameters, and the plain module."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from zero._torch import children_of, uncompiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import Recipient, full_weights
 from zero.fsdp.summon import units_of
+from zero.oss import OSS
 from zero.sdp import ShardedDDP
 
 
@@ -75,6 +78,23 @@ def count_parameters(model: nn.Module) -> ParameterCount:
         sum(full.get(param, param.numel()) for param in params if param.requires_grad),
         sum(own.get(param, param.numel()) for param in params),
     )
+
+
+def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+    """Collective at stages 1 to 3. The norm of all gradients, as one vector, 0-dim, the same on every rank.
+
+    Call it on every rank between backward and step, also at stage 0. At stages 2 and 3 a rank has shards of gradients
+    only: a norm that is computed from `param.grad` is another one at stage 3, and an error at stage 2.
+
+    model, optimizer: those that train. norm_type: 1, 2, any p > 0, or inf.
+    """
+    wrapped = uncompiled(model)
+    if isinstance(wrapped, FSDP):
+        return wrapped.grad_norm(norm_type)
+    if isinstance(optimizer, OSS):
+        return optimizer.grad_norm(norm_type)
+    gradients = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    return get_total_norm(gradients, norm_type)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -26,7 +26,8 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer: the OSS, or at stage 3 a torch optimizer of all trained parameters, that treats each element by itself.
 
     What needs all gradients at once raises RuntimeError from then on: clipping by the norm, zero.GradScaler, no_sync, a
-    second backward before `step`, a hook before the step. torch.nn.utils.clip_grad_norm_ finds no gradients.
+    second backward before `step`, a hook before the step. torch.nn.utils.clip_grad_norm_ raises at stage 2; at
+    stage 3 it finds no gradients.
     Raises ValueError for other models and optimizers, and where it was called before.
     """
     model = uncompiled(model)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
@@ -324,6 +325,45 @@ def kept_root(rank: int, world: int) -> None:
 
 def test_a_model_of_a_class_that_is_kept_in_float32():
     ranks.run(kept_root)
+
+
+class Recomputed(Net):
+    """Gives blocks, which checkpoint computes again, float32 beside 16 bits, as rotary tables and masks are."""
+
+    checkpointed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(self.first.weight.dtype))
+        for block in self.blocks:
+            more = [x.float().exp() / 7]
+            x = checkpoint(block, x, more=more, use_reentrant=False) if self.checkpointed else block(x, more=more)
+        return self.head(x)
+
+
+def recomputed(rank: int, world: int) -> None:
+    weights = []
+    for checkpointed in (True, False):
+        net = Recomputed()
+        for block in net.blocks:
+            block.register_forward_pre_hook(expect_cast, with_kwargs=True)
+        net.checkpointed = checkpointed
+        model = zero.FSDP(net, mixed_precision=Precision(param_dtype=BF16), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_on(rank, step)(model).backward()
+            optimizer.step()
+        weights.append(model.state_dict())
+    expected, found = weights
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def expect_cast(block: nn.Module, args: Any, kwargs: Any) -> None:
+    assert kwargs["more"][0].dtype == BF16, "an input in float32 was not cast"
+
+
+def test_units_that_are_computed_again_cast_their_inputs_as_in_forward():
+    ranks.run(recomputed)
 
 
 class Integers(nn.Module):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
 import zero.integrations.lightning
-from zero.integrations.lightning import MemoryCallback
+from zero.integrations.lightning import GradNormCallback, MemoryCallback
 
 WIDTH = 8
 BATCHES = 4
@@ -188,11 +188,13 @@ def all_cases(rank: int, world: int, stage: int) -> dict[str, Any]:
     """fit, which validates, then test and predict of what is left."""
     found = {}
     for name, (kind, options) in CASES.items():
-        module = kind()
-        run = trainer(rank, world, strategy(stage), **options())
+        module, norms = kind(), GradNormCallback(every=1)
+        run = trainer(rank, world, strategy(stage), **options(), callbacks=[norms] if "clipped" in name else [])
         torch.manual_seed(rank)
         run.fit(module)
         values = [run.callback_metrics["val_loss"].item(), run.optimizers[0].param_groups[0]["lr"]]
+        if "clipped" in name:
+            values.append(norms.norm)
         if name == "plain":
             values += [run.test(module, verbose=False), run.predict(module), run.validate(module, verbose=False)]
         found[name] = record(module, values)

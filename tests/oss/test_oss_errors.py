@@ -323,6 +323,23 @@ def test_a_model_changed_after_construction_is_noticed_at_the_next_step(name):
         assert "Move and cast the model first, then build OSS" in told
 
 
+def _moved_on_one_rank(rank, world):
+    """Waits for nobody longer than it takes to see that the ranks do different things."""
+    model = built()
+    optimizer = OSS(model.named_parameters(), SGD, lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    if rank == 1:
+        model.half()
+    return refusal(optimizer.step)
+
+
+def test_a_model_cast_on_one_rank_ends_the_step_on_every_rank():
+    here, there = ranks.run(_moved_on_one_rank, 2, timeout=8)
+    assert "was moved, cast or given other data after OSS was built" in there
+    assert "rank 1 in a step of OSS that it refuses, as parameters were moved" in here
+
+
 def _swapped(groups):
     params = groups[0]["params"]
     params[0], params[1] = params[1], params[0]

@@ -60,6 +60,7 @@ from zero._torch.tensors import (
     load_plain_values,
     multiply_all,
     norms_of,
+    without_memory,
     wrap_others,
     wraps_others,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "timeout_of",
     "uncompiled",
     "warn_if_untested",
+    "without_memory",
     "without_optimizer_hooks",
     "without_values",
     "wrap_others",

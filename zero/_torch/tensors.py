@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _python_dispatch, _pytree
 
 from zero._torch.fake import has_values
+
+_Kind = TypeVar("_Kind", bound=Tensor)
 
 
 def copy_all(into: list[Tensor], tensors: list[Tensor]) -> None:
@@ -54,6 +56,14 @@ def wraps_others(tensor: Tensor) -> bool:
 def wrap_others(kinds: Iterable[type]) -> bool:
     """Whether any of the classes wraps other tensors."""
     return any(_python_dispatch.is_traceable_wrapper_subclass_type(kind) for kind in kinds)
+
+
+def without_memory(kind: type[_Kind], like: Tensor, **cast: Any) -> _Kind:
+    """A tensor of a class of one's own, with the shape of another, and its dtype and device but for `cast`; it has no
+    memory."""
+    cast = {"dtype": like.dtype, "device": like.device, **cast}
+    made: _Kind = Tensor._make_wrapper_subclass(kind, like.shape, like.stride(), **cast)
+    return made
 
 
 def leaves(value: Any) -> Iterable[Any]:

@@ -263,15 +263,23 @@ class FSDP(Weights):
         Returns the norm before scaling, 0-dim, equal on every rank. norm_type: 1, 2, any p > 0, or inf. Use it instead
         of torch.nn.utils.clip_grad_norm_, which sees this rank's shards only.
         """
+        total = self.grad_norm(norm_type)
+        with self._guard.scaling_alike():
+            norm.clip([param.grad for param in self._index if param.grad is not None], total, float(max_norm))
+        return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Collective. Returns the norm of all gradients, as one vector over all ranks, 0-dim, equal on every rank.
+
+        Call it between backward and step: a norm of `param.grad` is that of this rank's shards. norm_type: as of
+        `clip_grad_norm_`.
+        """
         if self._backward.steps is not None:
-            refuse("clipping by the norm of all gradients", "Step after backward, or clip values in hooks.")
+            refuse("the norm of all gradients", "Step after backward, or clip values in hooks.")
         params = [*self._index]
         shards = [param.grad for param in params if param.grad is not None]
         dtypes = {param.dtype for param in params}
-        total = norm.total_norm(shards, self._comm, float(norm_type), params[0].device, dtypes)
-        with self._guard.scaling_alike():
-            norm.clip(shards, total, float(max_norm))
-        return total
+        return norm.total_norm(shards, self._comm, float(norm_type), params[0].device, dtypes)
 
     def step_in_backward(self, optimizer: Optimizer) -> None:
         """See zero.step_in_backward. Raises ValueError under the same conditions."""

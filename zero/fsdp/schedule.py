@@ -87,8 +87,9 @@ class Schedule:
         def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._backward.active and not in_a_backward():
                 self._abandon()
-            if unit.state is TrainingState.BACKWARD:
-                return None  # activation checkpointing computes the forward again, and backward has unsharded the unit
+            root = unit is self._root
+            if unit.state is TrainingState.BACKWARD:  # activation checkpointing computes the forward again
+                return unit.precision.cast_inputs(module, (args, kwargs), root=root) if module is unit.module else None
             if unit.summoned:
                 _refuse_to_train_summoned(unit)
                 return None
@@ -101,7 +102,7 @@ class Schedule:
             self._forwards_begun += 1
             call = Call(self._forwards_begun, shares_casts=self._casts.shared)
             unit.running.append(call)
-            args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
+            args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=root)
             self._expect_backward(unit, call, args, kwargs)
             return args, kwargs
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from zero.oss.shard_group import ShardGroup
+from zero.oss.shown_gradients import full_gradient
 
 
 def take_gradients(
@@ -66,5 +67,6 @@ def refuse_unreduced(groups: Sequence[ShardGroup]) -> None:
 def _gradients(groups: Sequence[ShardGroup]) -> Iterator[tuple[str, Tensor]]:
     for group in groups:
         for param, name in zip(group.params, group.names, strict=True):
-            if param.grad is not None:
-                yield name, param.grad
+            gradient = full_gradient(param)
+            if gradient is not None:
+                yield name, gradient

@@ -17,8 +17,8 @@ from zero.oss.optimizer import OSS
 class GradScaler(TorchGradScaler):
     """torch.amp.GradScaler for every stage: an inf or NaN in any rank's shard skips the step on all ranks.
 
-    torch's GradScaler reads `param.grad`, which is None at stage 2 and this rank's shard at stage 3. At stage 1, where
-    DistributedDataParallel averages full gradients, torch's works as well as this one.
+    torch's GradScaler reads `param.grad`, which has no values at stage 2 and is this rank's shard at stage 3. At
+    stage 1, where DistributedDataParallel averages full gradients, torch's works as well as this one.
 
     device: "cuda" or "cpu".
     process_group: of the optimizers at stage 3, by default all ranks. An OSS has its own.

@@ -22,6 +22,7 @@ class StepChecks:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._edited = comm.channel("a step of OSS that it refuses, as its param_groups were edited")
+        self._moved = comm.channel("a step of OSS that it refuses, as parameters were moved or given other data")
         self._steps_without_gradients = 0
         self._looked_around = False
 
@@ -34,6 +35,15 @@ class StepChecks:
                     f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
                     "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
                 )
+
+    def refuse_moved_anywhere(self, groups: Sequence[ShardGroup]) -> None:
+        """See refuse_moved; the other ranks raise, too, in the operation in which they wait for this one."""
+        try:
+            self.refuse_moved(groups)
+        except RuntimeError:
+            with suppress(RuntimeError):
+                self._comm.agree(self._moved)
+            raise
 
     def refuse_edits(self, shards: OwnedShards, param_groups: list[dict[str, Any]]) -> None:
         """Raises RuntimeError, on every rank, where the groups no longer hold the parameters that were laid out."""

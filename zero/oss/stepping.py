@@ -32,6 +32,7 @@ from zero.oss.joining import NO_JOIN, Joining
 from zero.oss.scaling import Scaling
 from zero.oss.shard_group import ShardGroup
 from zero.oss.sharded_optimizer import ShardedOptimizer
+from zero.oss.shown_gradients import ShownGradients
 from zero.oss.step_checks import StepChecks
 from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
 
@@ -51,6 +52,8 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
     def __init__(self, groups: list[dict[str, Any]], agreed: Agreed | None, *, writes_frozen: bool) -> None:
         self._agreed, self._writes_frozen = agreed, writes_frozen
         self.gradients_arrive_sharded = False
+        self.shown_gradients = ShownGradients(self.part)
+        """What `param.grad` shows after a backward of ShardedDDP."""
         self._leaves_gathers = False
         self._in_backward: InBackward | None = None
         self._checks = StepChecks(self._comm)
@@ -128,6 +131,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         joined: this rank has no data left, and gets the gradients of other ranks.
         """
         self._refuse_changes()
+        self.shown_gradients.drop_cleared()
         if self.gradients_arrive_sharded:
             self._checks.refuse_wrapped(self, self.optim)
         if not joined:
@@ -229,8 +233,8 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         return self.shard_groups[::-1] if self._writes_frozen else self._shards.trained_groups()
 
     def _refuse_changes(self) -> None:
+        self._checks.refuse_moved_anywhere(self.shard_groups)
         self.finish_gathers()
-        self._checks.refuse_moved(self.shard_groups)
         self._checks.refuse_edits(self._shards, self.param_groups)
 
     def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
@@ -298,22 +302,28 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
 
         Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
         """
+        total = self.grad_norm(norm_type)
+        full = [param.grad for param in self._shards if param.grad is not None]
+        norm.clip(self._shards.gradients() if self.gradients_arrive_sharded else full, total, float(max_norm))
+        return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Collective. Returns the norm of all gradients, as one vector, 0-dim, the same on every rank.
+
+        Call it between backward and step. norm_type: as of `clip_grad_norm`.
+        """
         if self._in_backward is not None:
-            refuse("clipping by the norm of all gradients", "Step after backward, or clip values in hooks.")
-        if self.gradients_arrive_sharded:
-            refuse_unreduced(self.shard_groups)
-            owned = self._shards.gradients()
-        else:
-            owned = shares(self.shard_groups)
+            refuse("the norm of all gradients", "Step after backward, or clip values in hooks.")
         device = self.shard_groups[0].full.device
         dtypes = {shard.dtype for shard in self._shards.values()}
-        full = [param.grad for param in self._shards if param.grad is not None]
+        if self.gradients_arrive_sharded:
+            self.shown_gradients.drop_cleared()
+            refuse_unreduced(self.shard_groups)
+            return norm.total_norm(self._shards.gradients(), self._comm, float(norm_type), device, dtypes)
         if self._joining.within(self):  # ranks that have joined do not call this
-            total = norm.total_norm(full, Comm.alone(), float(norm_type), device, dtypes)
-        else:
-            total = norm.total_norm(owned, self._comm, float(norm_type), device, dtypes)
-        norm.clip(owned if self.gradients_arrive_sharded else full, total, float(max_norm))
-        return total
+            full = [param.grad for param in self._shards if param.grad is not None]
+            return norm.total_norm(full, Comm.alone(), float(norm_type), device, dtypes)
+        return norm.total_norm(shares(self.shard_groups), self._comm, float(norm_type), device, dtypes)
 
     def scaler_steps(self) -> None:
         """Raises RuntimeError inside of torch's Join."""

@@ -21,6 +21,7 @@ from zero.comm.traffic import traffic
 from zero.fsdp import FSDP, Prefetch
 from zero.oss import OSS
 from zero.oss.shard_group import ShardGroup
+from zero.oss.shown_gradients import full_gradient
 from zero.plan.averaging import Averaged
 from zero.plan.hardware import Group
 from zero.plan.meter import nbytes
@@ -251,7 +252,7 @@ def _held(built: Built) -> dict[str, int]:
     params = [*built.model.parameters(), *(group.full for group in groups if group.full.untyped_storage().nbytes())]
     params += [group.exchange.node_shard for group in groups if group.exchange.node_shard is not None]
     both = [*params, *stepped]
-    gradients = [param.grad for param in both if param.grad is not None]
+    gradients = [gradient for param in both if (gradient := full_gradient(param)) is not None]
     state = [
         value for entries in built.stepped.state.values() for value in entries.values() if isinstance(value, Tensor)
     ]

@@ -16,6 +16,7 @@ from zero.fsdp import FSDP
 from zero.fsdp.summon import summons_of
 from zero.fsdp.unit import Unit
 from zero.oss import OSS, leaves
+from zero.oss.shown_gradients import full_gradient
 from zero.plan.meter import nbytes
 from zero.plan.result import TITLES, Cost
 from zero.report.planned import planned_for
@@ -124,7 +125,7 @@ def _resident(inner: nn.Module, optimizers: Sequence[Optimizer], sharding: Seque
     both = [*inner.parameters(), *stepped]
     return {
         "parameters": nbytes(parameters),
-        "gradients": nbytes(param.grad for param in both if param.grad is not None),
+        "gradients": nbytes(grad for param in both if (grad := full_gradient(param)) is not None),
         "optimizer": nbytes(state) + masters,
     }
 

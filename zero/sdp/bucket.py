@@ -49,6 +49,7 @@ class GradBucket:
     `trained`: positions of the parameters that have gradients.
     `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
     `missing`: whether this rank has sent zeros for some parameter since then.
+    `reduced`: positions of the parameters that got a gradient on any rank in the last backward that `decide` has ended.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class GradBucket:
         self.taken_bytes = 0
         self.used: set[int] = set()
         self.missing = False
+        self.reduced: set[int] = set()
         self._sent: frozenset[int] = frozenset()
         """Positions of the parameters that this rank sent gradients of in the reduce in flight."""
         self._undecided: dict[int, list[Tensor]] = {}
@@ -167,6 +169,7 @@ class GradBucket:
         for index, gradients in self._undecided.items():
             for gradient in gradients if used[index] else ():
                 self._destination.receive(self.group, {index: gradient})
+        self.reduced = self.used.union(index for index, anywhere in used.items() if anywhere)
         self._forget_usage()
 
     def abandon(self) -> None:

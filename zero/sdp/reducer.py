@@ -19,6 +19,7 @@ from zero.comm.streams import Streams
 from zero.oss.optimizer import OSS
 from zero.oss.places import Place
 from zero.oss.shard_group import ShardGroup
+from zero.oss.shown_gradients import ShownGradients
 from zero.sdp.bucket import GradBucket
 from zero.sdp.gathers import finish_all
 from zero.sdp.tensors import nearest_leaf, tensors_in
@@ -45,7 +46,7 @@ class Reducer:
         self._numbers: dict[ShardGroup, int] = {}
         self._end = End([comm], f"the end of a backward of ShardedDDP({type(module).__name__})")
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        finalize(self, _remove, self._hooks)
+        finalize(self, _let_go, self._hooks, [optimizer.shown_gradients for optimizer in optimizers])
         self._hooks_on_leaves: list[RemovableHandle] = []
         self._trained_in_forward: set[Tensor] = set()
         """Parameters that required gradients in a forward since the last backward; they may be frozen by now."""
@@ -79,6 +80,8 @@ class Reducer:
     def before_forward(self) -> None:
         if self._retired is not None:
             raise RuntimeError(self._retired.format("ShardedDDP"))
+        if torch.is_grad_enabled():
+            self._hide_gradients()
         if self._in_backward and not in_a_backward():
             self._abandon()
         if not self._in_backward:
@@ -118,6 +121,15 @@ class Reducer:
         if any(changed):
             trained = [bucket.group.names[index] for bucket in self._buckets for index in bucket.trained]
             self._comm.compare("the parameters that are trained", trained)
+
+    def _hide_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.shown_gradients.hide()
+
+    def _show_gradients(self) -> None:
+        for bucket, owner in zip(self._buckets, self._owners, strict=True):
+            params, names = bucket.group.params, bucket.group.names
+            owner.shown_gradients.show((params[index], names[index]) for index in bucket.reduced)
 
     def retire(self, reason: str) -> None:
         """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""
@@ -201,6 +213,7 @@ class Reducer:
         self._end.reach(self._buckets)
         for optimizer in self._optimizers:
             optimizer.backward_ends()
+        self._show_gradients()
         self._launched = 0
         self._in_backward = False
 
@@ -211,6 +224,7 @@ class Reducer:
         self._finish()
 
     def _begin_reducing(self) -> None:
+        self._hide_gradients()
         self._update_trained()
         for optimizer in self._optimizers:
             optimizer.backward_begins()
@@ -241,6 +255,13 @@ _REPLACED = (
 
 _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The Reducer that takes the gradients of a parameter, by parameter."""
+
+
+def _let_go(hooks: dict[Tensor, RemovableHandle], shown: Sequence[ShownGradients]) -> None:
+    """Leaves plain parameters, for whoever trains the module without the wrapper."""
+    _remove(hooks)
+    for gradients in shown:
+        gradients.hide()
 
 
 def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:

@@ -37,8 +37,9 @@ class ShardedDDP(Wrapper):
         optimizer = OSS(model.parameters(), optim=torch.optim.Adam, lr=1e-3)
         model = ShardedDDP(model, optimizer)
 
-    After backward `param.grad` is None on every rank. The optimizer holds the averaged gradient of this rank's shards
-    (`optimizer.part(param).grad`); call its `step` and `zero_grad` as usual.
+    After backward `param.grad` has no values on any rank: what computes with it, such as torch's `clip_grad_norm_`,
+    raises RuntimeError. The optimizer holds the averaged gradient of this rank's shards (`optimizer.part(param).grad`);
+    call its `step`, `zero_grad` and `clip_grad_norm` as usual. `param.grad = None` drops the gradient, too.
 
     module: the model. Its attributes can be read through the wrapper.
     sharded_optimizer: the OSS, or several OSS that together hold every trained parameter of the module.
@@ -178,6 +179,8 @@ class ShardedDDP(Wrapper):
         """
         if any(map(steps_in_backward, self._optimizers)):
             refuse("no_sync()", "Step after backward to accumulate.")
+        for optimizer in self._optimizers:
+            optimizer.shown_gradients.hide()
         before, self._reducer.active = self._reducer.active, False
         try:
             yield

@@ -15,6 +15,7 @@ METHODS = {
     "unscale_": True,
     "clip_grad_norm": True,
     "clip_grad_norm_": True,
+    "grad_norm": True,
     "reduce": True,
     "sync_buffers": True,
     "update": False,

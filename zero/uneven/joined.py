@@ -29,6 +29,7 @@ from zero._torch import at_end_of_backward, keeps_graph, writes_into, writes_so_
 from zero.fsdp import FSDP
 from zero.oss import OSS
 from zero.oss.joining import plain_options, take_options
+from zero.oss.shown_gradients import full_gradient
 from zero.uneven.calls import METHODS, as_plain, from_plain, replace, sends
 from zero.uneven.ranks import Message, Ranks, problem_in
 from zero.uneven.repeat import Call, Repeat, outputs_in
@@ -150,11 +151,11 @@ class Joined:
     def _gradients(self) -> tuple[int, int, int]:
         """The number of gradients, the sum of their addresses, and how often they were written into."""
         found = [
-            param.grad
+            gradient
             for one in self._optimizers
             for optimizer in ((one, one.optim) if isinstance(one, OSS) else (one,))
             for param in _params(optimizer)
-            if param.grad is not None
+            if (gradient := full_gradient(param)) is not None
         ]
         return len(found), sum(gradient.data_ptr() for gradient in found), writes_so_far(found)
 

@@ -9,6 +9,7 @@ sharding    wrapping, clipping, loss scaling and sharded checkpoints, for both
 trainer     ZeroStrategy
 fabric      ZeroFabricStrategy
 memory      MemoryCallback
+norms       GradNormCallback
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -16,6 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from zero.integrations.lightning.fabric import ZeroFabricStrategy
 from zero.integrations.lightning.memory import MemoryCallback
+from zero.integrations.lightning.norms import GradNormCallback
 from zero.integrations.lightning.trainer import ZeroStrategy
 
 for _stage in (1, 2, 3):
@@ -23,4 +25,4 @@ for _stage in (1, 2, 3):
     StrategyRegistry.register(f"zero_stage_{_stage}", ZeroStrategy, _title, override=True, stage=_stage)
     STRATEGY_REGISTRY.register(f"zero_stage_{_stage}", ZeroFabricStrategy, _title, override=True, stage=_stage)
 
-__all__ = ["MemoryCallback", "ZeroFabricStrategy", "ZeroStrategy"]
+__all__ = ["GradNormCallback", "MemoryCallback", "ZeroFabricStrategy", "ZeroStrategy"]

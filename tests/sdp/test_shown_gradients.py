@@ -1,0 +1,168 @@
+"""What `param.grad` shows after a backward of ShardedDDP: that there is a gradient, of which each rank has a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ranks
+from atstage import at_stage, weights
+from models import OPTIMIZERS
+from sidebyside import data, sgd
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """`spare` is used by rank 1 alone, `unused` by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.spare, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, spare: bool = False) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(self.spare(x) if spare else x)
+
+
+def built() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def backward(model: nn.Module, rank: int, step: int = 0, *, spare: bool = False) -> None:
+    model(data(4, WIDTH, rank=rank, step=step), spare=spare).square().mean().backward()
+
+
+# ------------------------------------------------------------------------------------------------------- reading it
+
+
+def clip_by_norm(model: nn.Module, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clip_by_value(model: nn.Module, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+
+
+def norm_by_hand(model: nn.Module, optimizer: Any) -> None:
+    sum(param.grad.norm() ** 2 for param in model.parameters() if param.grad is not None)
+
+
+def norm_of_data(model: nn.Module, optimizer: Any) -> None:
+    [param.grad.data.abs().max() for param in model.parameters() if param.grad is not None]
+
+
+def unscale_by_torch(model: nn.Module, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+def step_by_torch(model: nn.Module, optimizer: Any) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+READERS = [clip_by_norm, clip_by_value, norm_by_hand, norm_of_data, unscale_by_torch, step_by_torch]
+
+
+def read(rank: int, world: int, reader: Callable[[nn.Module, Any], None]) -> None:
+    model, optimizer = at_stage(2, built(), sgd)
+    backward(model, rank)
+    reader(model, optimizer)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_computes_with_it_is_told_what_to_call(reader):
+    words = ["has no full gradient after a backward of ShardedDDP", r"optimizer\.clip_grad_norm", r"zero\.grad_norm"]
+    ranks.expect_error(read, 2, RuntimeError, *words, args=(reader,))
+
+
+def shown(rank: int, world: int) -> dict[str, tuple[Any, ...] | None]:
+    model, _ = at_stage(2, built(), sgd)
+    backward(model, rank, spare=rank == 1)
+    assert "first.weight" in repr(model.module.first.weight.grad)
+    return {
+        name: None if (grad := param.grad) is None else (grad.shape, grad.dtype, grad.device, grad.is_sparse)
+        for name, param in model.named_parameters()
+    }
+
+
+def test_it_is_there_on_every_rank_if_any_rank_used_the_parameter():
+    plain = built()
+    for found in ranks.run(shown, 2):
+        for name, param in plain.named_parameters():
+            expected = None if "unused" in name else (param.shape, param.dtype, param.device, False)
+            assert found[name] == expected, name
+
+
+# ------------------------------------------------------------------------------------------------------ clearing it
+
+
+def clear_by_hand(model: nn.Module, optimizer: Any, step: int) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def clear_module(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.module.zero_grad()
+
+
+def zero_by_hand(model: nn.Module, optimizer: Any, step: int) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+def keep_zeros(model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def clear_one_layer(model: nn.Module, optimizer: Any, step: int) -> None:
+    """Between backward and step, as self-distillation does with its last layer in the first epoch."""
+    if step % 2:
+        for param in model.module.last.parameters():
+            param.grad = None
+
+
+def accumulate_after(model: nn.Module, optimizer: Any, step: int) -> None:
+    """A backward under no_sync comes after one that was reduced, and another that is reduced after it."""
+    if step % 2 == 0:
+        with model.no_sync():
+            backward(model, 0, 100 + step)
+        backward(model, 1, 200 + step)
+
+
+WAYS = [clear_by_hand, clear_module, zero_by_hand, keep_zeros, clear_one_layer, accumulate_after]
+
+
+def cleared(rank: int, world: int, way: Callable[[nn.Module, Any, int], None], name: str) -> None:
+    nets = [built() for _ in range(2)]
+    for net in nets:
+        for part in (net.unused, net.spare):  # DistributedDataParallel would wait for these
+            part.requires_grad_(False)
+    pairs = [at_stage(stage, net, OPTIMIZERS[name]) for stage, net in zip((0, 2), nets, strict=True)]
+    for step in range(4):
+        for model, optimizer in pairs:
+            backward(model, rank, step)
+            way(model, optimizer, step)
+            if way not in (clear_one_layer, accumulate_after):
+                backward(model, rank, 10 + step)
+            optimizer.step()
+            if way in (clear_one_layer, accumulate_after):
+                optimizer.zero_grad()
+        expected, found = (weights(model) for model, _ in pairs)
+        off = 1e-6 if way is accumulate_after else 0.0  # where DDP averages a second time what it has averaged
+        different = [name for name in expected if (expected[name] - found[name]).abs().max() > off]
+        assert not different, f"step {step}: {different}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_clearing_it_by_hand_clears_the_shards_as_with_ddp(way, name):
+    ranks.run(cleared, 2, args=(way, name))
