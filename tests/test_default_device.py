@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -210,6 +210,35 @@ def halves(rank: int, folder: str, stage: int) -> Any:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_mixed_precision_does_not_depend_on_the_default_device(stage):
     ranks.run(compared, args=(halves, stage))
+
+
+class Waves(nn.Module):
+    """Computes its first values on the default device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(13))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.weight.data.copy_(torch.linspace(0, 3, 13).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def built_without_values(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        model = zero.FSDP(nn.Sequential(Waves(), Waves()))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(batch(rank, 0).inputs[0]).sum().backward()
+        found = zero.full_state_dict(model)
+        optimizer.step()
+    same(found, nn.Sequential(Waves(), Waves()).state_dict())
+
+
+def test_a_model_built_and_sharded_where_new_tensors_have_no_values_gets_its_own():
+    ranks.run(built_without_values)
 
 
 # -------------------------------------------------------------------------------------------------------- full tensors
