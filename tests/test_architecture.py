@@ -6,6 +6,7 @@
 3. One folder uses torch's private names.
 4. Nothing is attached to the user's parameters and modules, and no dictionary is keyed by `id(...)`.
 5. No pickle is loaded, but by torch.load(weights_only=True).
+6. Every new tensor is told its device: the user's default device may be any.
 """
 
 import ast
@@ -24,6 +25,12 @@ PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "mar
 PYTHONS_OWN = {"_getframe", "_fields", "_replace", "_asdict"}
 OTHER_LIBRARIES = {"_no_split_modules", "_is_fsdp_managed_module"}
 """Private names of what zero/integrations/ knows."""
+FACTORIES = re.compile(
+    r"torch\.(arange|as_tensor|asarray|(bartlett|blackman|hamming|hann|kaiser)_window|empty(_permuted|_quantized|_strided)?"
+    r"|eye|fft\.r?fftfreq|full|Generator|(lin|log)space|nested\.nested_tensor|ones|rand(int|n|perm)?|range|scalar_tensor"
+    r"|sparse_\w+_tensor|tensor|tri[lu]_indices|zeros)"
+)
+"""They make tensors on the default device; a generator must be where the tensors are that it fills."""
 COMMUNICATION = re.compile(
     "all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|gather|i?recv|i?send|monitored_barrier"
     "|new_group|new_subgroups|reduce|scatter|split_group|_coalescing_manager|ProcessGroup[A-Z]\\w*"
@@ -169,6 +176,16 @@ def unpickling(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
                 yield node.value, "allow_pickle=True runs what foreign bytes tell it to"
 
 
+def without_device(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    modules = {alias: alias if name.startswith(f"{alias}.") else name for _, name, alias in imports(path, tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (chain := dotted(node.func)):
+            first, *rest = chain.split(".")
+            name = ".".join([modules.get(first, first), *rest])
+            if FACTORIES.fullmatch(name) and not any(given.arg == "device" for given in node.keywords):
+                yield node, f"{name} must have device=: the default device may be any"
+
+
 RULES = [
     upward_imports,
     private_names_of_other_layers,
@@ -176,6 +193,7 @@ RULES = [
     private_names_of_torch,
     setattr_and_id,
     unpickling,
+    without_device,
 ]
 
 
@@ -236,6 +254,10 @@ def test_rule_holds(rule):
         (unpickling, "zero/checkpoint/read.py", "eval(text)"),
         (unpickling, "zero/checkpoint/importing.py", "reader.read_metadata()"),
         (unpickling, "zero/checkpoint/importing.py", "dcp.FileSystemReader(path)"),
+        (without_device, "zero/oss/offload.py", "import torch\ntorch.empty(3, pin_memory=True)"),
+        (without_device, "zero/oss/offload.py", "import torch.nn\ntorch.tensor(3.0)"),
+        (without_device, "zero/oss/offload.py", "from torch import zeros as new\nnew(3)"),
+        (without_device, "zero/measure/probe.py", "import torch\ntorch.Generator().manual_seed(1)"),
         (setattr_and_id, "zero/oss/shard_group.py", "setattr(p, 'owner', 0)"),
         (setattr_and_id, "zero/oss/shard_group.py", "index = {id(p): i for i, p in enumerate(ps)}"),
         (setattr_and_id, "zero/oss/shard_group.py", "index = dict(zip(map(id, ps), ps))"),
@@ -263,6 +285,10 @@ def test_rule_sees_a_violation(rule, path, source):
         ),
         ("zero/oss/shard_group.py", "from zero._torch import base_of\nbase_of(tensor)"),
         ("zero/checkpoint/read.py", "torch.load(path, weights_only=True)\nmodel.eval()"),
+        (
+            "zero/oss/offload.py",
+            "import torch\ntorch.empty(3, device='cpu')\ntorch.empty_like(x), x.new_empty(3), range(3)",
+        ),
     ],
 )
 def test_rule_lets_the_rest_pass(rule, path, source):

@@ -250,7 +250,7 @@ class SafeFile:
         """Reads every block that the ranges touch, once, and compares its checksum."""
         if self._sums is None:
             return
-        buffer = torch.empty(_CACHED, dtype=torch.uint8)
+        buffer = torch.empty(_CACHED, dtype=torch.uint8, device="cpu")
         touched = sorted(
             {
                 number

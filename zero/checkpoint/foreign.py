@@ -42,7 +42,7 @@ def read_safetensors(path: Path) -> Found:
     def read(key: str) -> Tensor:
         with SafeFile(Local(file_of[key])) as file:
             dtype, shape, low = file.tensors[key]
-            flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
+            flat = torch.empty(torch.Size(shape).numel(), dtype=dtype, device="cpu")
             file.check([(low, low + flat.nbytes)], lambda _: None)
             file.read(flat, low)
             return flat.view(shape)

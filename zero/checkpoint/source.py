@@ -54,7 +54,7 @@ class Source:
             raise FileProblem(f"{directory / INDEX} {error}") from None
         self._stack = ExitStack()
         self._files: dict[str, SafeFile] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> Source:
         return self
@@ -79,7 +79,7 @@ class Source:
         """Reads a range into a flat tensor of as many elements, and converts to its dtype."""
         stored = one.entry.geometry
         if not one.in_order:
-            flat = torch.empty(stored.numel, dtype=stored.dtype)
+            flat = torch.empty(stored.numel, dtype=stored.dtype, device="cpu")
             self.fill(flat, _all_of(one))
             target.copy_(one.wanted.flat(stored.shaped(flat))[one.start : one.stop])
             return
@@ -92,7 +92,7 @@ class Source:
         stored = entry.geometry
         full = Range(entry, replace(stored, order=None), 0, stored.numel)
         if not full.in_order:
-            flat = torch.empty(stored.numel, dtype=stored.dtype)
+            flat = torch.empty(stored.numel, dtype=stored.dtype, device="cpu")
             self.fill(flat, full)
             yield flat
             return
@@ -135,7 +135,7 @@ class Source:
 
     def _read_buffer(self) -> Tensor:
         if not len(self._buffer):
-            self._buffer = torch.empty(BUFFER, dtype=torch.uint8)
+            self._buffer = torch.empty(BUFFER, dtype=torch.uint8, device="cpu")
         return self._buffer
 
 

@@ -50,4 +50,4 @@ def _buffer(model: nn.Module, nbytes: int) -> Tensor:
     if reused is not None and len(reused) >= nbytes:
         return reused
     del reused  # freed before the larger one is allocated
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -185,7 +185,7 @@ class Stored:
             raise NotPlain(f"{where} is no tensor or plain value, and was not read ({error}).") from None
 
     def _assembled(self, dtype: torch.dtype) -> Tensor:
-        full = torch.empty(self.size, dtype=dtype)
+        full = torch.empty(self.size, dtype=dtype, device="cpu")
         for low, size, where in self._chunks:
             chunk = where.load()
             if not isinstance(chunk, Tensor) or chunk.dtype != dtype or chunk.shape != size:

@@ -89,7 +89,7 @@ def decode(encoded: Any) -> Any:
         return decode({**encoded, _TAG: "tensor"}).numpy()
     dtype = DTYPES[encoded["dtype"]]
     if "value" in encoded:
-        return torch.tensor(encoded["value"], dtype=dtype)
+        return torch.tensor(encoded["value"], dtype=dtype, device="cpu")
     data = bytearray(base64.b64decode(encoded["base64"]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.view(encoded["shape"])

@@ -139,7 +139,7 @@ class Builder:
 
     def _on_any_rank(self, flag: bool) -> bool:
         """Collective. Returns whether any rank has the flag."""
-        result = torch.tensor(float(flag))
+        result = torch.tensor(float(flag), device="cpu")
         for comm in self._placement.all_groups():
             comm.all_reduce(result, maximum=True)
         return bool(result)

@@ -151,7 +151,7 @@ def local_state_dict(module: nn.Module, units: Sequence[Unit], cast_buffers: Seq
     for unit in units:
         unit.reshard()
     uncast = _uncast(cast_buffers)
-    weights: dict[str, Any] = {_SHARD: torch.tensor([*_layout(units).encode()], dtype=torch.uint8)}
+    weights: dict[str, Any] = {_SHARD: torch.tensor([*_layout(units).encode()], dtype=torch.uint8, device="cpu")}
     for name, value in module.state_dict(keep_vars=True).items():
         weights[name] = uncast.get(value, value.detach().clone()) if isinstance(value, Tensor) else value
     return weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -108,8 +109,9 @@ class Materialiser:
                 "param_init_fn=..., or build this module with real parameters on rank 0."
             )
             return
+        without_values = torch.get_default_device().type == "meta"  # what it computes must have values
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._device if without_values else nullcontext():
                 reset(module)
         except Exception as error:  # the other ranks wait for this one; all raise this problem
             self.problem = f"{name!r} could not be initialised: {type(error).__name__}: {error}"

@@ -48,7 +48,7 @@ class Written:
 
     def as_tensor(self, optimizer: Optimizer) -> Tensor:
         """After the step: a signature, [2 x SLOTS], float64. Its maximum over the ranks is for `differs`."""
-        signature = torch.full((2, SLOTS), -math.inf, dtype=torch.float64)
+        signature = torch.full((2, SLOTS), -math.inf, dtype=torch.float64, device="cpu")
         for slot, (old, group) in enumerate(zip(self._before, optimizer.param_groups, strict=False)):
             if any(param.grad is not None and param.numel() for param in group["params"]):  # otherwise it may not know
                 changed = sorted((key, value) for key, value in numbers(group).items() if old.get(key) != value)
@@ -58,7 +58,7 @@ class Written:
         return signature.flatten()
 
 
-NOTHING = torch.full((2 * SLOTS,), -math.inf, dtype=torch.float64)
+NOTHING = torch.full((2 * SLOTS,), -math.inf, dtype=torch.float64, device="cpu")
 """The signature before the first step."""
 
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from math import isqrt, prod
 from typing import Any
 
@@ -250,7 +251,7 @@ class _Measure:
             def evaluate(gradients: Sequence[Tensor | None] = gradients) -> Tensor:
                 for param, gradient in zip(params, gradients, strict=True):
                     param.grad = None if gradient is None else gradient + param.detach() / 8
-                return torch.ones(())
+                return torch.ones((), device="cpu")
 
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
@@ -268,8 +269,8 @@ class _Measure:
 
 def _values(shapes: Shapes) -> list[tuple[Tensor, Tensor]]:
     """Tensors and their gradients, the same for the same shapes."""
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(shape, generator=generator) / 16, torch.randn(shape, generator=generator)) for shape in shapes]
+    randn = partial(torch.randn, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu")
+    return [(randn(shape) / 16, randn(shape)) for shape in shapes]
 
 
 def _large_enough(shapes: Shapes, granularity: int | None) -> Shapes:

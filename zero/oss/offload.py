@@ -136,7 +136,7 @@ class _CPU:
     def place(self, shard: Tensor) -> Tensor:
         if shard.device.type == "cpu":
             return shard.clone()
-        there = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=self.pin_memory)
+        there = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=self.pin_memory)
         return there.copy_(shard)
 
     def has(self, shard: Tensor) -> bool:

@@ -137,14 +137,18 @@ def _seconds(work: Callable[[], object], times: int, comm: Comm) -> float:
     return statistics.median(rounds)
 
 
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cpu")
+
+
 def computing(comm: Comm) -> Measured:
     tokens, width = 256, 512
-    x, weight, y = torch.randn(tokens, width), torch.randn(4 * width, width), torch.randn(tokens, 4 * width)
+    x, weight, y = _random(tokens, width), _random(4 * width, width), _random(tokens, 4 * width)
     multiplied = _seconds(lambda: (F.linear(x, weight), y.mm(weight), y.t().mm(x)), 5, comm)
-    many, few = torch.randn(2, 1 << 24), torch.randn(2, _CACHE // 16)
+    many, few = _random(2, 1 << 24), _random(2, _CACHE // 16)
     taken, in_cache = _seconds(lambda: many[0].add_(many[1]), 2, comm), _seconds(lambda: few[0].add_(few[1]), 200, comm)
-    model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(20)])
-    little = torch.zeros(2, 8)
+    layers = [[nn.LayerNorm(8, device="cpu"), nn.Linear(8, 8, device="cpu"), nn.GELU()] for _ in range(20)]
+    model, little = nn.Sequential(*[nn.Sequential(*layer) for layer in layers]), torch.zeros(2, 8, device="cpu")
 
     def train() -> None:
         model(little).sum().backward()
@@ -167,7 +171,7 @@ def sending(comm: Comm, link: str) -> Measured:
     channel = comm.channel("a transfer that is measured")
     found: Measured = {}
     for size, nbytes in SIZES.items():
-        full = torch.randn(nbytes // 4)
+        full = _random(nbytes // 4)
         half, times = len(full) // _RANKS, max(2, (1 << 22) // nbytes)
 
         def gather(full: Tensor = full, half: int = half) -> Any:

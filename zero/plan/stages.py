@@ -190,7 +190,9 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
         inputs: Sequence[Any]
         if job.batch is None:
             walk(module, job.sizes.unit_modules, owned, partial(_multiply, job))
-            inputs = (torch.zeros((), requires_grad=next(module.parameters()).requires_grad).clone(),)
+            inputs = (
+                torch.zeros((), device=job.device, requires_grad=next(module.parameters()).requires_grad).clone(),
+            )
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _BUILD[stage](job, rank)
