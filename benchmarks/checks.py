@@ -37,12 +37,12 @@ import zero.sdp.bucket
 from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
+from zero.checks.guard import Guard
+from zero.checks.scaling import Scaling
+from zero.checks.step_checks import StepChecks
 from zero.comm import Comm
 from zero.comm.order import Order
-from zero.fsdp.guard import Guard
 from zero.oss.joining import Joining
-from zero.oss.scaling import Scaling
-from zero.oss.step_checks import StepChecks
 from zero.sdp.reducer import Reducer
 
 OUT = Path(__file__).parent / "out"

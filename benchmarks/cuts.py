@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zero.oss import layout
+from zero.shards import layout
 
 ALIGN = 16
 

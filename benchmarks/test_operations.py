@@ -11,7 +11,8 @@ import torch
 from cuts import cut
 from launch import Rank
 from turns import Clock, Turn, repeat, report, take_turns
-from zero.comm import Comm, attach
+from zero.comm import Comm
+from zero.features.host_memory import attach
 
 WORLD, TURNS, TIMES = 2, 3, 10
 SIZES = [1 << 20] * 15 + [1 << 10] * 10

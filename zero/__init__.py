@@ -2,7 +2,11 @@
 
 from zero import checkpoint, comm
 from zero._torch import warn_if_untested
-from zero.comm import Int8, Traffic, traffic
+from zero.comm import Traffic, traffic
+from zero.features import plug_in
+from zero.features.int8 import Int8
+from zero.features.step_in_backward.call import step_in_backward
+from zero.features.uneven import join
 from zero.fsdp import (
     FSDP,
     MEMORY_FIRST,
@@ -15,15 +19,14 @@ from zero.fsdp import (
     ShardingStrategy,
 )
 from zero.oss import OSS, GradScaler
-from zero.oss.announce import show_as_asked
 from zero.plan import plan
 from zero.report import Report, report
 from zero.scripts import ParameterCount, count_parameters, full_state_dict, grad_norm, unwrap
 from zero.sdp import ShardedDDP
 from zero.setup import setup
-from zero.step_in_backward import step_in_backward
-from zero.uneven import join
+from zero.shards.announce import show_as_asked
 
+plug_in()
 show_as_asked()
 warn_if_untested()
 

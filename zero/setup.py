@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.fsdp import FSDP
+from zero.interop.averaging import average_by_reading
 from zero.measure.kinds import finding_of, known, title
 from zero.measure.named import build
 from zero.oss import OSS
-from zero.oss.averaging import average_by_reading
-from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.sdp import ShardedDDP
+from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 
 
 def setup(

@@ -11,8 +11,11 @@ import ranks
 import zero
 from transports import TRANSPORTS, by, overlapping
 from zero._torch import without_values
-from zero.comm import Comm, Int8
+from zero.comm import Comm
+from zero.comm.order import GATHER, REDUCTION
 from zero.comm.traffic import rehearsed_traffic
+from zero.features.int8 import Int8
+from zero.plan.transport import rehearsed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WAYS = [*TRANSPORTS, "nccl"]
@@ -121,14 +124,14 @@ def _gather(rank, world, way):
             full = torch.full((bounds[-1],), 77, dtype=dtype)
             full[bounds[rank] : bounds[rank + 1]] = shards[rank]
             before = zero.traffic()
-            comm.gather(full, bounds, sent_as=int8, keeps_own=keeps).wait()
+            int8.gather(comm, full, bounds, GATHER, keeps_own=keeps).wait()
             assert (zero.traffic() - before).gather == int8.lengths(lengths)[rank] * (world - 1)
             for peer, shard in enumerate(shards):
                 expected = shard if keeps and peer == rank else int8.rounded(shard)
                 assert_equal(full[bounds[peer] : bounds[peer + 1]], expected, what)
         exact = torch.arange(1000 * world)
         full = torch.where(exact // 1000 == rank, exact, 0)
-        comm.gather(full, range(0, 1000 * world + 1, 1000), sent_as=int8).wait()
+        int8.gather(comm, full, range(0, 1000 * world + 1, 1000), GATHER, keeps_own=False).wait()
         assert_equal(full, exact, "integers")
 
 
@@ -153,7 +156,7 @@ def _reduce(rank, world, way):
             ]
             mine = [message.clone() for message in given[rank]]
             before = zero.traffic()
-            result = comm.reduce([*zip(mine, lengths, strict=True)], times=0.25, sent_as=int8).wait()
+            result = int8.reduce(comm, [*zip(mine, lengths, strict=True)], 0.25, REDUCTION).wait()
             others = [number for counts in lengths for peer, number in enumerate(counts) if peer != rank]
             assert (zero.traffic() - before).reduce == sum(int8.lengths(others))
 
@@ -175,9 +178,9 @@ def test_rounded_shares_are_added_up_in_float32_in_rank_order(world, way):
 def _alone(rank, world):
     comm, int8, full = Comm(), Int8(), numbers(0, 1000, torch.float32)
     before = full.clone()
-    comm.gather(full, [0, 1000], sent_as=int8).wait()
+    int8.gather(comm, full, [0, 1000], GATHER, keeps_own=False).wait()
     assert_equal(full, before, "gathered alone")
-    assert_equal(comm.reduce([(full, [1000])], sent_as=int8).wait(), before, "reduced alone")
+    assert_equal(int8.reduce(comm, [(full, [1000])], 1, REDUCTION).wait(), before, "reduced alone")
 
 
 def test_a_rank_by_itself_rounds_nothing():
@@ -186,9 +189,9 @@ def test_a_rank_by_itself_rounds_nothing():
 
 @pytest.mark.parametrize("like", ["gloo", "host memory", "nccl"])
 def test_ranks_that_are_not_there_send_as_many_bytes(like):
-    comm = Comm.rehearsal(1, 4, like)
+    comm = rehearsed(1, 4, like)
     with rehearsed_traffic(), without_values():
-        comm.gather(torch.empty(4000), range(0, 4001, 1000), sent_as=Int8()).wait()
-        sums = comm.reduce([(torch.empty(4000), [1000] * 4)], sent_as=Int8()).wait()
+        Int8().gather(comm, torch.empty(4000), range(0, 4001, 1000), GATHER, keeps_own=False).wait()
+        sums = Int8().reduce(comm, [(torch.empty(4000), [1000] * 4)], 1, REDUCTION).wait()
         assert (zero.traffic().gather, zero.traffic().reduce) == (3 * 4 * 260, 3 * 4 * 260)
     assert (len(sums), sums.dtype) == (1000, torch.float32)

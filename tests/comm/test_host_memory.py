@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import ranks
 from ranks import refusal
-from zero.comm import Comm, attach
-from zero.comm.peers import Peer, Peers
+from zero.comm import Comm
+from zero.features.host_memory import attach
+from zero.features.host_memory.peers import Peer, Peers
 
 LENGTH = 5000
 
@@ -63,10 +64,14 @@ ERROR = {"side_effect": OSError("not here")}
 @pytest.mark.parametrize(
     ("hindered", "target", "effect"),
     [
-        (0, "zero.comm.attach.host", ERROR),
-        (1, "zero.comm.attach.host", {"return_value": "another"}),
-        (2, "zero.comm.attach.read", ERROR),
-        (2, "zero.comm.attach.read", {"return_value": None}),  # something, but not what the other has there
+        (0, "zero.features.host_memory.attach.host", ERROR),
+        (1, "zero.features.host_memory.attach.host", {"return_value": "another"}),
+        (2, "zero.features.host_memory.attach.read", ERROR),
+        (
+            2,
+            "zero.features.host_memory.attach.read",
+            {"return_value": None},
+        ),  # something, but not what the other has there
         (1, "os.pidfd_open", ERROR),
         (2, "socket.socket.connect", ERROR),
         (0, "socket.socket.accept", ERROR),

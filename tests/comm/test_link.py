@@ -17,9 +17,11 @@ import ranks
 import zero
 from ranks import refusal
 from transports import between_hosts
-from zero.comm import Comm, attach, configure
+from zero.comm import Comm, configure
 from zero.comm.process_group import Gloo
-from zero.comm.rendezvous import rendezvous
+from zero.comm.store import StoreExchange
+from zero.features.host_memory import attach
+from zero.features.host_memory.rendezvous import rendezvous
 
 CPU = torch.device("cpu")
 LENGTH = 20_000
@@ -186,11 +188,11 @@ def met_again(rank: int, world: int) -> list[bool]:
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     found = []
     for _ in range(3):
-        peers, nonce = rendezvous(store, rank, world, timedelta(seconds=10), how="auto")
-        found.append(peers is not None)
+        with StoreExchange(store, rank, world, timedelta(seconds=10)) as exchange:
+            found.append(rendezvous(exchange, "auto") is not None)
         nonces: list[str] = [""] * world
-        dist.all_gather_object(nonces, nonce)
-        assert nonces == [nonce] * world
+        dist.all_gather_object(nonces, exchange.nonce)
+        assert nonces == [exchange.nonce] * world
     return found
 
 

@@ -20,9 +20,9 @@ from simulated.world import simulated
 from transports import between_hosts, overlapping
 from zero.comm import Comm
 from zero.comm.streams import NONE
-from zero.oss.layout import even
-from zero.oss.placement import Placement
-from zero.oss.shard_group import GroupOptions, ShardGroup
+from zero.shards.layout import even
+from zero.shards.placement import Placement
+from zero.shards.shard_group import GroupOptions, ShardGroup
 
 LACKED = [torch.int16, torch.uint16, torch.uint32, torch.float8_e5m2]
 
@@ -55,7 +55,7 @@ def test_dtypes_that_backends_lack_move_as_bytes(dtype, beside):
 def test_what_was_launched_before_ranks_were_out_of_step_is_ended_and_its_buffers_are_kept(streams):
     with (
         simulated() as there,
-        nullcontext() if streams else mock.patch("zero.oss.shard_group.streams_of", lambda tensor: NONE),  # noqa: PT008 - a mock keeps the tensor
+        nullcontext() if streams else mock.patch("zero.shards.shard_group.streams_of", lambda tensor: NONE),  # noqa: PT008 - a mock keeps the tensor
     ):
         comm = there.comm(1, 4)
         flat = ShardGroup([nn.Parameter(torch.ones(64))], ["weight"], even([64], 4, align=16), Placement(comm), OWN)

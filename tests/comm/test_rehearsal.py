@@ -9,15 +9,15 @@ import torch
 
 import zero
 from zero._torch import without_values
-from zero.comm import Comm
 from zero.comm.traffic import rehearsed_traffic
 from zero.plan.meter import Meter
+from zero.plan.transport import rehearsed
 
 WORLD = 4096
 
 
 def test_ranks_that_are_not_there_agree_with_this_one():
-    comm = Comm.rehearsal(3, WORLD, "gloo")
+    comm = rehearsed(3, WORLD, "gloo")
     comm.agree(comm.channel("a step"))
     comm.compare("the models", ["one line"])
     assert comm.all_gather_text("here") == ["here"] * WORLD
@@ -26,7 +26,7 @@ def test_ranks_that_are_not_there_agree_with_this_one():
 
 
 def test_what_a_step_sends_is_counted_and_forgotten():
-    comm, before = Comm.rehearsal(1, 4, "nccl"), zero.traffic()
+    comm, before = rehearsed(1, 4, "nccl"), zero.traffic()
     bounds = [0, 30, 50, 50, 100]
     with rehearsed_traffic():
         comm.gather(torch.zeros(100), bounds).wait()
@@ -38,7 +38,7 @@ def test_what_a_step_sends_is_counted_and_forgotten():
 
 
 def test_a_comm_stands_for_a_process_group():
-    comm = Comm.rehearsal(1, 4, "gloo")
+    comm = rehearsed(1, 4, "gloo")
     optimizer = zero.OSS([torch.nn.Parameter(torch.zeros(64))], torch.optim.Adam, comm)
     assert (optimizer.comm.rank, optimizer.comm.world) == (1, 4)
     assert len(optimizer.shard_groups[0].shard) == 16
@@ -54,7 +54,7 @@ def test_a_comm_stands_for_a_process_group():
     ],
 )
 def test_a_reduce_holds_what_comes_of_all_ranks(like, dtype, held):
-    comm = Comm.rehearsal(0, 8, like)
+    comm = rehearsed(0, 8, like)
     with without_values(), Meter() as meter:
         message = torch.empty(8000, dtype=dtype)
         meter.reset_peak()
@@ -84,7 +84,7 @@ class Notes:
 )
 def test_whoever_observes_is_told_of_what_is_launched_and_waited_for(dtype, kind, buffers):
     notes = Notes()
-    comm = Comm.rehearsal(1, 4, "nccl", notes)
+    comm = rehearsed(1, 4, "nccl", notes)
     with rehearsed_traffic():
         gathering = comm.gather(torch.zeros(100), [0, 25, 50, 75, 100])
         reducing = comm.reduce([(torch.zeros(80, dtype=dtype), [20] * 4)])

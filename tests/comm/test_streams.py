@@ -18,9 +18,9 @@ from simulated.device import PACKAGE, Site
 from simulated.memory import Race
 from simulated.scenarios import RANK, SCENARIOS, WIDTH, WORLD, Net, sgd, step, wrapped
 from simulated.world import simulated
-from zero.oss.layout import even
-from zero.oss.placement import Placement
-from zero.oss.shard_group import GroupOptions, ShardGroup
+from zero.shards.layout import even
+from zero.shards.placement import Placement
+from zero.shards.shard_group import GroupOptions, ShardGroup
 
 OWN = GroupOptions(own_shard=True)
 
@@ -66,20 +66,20 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("fsdp/backward.py", "_begin", "self._beside.begin()"): "3 written before backward",
     ("fsdp/backward.py", "_finish", "unit.settle()"): "3 offloaded",
     ("fsdp/beside.py", "begin", "streams.begin()"): "3, no parameters in the root",
-    ("fsdp/guard.py", "_reshard_idle", "unit.settle()"): "3 offloaded, interrupted",
-    ("fsdp/in_backward.py", "_step", "unit.settle()"): "3 offloaded, stepped in backward",
-    ("oss/masters.py", "arrive", "self._on_their_way.pop(group).synchronize()"): "2 offloaded",
+    ("checks/guard.py", "_reshard_idle", "unit.settle()"): "3 offloaded, interrupted",
+    ("features/step_in_backward/units.py", "_step", "unit.settle()"): "3 offloaded, stepped in backward",
+    ("shards/masters.py", "arrive", "self._on_their_way.pop(group).synchronize()"): "2 offloaded",
     ("fsdp/schedule.py", "_enter", "self._beside.begin()"): "3, no parameters in the root",
     ("fsdp/beside.py", "settle", "streams.settle()"): "3 offloaded, a block by itself",
     ("fsdp/schedule.py", "_leave", "self._beside.settle()"): "3 offloaded, a block by itself",
     ("fsdp/unit.py", "settle", "group.settle()"): "3 offloaded",
     ("fsdp/unit.py", "prepare_for_shard_gradient", "self.settle()"): "3 offloaded, with a penalty",
     ("fsdp/unit_gradients.py", "receive", "group.settle()"): "3 offloaded, accumulated",
-    ("oss/exchange.py", "finish", "handle.wait()"): "2 in 16 bits",
-    ("oss/shard_group.py", "finish_unshard", "handle.wait()"): "3",
-    ("oss/shard_group.py", "_leave_shard", "self.streams.release()"): "3",
-    ("oss/shard_group.py", "settle", "self.streams.settle()"): "3 offloaded",
-    ("oss/exchange.py", "average", "averages: Tensor = within.wait()"): "3 hybrid",
+    ("comm/wire.py", "finish", "handle.wait()"): "2 in 16 bits",
+    ("shards/shard_group.py", "finish_unshard", "handle.wait()"): "3",
+    ("shards/shard_group.py", "_leave_shard", "self.streams.release()"): "3",
+    ("shards/shard_group.py", "settle", "self.streams.settle()"): "3 offloaded",
+    ("shards/exchange.py", "average", "averages: Tensor = within.wait()"): "3 hybrid",
     ("sdp/bucket.py", "finish", "sums: Tensor = handle.wait()"): "3",
 }
 """File, function and text of every line by which a stream or the host waits, and a scenario that needs it."""
@@ -112,10 +112,10 @@ def test_without_any_one_wait_an_access_comes_too_soon(place):
 
 
 def test_every_line_that_waits_is_tried():
-    for folder in ("comm", "oss", "sdp", "fsdp"):
-        for file in Path(PACKAGE, folder).glob("*.py"):
+    for folder in ("comm", "shards", "oss", "sdp", "fsdp", "checks", "features"):
+        for file in Path(PACKAGE, folder).rglob("*.py"):
             waiting = {line.strip().split("  #")[0] for line in file.read_text().splitlines() if WAITING.search(line)}
-            tried = {text for name, _, text in NEEDED_IN if name == f"{folder}/{file.name}"}
+            tried = {text for name, _, text in NEEDED_IN if name == file.relative_to(PACKAGE).as_posix()}
             assert waiting <= tried, (file.name, waiting - tried)
 
 

@@ -21,7 +21,7 @@ from torch.optim import AdamW
 import ranks
 import zero
 from sidebyside import SideBySide, data, sgd
-from zero.oss.placement import Placement
+from zero.shards.placement import Placement
 
 WIDTH, BLOCKS = 8, 3
 

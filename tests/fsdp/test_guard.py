@@ -16,7 +16,7 @@ import ranks
 import zero
 from optimizers import Clipping, Curious, Estimating, Lamb, Noisy, Sam, TrainedLion
 from sidebyside import SideBySide, data, sgd
-from zero.fsdp import guard
+from zero.checks import guard
 
 WIDTH = 9
 

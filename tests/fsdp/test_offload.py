@@ -21,9 +21,9 @@ import ranks
 import zero
 from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
+from zero.features.offload.disk import Disk
+from zero.features.writes.writes import Writes
 from zero.fsdp.full_params import _Gradients
-from zero.oss.disk import Disk
-from zero.oss.writes import Writes
 
 
 def fused_adam(params: Any) -> Adam:

@@ -16,7 +16,7 @@ import ranks
 import zero
 from sidebyside import SideBySide, data, sgd, stage_3
 from transports import overlapping
-from zero.oss.shard_group import ShardGroup
+from zero.shards.shard_group import ShardGroup
 
 WIDTH, BLOCKS = 8, 4
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import ranks
 import zero
 from sidebyside import data
+from zero.features.offload.stores import as_offload
 from zero.fsdp.prefetch import as_prefetch
-from zero.fsdp.torch_options import from_torch
-from zero.oss.offload import as_offload
+from zero.interop.torch_options import from_torch
 
 WIDTH = 6
 BF16 = torch.bfloat16

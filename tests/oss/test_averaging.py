@@ -15,7 +15,7 @@ import zero
 from models import CASES, OPTIMIZERS
 from sidebyside import close
 from transports import READS
-from zero.comm.peers import Peers
+from zero.features.host_memory.peers import Peers
 
 
 def trained(rank: int, case: str, optim: str, dtype: torch.dtype, stage: int | None) -> tuple[list[float], Any]:

@@ -12,7 +12,7 @@ import ranks
 import zero
 from optimizers import ByParameter
 from reference import FEATURES, built, loss_of, refusal, same
-from zero.oss import layout
+from zero.shards import layout
 
 BLOCK = 256
 CASES = [(stage, world) for stage in (1, 2) for world in (2, 3)]

@@ -14,7 +14,7 @@ import ranks
 import zero
 from reference import MOMENTUM, Net, batch, built, same
 from transports import READS, between_hosts
-from zero.oss.averaging import average_by_reading
+from zero.interop.averaging import average_by_reading
 
 WAYS = {
     "plain": {},

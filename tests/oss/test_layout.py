@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zero.oss import layout
-from zero.oss.partition import arrange, bucket_limit
+from zero.shards import layout
+from zero.shards.partition import arrange, bucket_limit
 
 exhaustively = settings(deadline=None, max_examples=200)
 

@@ -9,11 +9,11 @@ from torch import nn
 import ranks
 from zero.comm import Comm, Handle, traffic
 from zero.measure.shapes import shard_shape
-from zero.oss import layout
-from zero.oss.placement import Placement
-from zero.oss.shapes import alignment, alike, dense_stride, unusable
-from zero.oss.shard_group import GroupOptions, GroupState, ShardGroup
 from zero.plan.meter import Meter
+from zero.shards import layout
+from zero.shards.placement import Placement
+from zero.shards.shapes import alignment, alike, dense_stride, unusable
+from zero.shards.shard_group import GroupOptions, GroupState, ShardGroup
 
 
 def odd_parameters(dtype=torch.float32):

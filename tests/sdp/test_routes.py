@@ -10,9 +10,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ranks
 import zero
-from zero.oss import layout
-from zero.oss.layout import Layout
 from zero.sdp.routes import Routes
+from zero.shards import layout
+from zero.shards.layout import Layout
 
 SIZES = {
     "mixed": [40, 0, 3, 128, 1, 1, 0, 77, 256, 5, 0],

@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 import zero
 from simulated.world import Simulated
+from zero.features.step_in_backward.optimizer import steps_in_backward
 from zero.fsdp import MixedPrecision
-from zero.oss.in_backward import steps_in_backward
 
 WIDTH, BLOCKS, RANK, WORLD = 8, 3, 1, 4
 

@@ -19,11 +19,11 @@ from zero.comm.link import Link
 from zero.comm.local import Local
 from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
-from zero.comm.rehearsal import Rehearsal
 from zero.comm.streams import Streams
 from zero.comm.transport import Transport
-from zero.oss import offload
-from zero.oss.masters import Masters
+from zero.features.offload import stores as offload
+from zero.plan.transport import Rehearsal
+from zero.shards.masters import Masters
 
 _tensor = torch.tensor
 
@@ -38,9 +38,14 @@ class SimulatedLink(Link):
             Group(simulated.device, simulated.memory, world, simulated.transfer, own_stream=simulated.own_stream)
             for _ in range(2)
         ]
-        where = self.order, groups[0], rank, world, None
+        where = self.order, groups[0], rank, world
         self._overlapping = Overlapping(
-            *where, checks=self._checks, name="nccl", reduces_by=groups[1], abort=lambda: simulated.aborted.append(1)
+            *where,
+            blocks=False,
+            checks=self._checks,
+            name="nccl",
+            reduces_by=groups[1],
+            abort=lambda: simulated.aborted.append(1),
         )
 
     def transport(self, device: torch.device | None = None) -> Transport:
@@ -50,6 +55,10 @@ class SimulatedLink(Link):
 
     def without_backend(self, devices: object) -> str | None:
         return None
+
+    def joined(self, across: Link) -> Link:
+        rank, world = self.rank * across.world + across.rank, self.world * across.world
+        return SimulatedLink(self.simulated, rank, world)
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,7 @@ class Simulated:
 
     def comm(self, rank: int, world: int) -> Comm:
         """One rank of a group of its own."""
-        comm = Comm.__new__(Comm)
-        comm._use(None, SimulatedLink(self, rank, world))
-        return comm
+        return Comm(SimulatedLink(self, rank, world))
 
 
 @contextmanager
@@ -87,19 +94,11 @@ def simulated(
     with mock.patch("torch.get_device_module", return_value=device):
         streams = Streams(torch.device("cuda:0"))
     with ExitStack() as stack:
-        of_all = mock.patch("zero.oss.shard_group.streams_of", lambda _: streams)  # noqa: PT008 - a mock keeps the tensor
+        of_all = mock.patch("zero.shards.shard_group.streams_of", lambda _: streams)  # noqa: PT008 - a mock keeps the tensor
         stack.enter_context(of_all)
         _tell_devices_apart(device, memory, stack)
-        stack.enter_context(mock.patch.object(Comm, "grid", _grid))
         stack.enter_context(memory.watching())
         yield Simulated(device, memory, transfer, own_stream, [])
-
-
-def _grid(within: Comm, across: Comm) -> Comm:
-    """Comm.grid, which asks torch for a group."""
-    link = within._link
-    assert isinstance(link, SimulatedLink)
-    return link.simulated.comm(within.rank * across.world + across.rank, within.world * across.world)
 
 
 def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
@@ -130,7 +129,7 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
             memory.in_host_memory(made)
         return made
 
-    for module in ("zero.oss.shard_group", "zero.oss.masters", "zero.comm.streams"):
+    for module in ("zero.shards.shard_group", "zero.shards.masters", "zero.comm.streams"):
         stack.enter_context(mock.patch(f"{module}.apart", lambda one, other: on_host(one) != on_host(other)))
     stack.enter_context(mock.patch.object(offload._CPU, "place", placed))
     stack.enter_context(mock.patch.object(offload._CPU, "has", lambda home, shard: on_host(shard)))

@@ -19,7 +19,7 @@ from zero.checkpoint.shards import Held, Stepped, Training, inner, kind
 from zero.checkpoint.source import Range, Source
 from zero.checkpoint.values import decode
 from zero.oss import OSS
-from zero.oss.state import restore
+from zero.state.optimizer_state import restore
 
 _LISTED = 8
 """How many names an error lists."""

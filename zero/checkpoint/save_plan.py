@@ -19,8 +19,8 @@ from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_pr
 from zero.checkpoint.shards import Held, Stepped, Training, inner, kind
 from zero.checkpoint.values import encode
 from zero.measure.param_groups import options
-from zero.oss import layout
-from zero.oss.shapes import alignment
+from zero.shards import layout
+from zero.shards.shapes import alignment
 
 
 @dataclass

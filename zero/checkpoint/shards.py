@@ -28,8 +28,8 @@ from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_p
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.oss import OSS
-from zero.oss.places import Place, places_in
 from zero.sdp import ShardedDDP
+from zero.shards.places import Place, places_in
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 Comm        the collectives of one process group: gather, reduce, and checks that all ranks do the same
 Link        the state that all Comms of one process group share: the log of operations, a transport for each device type
-Transport   the interface of host_memory, process_group (Gloo, and backends that overlap), local and rehearsal
+Transport   the interface of process_group (Gloo, and backends that overlap), local, and transports that are offered
+Wire        how floats travel: as they are, cast, or encoded
 """
 
 from zero.comm.comm import Comm
 from zero.comm.handle import Handle
-from zero.comm.quantised import Int8
-from zero.comm.settings import configure
+from zero.comm.link import configure
 from zero.comm.traffic import Traffic, traffic
+from zero.comm.wire import Wire
 
-__all__ = ["Comm", "Handle", "Int8", "Traffic", "configure", "traffic"]
+__all__ = ["Comm", "Handle", "Traffic", "Wire", "configure", "traffic"]

@@ -3,7 +3,7 @@
 All stages send by two operations: `gather` (all-gather: every shard reaches every rank from its owner) and `reduce`
 (reduce-scatter: every shard, summed over the ranks, reaches its owner). The transport is chosen once for each process
 group and type of device (link.py). It does not change the results: over every transport on the CPU, the owner adds in
-rank order, and 16-bit floats are added in float32. Both operations can quantise what they send (quantised.py).
+rank order, and 16-bit floats are added in float32. A wire may send fewer bits (wire.py).
 
 All ranks must call the same operations in the same order. Otherwise each of them raises, and no result that the ranks
 disagree on is applied (order.py).
@@ -12,21 +12,19 @@ disagree on is applied (order.py).
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.comm.differences import as_text, refuse_differences
 from zero.comm.handle import Handle
-from zero.comm.link import Link, group_in_order, link_of
+from zero.comm.link import Link, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
-from zero.comm.packing import batches, copy_into, empty_flat, flatten, lengths
-from zero.comm.quantised import Int8
-from zero.comm.rehearsal import Observer, Rehearsed, RehearsedLink
+from zero.comm.packing import batches, copy_into, empty_flat, flatten
 from zero.comm.traffic import count
 from zero.comm.transport import Message
 
@@ -35,13 +33,13 @@ class Comm:
     """One process group, seen from this rank. `rank` and `world` count the ranks of the group, not of the job.
 
     group: None means the default group, or this process alone if torch.distributed is not initialised. A Comm means the
-        same ranks as that Comm: plans pass a rehearsal where users pass a process group.
+        same ranks as that Comm, and a Link those of that link: plans pass these where users pass a process group.
     Raises ValueError if this rank is not in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | Comm | None = None) -> None:
-        if isinstance(group, Comm):
-            self._use(group.group, group._link)
+    def __init__(self, group: dist.ProcessGroup | Comm | Link | None = None) -> None:
+        if isinstance(group, (Comm, Link)):
+            self._use(*((group.group, group.link) if isinstance(group, Comm) else (None, group)))
             return
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -59,38 +57,8 @@ class Comm:
         comm._use(None, Link(None))
         return comm
 
-    @classmethod
-    def rehearsal(cls, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> Comm:
-        """Returns one rank of a simulated group that sends nothing. See rehearsal.py."""
-        comm = cls.__new__(cls)
-        comm._use(None, RehearsedLink(rank, world, like, observer) if world > 1 else Link(None))
-        return comm
-
-    @classmethod
-    def grid(cls, within: Comm, across: Comm) -> Comm:
-        """Collective over all ranks of the job. Returns the group of all ranks of a grid.
-
-        `within` is this rank's row of the grid, `across` its column. The ranks of a column are consecutive in the new
-        group: rank = within.rank * across.world + across.rank. Raises ValueError, on every rank, if the grid does not
-        contain all ranks of the job.
-        """
-        if within.world == 1 or across.world == 1:
-            return cls(across if within.world == 1 else within)
-        if isinstance(within._link, RehearsedLink):
-            rank = within.rank * across.world + across.rank
-            link = within._link
-            return cls.rehearsal(rank, within.world * across.world, link.like, link.observer)
-        column = ",".join(map(str, dist.get_process_group_ranks(across.group)))
-        ranks = [int(rank) for text in within.all_gather_text(column) for rank in text.split(",")]
-        if sorted(ranks) != [*range(dist.get_world_size())]:
-            raise ValueError(
-                f"the shard group and the replicate group contain the ranks {sorted(ranks)} together, but the job has "
-                f"{dist.get_world_size()}. Pass rows and columns of one DeviceMesh of all ranks."
-            )
-        return cls(group_in_order(ranks))
-
     def _use(self, group: dist.ProcessGroup | None, link: Link) -> None:
-        self.group, self._link, self._order = group, link, link.order
+        self.group, self.link, self._order = group, link, link.order
         self.rank, self.world = link.rank, link.world
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
@@ -100,19 +68,19 @@ class Comm:
 
     def transport_name(self, device: torch.device) -> str:
         """Returns the name of the transport for tensors on the device. Collective the first time."""
-        return self._link.transport(device).name
+        return self.link.transport(device).name
 
     def reads(self, device: torch.device) -> bool:
         """Returns whether ranks read tensors on the device from one another's memory. Collective the first time."""
-        return self.world > 1 and self.transport_name(device) == "host memory"
+        return self.world > 1 and self.link.transport(device).reads
 
     def overlaps(self, tensor: Tensor) -> bool:
         """Returns whether transfers of tensors on this device overlap with computing. Collective the first time."""
-        return self.world > 1 and self._link.transport(tensor.device).overlaps
+        return self.world > 1 and self.link.transport(tensor.device).overlaps
 
     def device_problem(self, devices: Sequence[torch.device]) -> str | None:
         """Returns why this group cannot send tensors on these devices, in words for the user; None if it can."""
-        missing = None if self.group is None else self._link.without_backend(devices)
+        missing = None if self.group is None else self.link.without_backend(devices)
         if missing is None:
             return None
         return (
@@ -142,14 +110,14 @@ class Comm:
         """Collective. Raises RuntimeError on every rank unless all ranks call it with the same channel after the same
         operations. Returns whether any rank has the flag."""
         if self.world > 1:
-            flag = self._link.transport().compare(channel, flag=flag)
+            flag = self.link.transport().compare(channel, flag=flag)
             self._order.begin()
         return flag
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None) -> None:
         """Collective. Raises ValueError on every rank if any rank has a `problem`, or if the signature `lines` differs
         between ranks. Otherwise it costs one exchange of 32 bytes."""
-        texts = [as_text(lines, problem)]
+        texts = [_as_text(lines, problem)]
         if self.world > 1:
             self.agree(COMPARISON)
             digests = self._exchange(hashlib.sha256(texts[0].encode()).digest())
@@ -157,7 +125,7 @@ class Comm:
                 texts = self.all_gather_text(texts[0])
             else:
                 return
-        refuse_differences(what, texts)
+        _refuse_differences(what, texts)
 
     def all_gather_text(self, text: str) -> list[str]:
         """Collective. Returns the text of every rank, by rank."""
@@ -173,61 +141,24 @@ class Comm:
     def _exchange(self, data: bytes) -> list[bytes]:
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
         count(other=len(data) * (self.world - 1))
-        return self._link.transport().exchange(data)
+        return self.link.transport().exchange(data)
 
     # ---------------------------------------------------------------------------------------------- shards
 
-    def gather(
-        self,
-        full: Tensor,
-        bounds: Sequence[int],
-        channel: int = GATHER,
-        *,
-        sent_as: Int8 | None = None,
-        keeps_own: bool = False,
-    ) -> Handle:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int = GATHER) -> Handle:
         """Collective. Fills the flat `full`. Rank r sends shard [bounds[r], bounds[r + 1]), which its own `full` holds.
 
         channel: number of the operation. If ranks are out of step, this call or `wait` raises RuntimeError on every
             rank.
-        sent_as: the quantisation of 16-bit and 32-bit floats; by default none. Integers are never quantised, and a
-            group of one rank rounds nothing.
-        keeps_own: with `sent_as`, this rank's shard keeps its values; otherwise it is rounded as on the other ranks.
 
         `full` must not change until `wait` has returned. `wait` may block until the other ranks have called `wait`.
         """
-        if sent_as is not None and self.world > 1 and full.is_floating_point():
-            return self._gather_quantised(full, bounds, channel, sent_as, keeps_own=keeps_own)
         low, high = bounds[self.rank : self.rank + 2]
         count(gather=(high - low) * full.element_size() * (self.world - 1))
-        return self._link.transport(full.device).gather(full, bounds, channel)
-
-    def _gather_quantised(
-        self, full: Tensor, bounds: Sequence[int], channel: int, sent_as: Int8, *, keeps_own: bool
-    ) -> Handle:
-        counts, rank = lengths(bounds), self.rank
-        starts = [0, *accumulate(sent_as.lengths(counts))]
-        wire = full.new_empty(starts[-1], dtype=torch.uint8)
-        wire[starts[rank] : starts[rank + 1]] = sent_as.encode(full[bounds[rank] : bounds[rank + 1]], [counts[rank]])
-        handle = self.gather(wire, starts, channel)
-        decoded = [(0, rank), (rank + 1, self.world)] if keeps_own else [(0, self.world)]
-
-        def finish() -> None:
-            handle.wait()
-            for first, last in decoded:
-                shards = full[bounds[first] : bounds[last]]
-                sent_as.decode(wire[starts[first] : starts[last]], shards, counts[first:last])
-
-        return Handle(finish)
+        return self.link.transport(full.device).gather(full, bounds, channel)
 
     def reduce(
-        self,
-        messages: Sequence[Message],
-        *,
-        times: float = 1,
-        into: Tensor | None = None,
-        channel: int = REDUCTION,
-        sent_as: Int8 | None = None,
+        self, messages: Sequence[Message], *, times: float = 1, into: Tensor | None = None, channel: int = REDUCTION
     ) -> Handle:
         """Collective. Sums the messages over the ranks and sends each owner its sums. `wait` returns this rank's sums.
 
@@ -237,32 +168,23 @@ class Comm:
         into: a flat tensor that is overwritten with the sums, in its own dtype, and returned instead of a new tensor.
             It may overlap this rank's own share of the messages.
         channel: as for `gather`.
-        sent_as: the quantisation of 16-bit and 32-bit floats; by default none. The sums are then a new float32 tensor.
-            A group of one rank rounds nothing.
 
         The sums are flat, one message after another; those of 16-bit floats are float32 unless `into` is given. `wait`
         may block until the other ranks have called `wait`.
         """
-        if sent_as is not None and self.world > 1:
-            return self._reduce_quantised(messages, times, channel, sent_as)
+        self._count_reduced(messages)
+        return self.link.transport(messages[0][0].device).reduce(messages, times, into, channel)
+
+    def all_to_all(self, messages: Sequence[Message], channel: int = REDUCTION) -> Handle:
+        """Collective. Sends the messages as `reduce` does. `wait` returns for each message the elements from all ranks,
+        one row a rank."""
+        self._count_reduced(messages)
+        return self.link.transport(messages[0][0].device).all_to_all(messages, channel)
+
+    def _count_reduced(self, messages: Sequence[Message]) -> None:
         if self.world > 1:
             sent = ((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages)
             count(reduce=sum(sent))
-        return self._link.transport(messages[0][0].device).reduce(messages, times, into, channel)
-
-    def _reduce_quantised(self, messages: Sequence[Message], times: float, channel: int, sent_as: Int8) -> Handle:
-        own, device = [counts[self.rank] for _, counts in messages], messages[0][0].device
-        sent = [(sent_as.encode(message, counts), sent_as.lengths(counts)) for message, counts in messages]
-        count(reduce=sum(len(wire) - lengths[self.rank] for wire, lengths in sent))
-        received = self._link.transport(device).all_to_all(sent, channel)
-
-        def finish() -> Tensor:
-            sums = torch.empty(sum(own), dtype=torch.float32, device=device)
-            for rows, into in zip(received.wait(), sums.split(own), strict=True):
-                sent_as.add(rows, into, times)
-            return sums
-
-        return Handle(finish)
 
     # ------------------------------------------------------------------------------------- other tensors
 
@@ -272,7 +194,7 @@ class Comm:
             return
         for batch in batches(tensors):
             flat = flatten(batch) if self.rank == source else empty_flat(batch)
-            self._link.transport(flat.device).broadcast(flat, source)
+            self.link.transport(flat.device).broadcast(flat, source)
             if self.rank == source:
                 count(other=flat.nbytes * (self.world - 1))
             else:
@@ -283,7 +205,7 @@ class Comm:
         operation, which ranks compare; by default all such sums share one number."""
         if self.world > 1:
             count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
-            self._link.transport(tensor.device).all_reduce(tensor, channel, maximum=maximum)
+            self.link.transport(tensor.device).all_reduce(tensor, channel, maximum=maximum)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         """Collective. Sends flat tensors from their owners to rank `to` of the group, or (None) to all ranks.
@@ -297,4 +219,29 @@ class Comm:
         receivers = self.world - 1 if to is None else int(to != self.rank)
         count(other=sum(tensor.nbytes for tensor in own) * receivers)
         devices = [tensor.device for _, tensor in transfers if tensor is not None]
-        self._link.transport(devices[0] if devices else torch.device("cpu")).collect(transfers, to)
+        self.link.transport(devices[0] if devices else torch.device("cpu")).collect(transfers, to)
+
+
+def _as_text(lines: Sequence[str], problem: str | None) -> str:
+    """Returns the text that a rank sends. lines: its signature. problem: the error message of this rank, or None."""
+    return json.dumps({"problem": problem, "lines": list(lines)})
+
+
+def _refuse_differences(what: str, texts: Sequence[str]) -> None:
+    """Raises ValueError if any rank has a problem, or if signatures differ. texts: of all ranks, or of this one."""
+    ranks = [json.loads(text) for text in texts]
+    problems = [(rank, sent["problem"]) for rank, sent in enumerate(ranks) if sent["problem"] is not None]
+    if problems:
+        where = f" (on rank {', '.join(str(rank) for rank, _ in problems)})" if len(texts) > 1 else ""
+        raise ValueError(f"{problems[0][1]}{where}")
+    for rank, sent in enumerate(ranks):
+        _refuse_difference(what, ranks[0]["lines"], sent["lines"], rank)
+
+
+def _refuse_difference(what: str, expected: list[str], lines: list[str], rank: int) -> None:
+    for position, (first, other) in enumerate(zip_longest(expected, lines, fillvalue="nothing")):
+        if first != other:
+            raise ValueError(
+                f"{what} differ between ranks: at position {position}, rank 0 has {first}, rank {rank} has {other}. "
+                "Build the same on every rank, in the same order."
+            )

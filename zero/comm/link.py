@@ -1,37 +1,77 @@
 """The state that all Comms of one process group share: the log of operations, and a transport for each type of device.
 
 Operations never use the user's own Gloo group: another thread may use it at the same time (torch's asynchronous
-checkpoints do), and two threads on one Gloo group end the process. Ranks of one host need no Gloo group; ranks on
-several hosts get a private one.
+checkpoints do), and two threads on one Gloo group end the process. Ranks get a private one, unless a transport is
+offered that needs none.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, proxy
 
 import torch
 import torch.distributed as dist
 
 from zero._torch import abort, another_like, backend_of, store_of, timeout_of
-from zero.comm.host_memory import HostMemory
 from zero.comm.local import Local
-from zero.comm.order import Order
+from zero.comm.order import COMPARISON, Order
 from zero.comm.process_group import Gloo, Overlapping
-from zero.comm.rendezvous import rendezvous
-from zero.comm.settings import host_memory
+from zero.comm.store import StoreExchange
 from zero.comm.transport import Transport
-from zero.comm.watchdog import Watchdog
 
 _CPU = torch.device("cpu")
 
 _TIMEOUT = timedelta(minutes=30)
 """The timeout of transfers on the CPU if the group has no backend for the CPU: torch's own default."""
+
+
+class TransportFactory(Protocol):
+    """Offers a transport for tensors on the CPU in place of Gloo.
+
+    A folder that brings one appends it to `factories`. Here is one that takes groups of a single rank:
+
+        class Alone:
+            def check(self): ...
+            def offer(self, order, exchange):
+                return Local() if exchange.world == 1 else None
+    """
+
+    def check(self) -> None:
+        """Raises ValueError for settings of the user's that mean nothing, before any rank waits for another."""
+
+    def offer(self, order: Order, exchange: StoreExchange) -> Transport | None:
+        """Collective. Returns the transport, or None on every rank. exchange: of a few bytes between the ranks."""
+
+
+factories: list[TransportFactory] = []
+"""Asked one after another for each new group; the first transport that is offered is taken."""
+
+watchers: list[Callable[[Order, dist.Store, int, int], object]] = []
+"""Called with the order, a store of its own, the rank and the number of ranks of each group whose waits block the
+host. A watcher appends to `Order.while_waiting`."""
+
+settings: dict[str, Callable[[Any], None]] = {}
+"""The settings that `configure` takes, by name."""
+
+
+def configure(**given: Any) -> None:
+    """Sets how ranks reach one another, such as host_memory="off"; None uses the environment again. Call it on every
+    rank, before the first model or optimizer is built on a process group.
+
+    Raises ValueError for unknown values, TypeError for unknown settings.
+    """
+    for name, value in given.items():
+        if name not in settings:
+            raise TypeError(
+                f"zero.comm.configure() has no setting {name!r}. There are: {', '.join(settings) or 'none'}."
+            )
+        settings[name](value)
 
 
 class Link:
@@ -44,7 +84,8 @@ class Link:
         self.order = Order(self.rank, self.world)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
-        host_memory()  # raises here for an unknown setting, where no other rank waits for this one yet
+        for factory in factories:
+            factory.check()
         self._transports: dict[str, Transport] = {}
 
     def transport(self, device: torch.device = _CPU) -> Transport:
@@ -60,20 +101,59 @@ class Link:
         group = self._group
         return next((device.type for device in devices if backend_of(group, device) is None), None)
 
+    def joined(self, across: Link) -> dist.ProcessGroup | Link:
+        """Collective over all ranks of the job. Returns the group of all ranks of a grid, of which this link is this
+        rank's row and `across` its column.
+
+        The ranks of a column are consecutive in it: rank = self.rank * across.world + across.rank. Raises ValueError,
+        on every rank, if the grid does not contain all ranks of the job.
+        """
+        column = ",".join(map(str, dist.get_process_group_ranks(across._group)))
+        self.transport().compare(COMPARISON)
+        texts = self.transport().exchange(column.encode().ljust(8 * across.world))  # numbers below 10 million
+        ranks = [int(rank) for text in texts for rank in text.decode().split(",")]
+        if sorted(ranks) != [*range(dist.get_world_size())]:
+            raise ValueError(
+                f"the shard group and the replicate group contain the ranks {sorted(ranks)} together, but the job has "
+                f"{dist.get_world_size()}. Pass rows and columns of one DeviceMesh of all ranks."
+            )
+        if not orders_groups():
+            raise ValueError(
+                f"torch {torch.__version__} sorts the ranks of every group, but this needs another order. Take a newer "
+                "one."
+            )
+        group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False)
+        return group
+
     def _choose(self, device: torch.device) -> Transport:
         if self._group is None or self.world == 1:
             return Local()
         backend = backend_of(self._group, device)
-        if device.type != "cpu" or backend not in (None, "gloo"):
+        arguments = self.order, self._group, self.rank, self.world
+        if device.type != "cpu":
             assert backend is not None, f"the group has no backend for {device}"
-            arguments = self.order, self._group, self.rank, self.world
-            if device.type == "cpu":  # this backend can compare operations, too
-                watchdog = self._watchdog(backend)
-                return Overlapping(*arguments, watchdog, checks=Gloo(*arguments, watchdog), name=backend)
             return self._device_transport(device, backend, self.transport())
+        assert self._store is not None
+        if backend not in (None, "gloo"):  # this backend can compare operations, too
+            if backend != "fake":  # whose store keeps no values
+                with StoreExchange(self._store, self.rank, self.world, _TIMEOUT) as exchange:
+                    self._watch(exchange.nonce)
+            return Overlapping(*arguments, blocks=True, checks=Gloo(*arguments), name=str(backend))
         timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
-        with self.order.transfer(None, None):
-            return self._cpu_transport(timeout)
+        with self.order.transfer(None, None), StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
+            return self._cpu_transport(exchange)
+
+    def _cpu_transport(self, exchange: StoreExchange) -> Transport:
+        """Collective. Returns the first transport that is offered, else Gloo on a group of its own."""
+        for factory in factories:
+            offered = factory.offer(self.order, exchange)
+            if offered is not None:
+                return offered
+        # Not torch.distributed.new_group(): it is collective over all ranks of the job, or (use_local_synchronization)
+        # waits for ever if ranks are in different numbers of groups (torch 2.13).
+        own = self._watch(exchange.nonce)
+        gloo = dist.ProcessGroupGloo(own, self.rank, self.world, exchange.timeout)
+        return Gloo(self.order, gloo, self.rank, self.world)
 
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
@@ -88,29 +168,22 @@ class Link:
                     if communicator is not None:
                         abort(communicator, device)
 
-        arguments = self.order, group, self.rank, self.world
-        return Overlapping(*arguments, None, checks=checks, name=backend, reduces_by=reduces_by, abort=abort_both)
+        return Overlapping(
+            *(self.order, group, self.rank, self.world),
+            blocks=False,
+            checks=checks,
+            name=backend,
+            reduces_by=reduces_by,
+            abort=abort_both,
+        )
 
-    def _watchdog(self, backend: str) -> Watchdog | None:
-        """Collective. Returns a watchdog; None for torch's fake backend, whose store keeps no values."""
-        if self._store is None or backend == "fake":
-            return None
-        store = dist.PrefixStore("zero", self._store)
-        _, nonce = rendezvous(store, self.rank, self.world, _TIMEOUT, how="off")
-        return Watchdog(self.order, dist.PrefixStore(nonce, store), self.rank, self.world)
-
-    def _cpu_transport(self, timeout: timedelta) -> Transport:
-        """Collective. Returns HostMemory if ranks can read one another's memory, else Gloo on a group of its own."""
+    def _watch(self, nonce: str) -> dist.Store:
+        """Starts the watchers. Returns a store of this link's own."""
         assert self._store is not None
-        store = dist.PrefixStore("zero", self._store)
-        peers, nonce = rendezvous(store, self.rank, self.world, timeout, how=host_memory())
-        if peers is not None:
-            return HostMemory(self.order, peers, self.rank, self.world)
-        # Not torch.distributed.new_group(): it is collective over all ranks of the job, or (use_local_synchronization)
-        # waits for ever if ranks are in different numbers of groups (torch 2.13).
-        own = dist.PrefixStore(nonce, store)
-        gloo = dist.ProcessGroupGloo(own, self.rank, self.world, timeout)
-        return Gloo(self.order, gloo, self.rank, self.world, Watchdog(self.order, own, self.rank, self.world))
+        store = dist.PrefixStore(nonce, dist.PrefixStore("zero", self._store))
+        for watch in watchers:
+            watch(self.order, store, self.rank, self.world)
+        return store
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
@@ -126,16 +199,3 @@ def link_of(group: dist.ProcessGroup) -> Link:
 def orders_groups() -> bool:
     """Whether torch makes groups whose ranks are not sorted: torch 2.11 does not."""
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
-
-
-def group_in_order(ranks: list[int]) -> dist.ProcessGroup:
-    """Collective over all ranks of the job. Returns a group, with the job's backend, of these ranks in this order.
-
-    Raises ValueError if this version of torch always sorts the ranks of a group.
-    """
-    if not orders_groups():
-        raise ValueError(
-            f"torch {torch.__version__} sorts the ranks of every group, but this needs another order. Take a newer one."
-        )
-    group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False)
-    return group

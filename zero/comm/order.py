@@ -8,17 +8,17 @@ compare every operation, because that costs nothing there. Over other transports
     the log          at the end of a backward, and before stepped parameters are gathered (`Comm.agree`). No result that
                      the ranks disagree on is applied.
 
-A rank that waits long between comparisons reports its log, and reads the logs of the others (watchdog.py).
+A rank that waits long between comparisons may look after the others (`Order.while_waiting`).
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero.comm.handle import Handle
-from zero.comm.settings import compares_each
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 """Channels that every process group has."""
@@ -39,6 +39,7 @@ class Order:
     broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
         complete, and every later operation raises with the first cause.
     at_failure: functions to call with the error message after a transfer has failed.
+    while_waiting: functions to call now and then while the host waits for other ranks. They may raise.
     absent: returns after a failure which ranks are missing, in words for the user; empty if that is not known.
     """
 
@@ -48,8 +49,9 @@ class Order:
         self.digest, self.comparisons = 0, 0
         self.broken: str | None = None
         self.at_failure: list[Callable[[str], object]] = []
+        self.while_waiting: list[Callable[[], object]] = []
         self.absent: Callable[[], str] = lambda: ""
-        self._each = compares_each()
+        self._each = _compares_each()
         self._position = 0
         """The position in the schedule: a digest of the operations since it began."""
         self._settled: set[int] = set()
@@ -190,3 +192,11 @@ class Transfer:
             reason = self._order.fail(self._channel, self._buffers, error)
             if isinstance(error, (RuntimeError, OSError)):  # not Ctrl-C
                 raise RuntimeError(reason) from error
+
+
+def _compares_each() -> bool:
+    """Returns whether ZERO_CHECK is "each". Raises ValueError if it has an unknown value."""
+    value = os.environ.get("ZERO_CHECK", "")
+    if value not in ("", "each"):
+        raise ValueError(f"ZERO_CHECK={value!r} in the environment: choose each, or leave it out.")
+    return value == "each"

@@ -39,10 +39,9 @@ from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order
 from zero.comm.packing import concatenate, lengths
 from zero.comm.sums import sum_in_rank_order, wide
 from zero.comm.transport import Message, Transport
-from zero.comm.watchdog import Watchdog
 
 _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
-"""Times between the checks of the watchdog while a rank waits; the last one is repeated."""
+"""Times between looks at the other ranks while a rank waits; the last one is repeated."""
 
 _SUPPORTED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 _SUPPORTED |= {torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -53,13 +52,14 @@ class ProcessGroupTransport(Transport):
     """The common base of both transports.
 
     group: a ProcessGroup, or a Backend such as ProcessGroupGloo.
-    watchdog: checks the other ranks while the host waits; None if waiting does not block the host.
+    blocks: whether waiting blocks the host, which looks after the other ranks meanwhile (Order.while_waiting).
     """
 
-    def __init__(self, order: Order, group: Any, rank: int, world: int, watchdog: Watchdog | None = None) -> None:
-        self._order, self._group, self._rank, self._world, self._watchdog = order, group, rank, world, watchdog
+    def __init__(self, order: Order, group: Any, rank: int, world: int, *, blocks: bool) -> None:
+        self._order, self._group, self._rank, self._world = order, group, rank, world
+        self._while_waiting = order.while_waiting if blocks else []
         self._reduces_by = group
-        if watchdog is not None:
+        if blocks:
             order.at_failure.append(lambda _: _never_drop(group))
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
@@ -163,7 +163,7 @@ class ProcessGroupTransport(Transport):
     def _await(self, work: dist.Work | None) -> None:
         if work is None:  # NCCL ran it on the current stream, and there is nothing to wait for
             return
-        if self._watchdog is None:
+        if not self._while_waiting:
             work.wait()
             return
         for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])):
@@ -173,7 +173,8 @@ class ProcessGroupTransport(Transport):
             except RuntimeError:
                 if work.is_completed():  # it failed, or completed just after the interval
                     break
-                self._watchdog.check()
+                for look in self._while_waiting:
+                    look()
         work.wait()
 
 
@@ -181,6 +182,9 @@ class Gloo(ProcessGroupTransport):
     """The transport for tensors on the CPU, between hosts."""
 
     name, overlaps = "gloo", False
+
+    def __init__(self, order: Order, group: Any, rank: int, world: int) -> None:
+        super().__init__(order, group, rank, world, blocks=True)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         shards = [full[low:high] for low, high in pairwise(bounds)]
@@ -209,14 +213,14 @@ class Overlapping(ProcessGroupTransport):
         group: Any,
         rank: int,
         world: int,
-        watchdog: Watchdog | None,
         *,
+        blocks: bool,
         checks: Transport,
         name: str,
         reduces_by: Any = None,
         abort: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__(order, group, rank, world, watchdog)
+        super().__init__(order, group, rank, world, blocks=blocks)
         self._checks, self.name = checks, name
         if reduces_by is not None:
             self._reduces_by = reduces_by

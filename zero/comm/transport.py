@@ -29,6 +29,9 @@ class Transport(ABC):
     """Whether transfers run beside the computing, without taking the processor from it. The number of kernels of a
     reduce of one message then does not depend on the number of ranks."""
 
+    reads = False
+    """Whether ranks read from one another's memory."""
+
     @abstractmethod
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         """Fills the flat `full`. Rank r sends elements [bounds[r], bounds[r + 1]), which its own `full` holds."""

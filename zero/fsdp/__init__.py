@@ -1,10 +1,10 @@
 """ZeRO stage 3: parameters, gradients and optimizer state are sharded."""
 
+from zero.features.offload.stores import CPUOffload, DiskOffload
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import MEMORY_FIRST, SPEED_FIRST, BackwardPrefetch, Prefetch
 from zero.fsdp.strategy import ShardingStrategy
-from zero.oss.offload import CPUOffload, DiskOffload
 
 __all__ = [
     "FSDP",

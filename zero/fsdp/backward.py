@@ -17,9 +17,9 @@ import torch
 
 from zero._torch import at_end_of_backward
 from zero.comm import Comm
-from zero.fsdp.at_rest import ReadsAtRest
+from zero.features.penalties.at_rest import ReadsAtRest
+from zero.features.step_in_backward.units import StepsInBackward
 from zero.fsdp.beside import Beside
-from zero.fsdp.in_backward import StepsInBackward
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Call, TrainingState, Unit
 from zero.sdp.usage import End

@@ -12,36 +12,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zero._torch import children_of
+from zero.checks.guard import Guard, guarded
+from zero.checks.state_dicts import NO_COPIES, StateDictGuard
 from zero.comm import Comm
+from zero.features.compile.compiled import BETWEEN_UNITS, compiling_problem
+from zero.features.compile.forward import Forward
+from zero.features.compile.tracing import Gradients
+from zero.features.offload.stores import CPUOffload, DiskOffload
+from zero.features.step_in_backward.optimizer import refuse
+from zero.features.step_in_backward.units import StepsInBackward
 from zero.fsdp.backward import Backward
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
-from zero.fsdp.compiled import BETWEEN_UNITS, compiling_problem
-from zero.fsdp.forward import Forward
-from zero.fsdp.guard import Guard, guarded
-from zero.fsdp.in_backward import StepsInBackward
 from zero.fsdp.index import Index
 from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.schedule import Schedule
-from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
 from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.summon import Summons
-from zero.fsdp.torch_options import from_torch, refuse_number_of_ranks, refuse_unknown
-from zero.fsdp.tracing import Gradients
 from zero.fsdp.unit import Unit
-from zero.fsdp.unwrap import refuse_forward, restore_module
 from zero.fsdp.weights import Weights
 from zero.fsdp.wrap import Policy
-from zero.oss import norm
-from zero.oss.announce import announce
-from zero.oss.ddp import ddp_within
-from zero.oss.in_backward import refuse
+from zero.interop.ddp import ddp_within
+from zero.interop.torch_options import from_torch, refuse_number_of_ranks, refuse_unknown
+from zero.interop.unwrap import refuse_forward, restore_module
+from zero.interop.unwrapped import refuse_steps
 from zero.oss.joining import NO_JOIN
-from zero.oss.offload import CPUOffload, DiskOffload
-from zero.oss.partition import Partition, partition_problem
 from zero.sdp.buffers import BufferSync
-from zero.sdp.unwrapped import refuse_steps
+from zero.shards import norm
+from zero.shards.announce import announce
+from zero.shards.partition import Partition, partition_problem
 
 _GIVEN = "the models given to FSDP"
 
@@ -85,7 +85,7 @@ class FSDP(Weights):
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: broadcast the buffers of rank 0 before each forward, as DistributedDataParallel does.
     of_torch: options of PyTorch's FSDP1 that have another name here: backward_prefetch, cpu_offload, device_id,
-        forward_prefetch, ignored_states, limit_all_gathers, use_orig_params. See zero.fsdp.torch_options.
+        forward_prefetch, ignored_states, limit_all_gathers, use_orig_params. See zero.interop.torch_options.
 
     A penalty in the loss, such as the sum of squares, must be computed after forward from `parameters()` or
     `named_parameters()` of the FSDP. It then sees this rank's shards, and autograd adds its gradient to the shards'
@@ -161,7 +161,7 @@ class FSDP(Weights):
             or self._nesting_problem(nested)
             or ddp_within(self.module, choice.ignored)
             or choice.unusable(synced=options.synced, sharded=guarded())
-            or choice.unquantisable(options.precision)
+            or choice.wire_problem(options.precision)
             or self._comm.device_problem(choice.devices())
             or self._compiling_problem(choice, nested, options)
         )

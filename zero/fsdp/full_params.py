@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero._torch import wraps_others
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import TrainingState, Unit
-from zero.oss.shard_group import ShardGroup
+from zero.shards.shard_group import ShardGroup
 
 
 @contextmanager

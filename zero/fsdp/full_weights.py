@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import state_dict_hooks_of, wraps_others
+from zero.checks.state_dicts import Refusal
 from zero.comm import Comm
 from zero.fsdp import full_params
 from zero.fsdp.precision import Uncast
-from zero.fsdp.state_dict_guard import Refusal
 from zero.fsdp.summon import summons_of
 from zero.fsdp.unit import Unit
-from zero.oss.placement import Placement
 from zero.sdp.wrapper import Wrapper
+from zero.shards.placement import Placement
 
 
 @dataclass(frozen=True)

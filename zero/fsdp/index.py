@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from zero.fsdp.unit import Unit
-from zero.oss.places import Place, places_in
-from zero.oss.shard_group import ShardGroup
+from zero.shards.places import Place, places_in
+from zero.shards.shard_group import ShardGroup
 
 
 class Index(Mapping[nn.Parameter, Place]):

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import BATCH_NORM, buffers_of, classes_to_ignore
-from zero.comm import Int8
+from zero.comm import Wire
+from zero.comm.wire import NAMES
 from zero.sdp.tensors import map_tensors
 
 
@@ -28,37 +29,38 @@ class MixedPrecision:
 
     param_dtype: the dtype in which parameters are gathered and computed with, and gradients are written.
     reduce_dtype: the dtype in which gradients are sent, by default the one in which they were written; also
-        zero.Int8(). Sums are always float32, and so are the averages that hybrid strategies send across replicas.
+        a wire of fewer bits. Sums are always float32, and so are the averages that hybrid strategies send across
+        replicas.
     buffer_dtype: the dtype to which floating-point buffers are cast once. Saved and loaded weights have the original.
     cast_forward_inputs: casts floating-point inputs of every unit to param_dtype.
     cast_root_forward_inputs: overrides cast_forward_inputs for the root unit, unless None.
     keep_fp32: classes of modules, such as torch.nn.LayerNorm, that compute in float32: their parameters are gathered in
         the dtype of the shards, their buffers are not cast, their inputs are cast to float32 and their outputs back to
         param_dtype. By default batch normalisation, whose running averages would stand still in 16 bits.
-    param_wire: zero.Int8() quantises parameters for the all-gather. All ranks, the owner of a shard too, compute with
-        the quantised values. Shards, summoned parameters and saved weights keep full precision.
+    param_wire: a wire of fewer bits for the all-gather of parameters. All ranks, the owner of a shard too, compute with
+        the values that arrive. Shards, summoned parameters and saved weights keep full precision.
 
-    Raises ValueError for other values of param_wire, and for Int8 as param_dtype or buffer_dtype.
+    Raises ValueError for other values of param_wire, and for a wire as param_dtype or buffer_dtype.
     """
 
     param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | Int8 | None = None
+    reduce_dtype: torch.dtype | Wire | None = None
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     keep_fp32: tuple[type[nn.Module], ...] = (BATCH_NORM,)
     cast_root_forward_inputs: bool | None = None
-    param_wire: Int8 | None = None
+    param_wire: Wire | None = None
 
     def __post_init__(self) -> None:
-        if self.param_wire is not None and not isinstance(self.param_wire, Int8):
+        if self.param_wire is not None and not isinstance(self.param_wire, Wire):
             raise ValueError(
-                f"MixedPrecision(param_wire={self.param_wire!r}): choose zero.Int8() or None. param_dtype is the "
-                "other dtype that parameters can travel in; they are computed with in it, too."
+                f"MixedPrecision(param_wire={self.param_wire!r}): choose {' or '.join([*NAMES, 'None'])}. param_dtype "
+                "is the other dtype that parameters can travel in; they are computed with in it, too."
             )
         for option in ("param_dtype", "buffer_dtype"):
-            if isinstance(getattr(self, option), Int8):
+            if isinstance(getattr(self, option), Wire):
                 raise ValueError(
-                    f"MixedPrecision({option}={getattr(self, option)}): Int8 is for transfers only, not for computing. "
+                    f"MixedPrecision({option}={getattr(self, option)}) is for transfers only, not for computing. "
                     "Pass it as param_wire or reduce_dtype."
                 )
 

@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import in_a_backward
 from zero.comm import Comm
+from zero.features.autocast.casts import Casts
+from zero.features.compile.compiled import BETWEEN_UNITS, compiled_modules
+from zero.features.reads.reads import ForeignReads
 from zero.fsdp.backward import Backward
 from zero.fsdp.beside import Beside
-from zero.fsdp.casts import Casts
-from zero.fsdp.compiled import BETWEEN_UNITS, compiled_modules
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
-from zero.fsdp.foreign_reads import ForeignReads
 from zero.fsdp.index import Index
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Call, TrainingState, Unit

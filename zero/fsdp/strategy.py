@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero.comm import Comm
-from zero.oss.placement import Levels, Placement
+from zero.shards.placement import Levels, Placement
 
 
 class ShardingStrategy(enum.Enum):
@@ -76,7 +76,15 @@ def _at_levels(placement: Placement, strategy: ShardingStrategy, optimizer_shard
             "state as parameters. Choose HYBRID_SHARD with groups to shard within and to replicate across."
         )
     levels = Levels(placement.comm, placement.replicas)
-    return Placement(Comm.grid(levels.within, levels.across), levels=levels)
+    return Placement(_all_of(levels), levels=levels)
+
+
+def _all_of(levels: Levels) -> Comm:
+    """Collective over all ranks of the job. Returns the group of all ranks of both levels."""
+    within, across = levels.within, levels.across
+    if within.world == 1 or across.world == 1:
+        return across if within.world == 1 else within
+    return Comm(within.link.joined(across.link))
 
 
 def _placed(strategy: ShardingStrategy, groups: list[Any]) -> Placement:

@@ -8,11 +8,11 @@ from weakref import ReferenceType, ref
 
 from torch import nn
 
+from zero.checks.guard import Guard, moved_problem
 from zero.fsdp import full_params
-from zero.fsdp.guard import Guard, moved_problem
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import Unit
-from zero.oss.placement import Placement
+from zero.shards.placement import Placement
 
 _alive: list[ReferenceType[Summons]] = []
 """One for each FSDP that exists, in the order of their construction, which is the same on all ranks."""

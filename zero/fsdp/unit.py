@@ -11,9 +11,10 @@ import math
 from torch import nn
 from torch.autograd.graph import Node
 
+from zero.comm.wire import as_wire
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit_gradients import UnitGradients
-from zero.oss.shard_group import GroupState, ShardGroup
+from zero.shards.shard_group import GroupState, ShardGroup
 
 
 class TrainingState(enum.Enum):
@@ -82,7 +83,7 @@ class Unit:
         self.before: Unit | None = None
         self.after: Unit | None = None
         """The units that ran before and after it in the last forward."""
-        self.gradients = UnitGradients(groups, sent_as=precision.reduce_dtype)
+        self.gradients = UnitGradients(groups, wire=as_wire(precision.reduce_dtype))
         self._set_title()
         self.skipped = False
         """Whether the last backward through the unit was asked for particular gradients, and for none of these."""
@@ -169,7 +170,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Collective. Unshards the parameters. Raises RuntimeError if an earlier all-gather of them failed."""
-        wire = self.precision.param_wire
+        wire = as_wire(self.precision.param_wire)
         for group in self.groups:
             if group.state is GroupState.SHARDED:
                 group.launch_unshard(wire=wire)
@@ -184,7 +185,7 @@ class Unit:
         """Collective. Launches the all-gather of parameters that are needed later, if they are sharded."""
         for group in self.groups:
             if group.state is GroupState.SHARDED:
-                group.launch_unshard(wire=self.precision.param_wire, ahead=True)
+                group.launch_unshard(wire=as_wire(self.precision.param_wire), ahead=True)
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are unsharded."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from zero._torch import add_all
-from zero.comm import Int8
-from zero.oss.shard_group import ShardGroup
+from zero.comm import Wire
+from zero.comm.wire import PLAIN
 from zero.sdp.bucket import GradBucket, Phase
+from zero.shards.shard_group import ShardGroup
 
 
 class UnitGradients:
@@ -28,8 +28,8 @@ class UnitGradients:
     `reducing`: whether a reduction of the gradients is in flight.
     """
 
-    def __init__(self, groups: Sequence[ShardGroup], *, sent_as: torch.dtype | Int8 | None = None) -> None:
-        self.buckets = [GradBucket(group, self, sent_as=sent_as) for group in groups]
+    def __init__(self, groups: Sequence[ShardGroup], *, wire: Wire = PLAIN) -> None:
+        self.buckets = [GradBucket(group, self, wire=wire) for group in groups]
         self.left_unreduced = self.reducing = False
         self._accumulated: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from zero.checks.guard import Guard
 from zero.comm import Comm
 from zero.fsdp import full_params
-from zero.fsdp.guard import Guard
-from zero.fsdp.optim_state import SteppedShards, refuse_other_shards
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.summon import summon
 from zero.fsdp.unit import Unit
-from zero.oss import state
-from zero.oss.placement import Placement
-from zero.oss.shard_group import ShardGroup
 from zero.sdp.wrapper import Wrapper
+from zero.shards.placement import Placement
+from zero.shards.shard_group import ShardGroup
+from zero.state import optimizer_state as state
+from zero.state.user_optimizer import SteppedShards, refuse_other_shards
 
 if TYPE_CHECKING:
     from typing_extensions import Self

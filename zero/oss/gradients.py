@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from zero.oss.shard_group import ShardGroup
 from zero.oss.shown_gradients import full_gradient
+from zero.shards.shard_group import ShardGroup
 
 
 def take_gradients(

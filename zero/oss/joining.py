@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import join_mark, living_joins_of
 from zero.comm import Comm
+from zero.interop.ddp import joining
 from zero.measure.param_groups import options
-from zero.oss.ddp import joining
-from zero.oss.owned_shards import OwnedShards
-from zero.oss.shard_group import ShardGroup
+from zero.shards.owned_shards import OwnedShards
+from zero.shards.shard_group import ShardGroup
 
 NO_JOIN = (
     "{} cannot be used with torch's Join, by which ranks whose data has ended wait for the others. Write "

@@ -10,20 +10,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.comm import Comm, Int8
+from zero.checks.numbers import Agreed
+from zero.comm import Comm, Wire
+from zero.features.offload.stores import CPUOffload, DiskOffload, Room, offload_of
+from zero.interop.from_optimizer import from_optimizer
 from zero.measure.kinds import Finding, Kind, finding_of, known, title
 from zero.measure.named import build
 from zero.measure.param_groups import called, described_options, options
-from zero.oss import state
-from zero.oss.agreed import Agreed
-from zero.oss.announce import announce
-from zero.oss.from_optimizer import from_optimizer
-from zero.oss.groups import as_groups, describe, devices_of, master_problem, quantised_problem, sent_dtype
-from zero.oss.masters import Masters
-from zero.oss.offload import CPUOffload, DiskOffload, Room, offload_of
-from zero.oss.owned_shards import OwnedShards
-from zero.oss.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.oss.stepping import Stepping
+from zero.shards.announce import announce
+from zero.shards.arguments import as_groups, describe, devices_of, master_problem, named_params, wire_of, wire_problem
+from zero.shards.masters import Masters
+from zero.shards.owned_shards import OwnedShards
+from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
+from zero.state import optimizer_state as state
 
 
 class OSS(Stepping):
@@ -51,8 +51,8 @@ class OSS(Stepping):
         "auto" chooses for the optimizer: torch's are known, others are measured in a few steps on small tensors.
     granularity: elements; cuts inside parameters are multiples of it, for optimizers that treat elements in blocks,
         such as those with 8-bit state. With it "auto" is "even".
-    broadcast_fp16: after a step, parameters are sent as float16 (True), torch.bfloat16 or zero.Int8(). The owner's copy
-        keeps its precision.
+    broadcast_fp16: after a step, parameters are sent as float16 (True), torch.bfloat16 or by a wire of fewer bits. The
+        owner's copy keeps its precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
     offload: zero.CPUOffload() or zero.DiskOffload(path): shards (float32 or master_dtype if parameters are narrower),
@@ -76,17 +76,17 @@ class OSS(Stepping):
         *,
         partition: Partition = "auto",
         granularity: int | None = None,
-        broadcast_fp16: bool | torch.dtype | Int8 = False,
+        broadcast_fp16: bool | torch.dtype | Wire = False,
         master_dtype: torch.dtype | None = None,
         offload: CPUOffload | DiskOffload | None = None,
         **defaults: Any,
     ) -> None:
         self._comm = Comm(group)
         groups, problem = as_groups(params)
-        self._sent_as, wrong_dtype = sent_dtype(broadcast_fp16, "broadcast_fp16")
+        self._wire, wrong_wire = wire_of(broadcast_fp16, "broadcast_fp16")
         self._offload, wrong_offload = offload_of(offload)
-        problem = problem or partition_problem(partition, granularity) or wrong_dtype or master_problem(master_dtype)
-        problem = problem or wrong_offload or quantised_problem(groups, self._sent_as, "broadcast_fp16")
+        problem = problem or partition_problem(partition, granularity) or wrong_wire or master_problem(master_dtype)
+        problem = problem or wrong_offload or wire_problem(named_params(groups), self._wire, "broadcast_fp16")
         self._built, self._built_by = False, (optim, defaults)
         self._partition, self._granularity = partition, granularity
         found, unfit = (None, None) if problem else self._look_at(groups)
@@ -118,7 +118,7 @@ class OSS(Stepping):
     def from_optimizer(
         cls, optimizer: Optimizer, group: torch.distributed.ProcessGroup | None = None, **options: Any
     ) -> OSS:
-        """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.oss.from_optimizer."""
+        """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.interop.from_optimizer."""
         return from_optimizer(cls, optimizer, group, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -127,7 +127,9 @@ class OSS(Stepping):
             super().add_param_group(param_group)
             return
         groups, problem = as_groups([param_group], seen=set(self._shards))
-        problem = problem or quantised_problem(groups, self._sent_as, "broadcast_fp16") or self._look_at(groups)[1]
+        problem = (
+            problem or wire_problem(named_params(groups), self._wire, "broadcast_fp16") or self._look_at(groups)[1]
+        )
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
         super().add_param_group(groups[0])
         added = self.param_groups[-1]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from zero._torch import GradScaler as TorchGradScaler
 from zero.comm import Comm
-from zero.oss.in_backward import refuse, steps_in_backward
+from zero.features.step_in_backward.optimizer import refuse, steps_in_backward
 from zero.oss.optimizer import OSS
 
 

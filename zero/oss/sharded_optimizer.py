@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from zero._torch import add_all
 from zero.comm import Comm
-from zero.oss import state
-from zero.oss.owned_shards import OwnedShards
-from zero.oss.places import Place
-from zero.oss.shard_group import ShardGroup
-from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
+from zero.interop.torch_checkpoint import asked_by_torch_checkpoint
+from zero.shards.owned_shards import OwnedShards
+from zero.shards.places import Place
+from zero.shards.shard_group import ShardGroup
+from zero.state import optimizer_state as state
 
 
 class ShardedOptimizer(Optimizer):

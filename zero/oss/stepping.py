@@ -20,21 +20,22 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import SteppedByScaler
-from zero.comm import Comm, Int8
+from zero.checks.numbers import Agreed
+from zero.checks.scaling import Scaling
+from zero.checks.step_checks import StepChecks
+from zero.comm import Comm, Wire
+from zero.comm.wire import PLAIN
+from zero.features.step_in_backward.optimizer import InBackward, problem_of, refuse
+from zero.interop.ddp import evaluated
+from zero.interop.torch_checkpoint import asked_by_torch_checkpoint
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
-from zero.oss import norm
-from zero.oss.agreed import Agreed
-from zero.oss.ddp import evaluated
 from zero.oss.gradients import refuse_unreduced, shares, take_gradients
-from zero.oss.in_backward import InBackward, problem_of, refuse
 from zero.oss.joining import NO_JOIN, Joining
-from zero.oss.scaling import Scaling
-from zero.oss.shard_group import ShardGroup
 from zero.oss.sharded_optimizer import ShardedOptimizer
 from zero.oss.shown_gradients import ShownGradients
-from zero.oss.step_checks import StepChecks
-from zero.oss.torch_checkpoint import asked_by_torch_checkpoint
+from zero.shards import norm
+from zero.shards.shard_group import ShardGroup
 
 _COMPRESSED_AT_ONCE = 2
 """Shard groups whose compressed copies exist at a time."""
@@ -47,7 +48,7 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
     writes_frozen: whether the optimizer may write into parameters without gradients.
     """
 
-    _sent_as: torch.dtype | Int8 | None
+    _wire: Wire
 
     def __init__(self, groups: list[dict[str, Any]], agreed: Agreed | None, *, writes_frozen: bool) -> None:
         self._agreed, self._writes_frozen = agreed, writes_frozen
@@ -280,10 +281,10 @@ class Stepping(ShardedOptimizer, Joinable, SteppedByScaler):
         self._comm.agree(self._step_channel)
         in_flight: list[ShardGroup] = []
         for group in groups:
-            if self._sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
+            if self._wire is not PLAIN and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
             self._shards.masters.write([group])
-            group.launch_unshard(wire=self._sent_as, conceal=self._is_left(group))
+            group.launch_unshard(wire=self._wire, conceal=self._is_left(group))
             in_flight.append(group)
         for group in in_flight:
             if not self._is_left(group):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from zero.comm.rehearsal import Kind
+from zero.plan.transport import Kind
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

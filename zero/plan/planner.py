@@ -16,13 +16,13 @@ from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.wrap import Policy
 from zero.measure.kinds import finding_of, title
-from zero.oss.partition import optimizer_problem, partition_problem
 from zero.plan.hardware import Hardware, as_hardware
 from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
 from zero.plan.stages import STAGES, Job, cost_of
 from zero.plan.timing import Timing, prefetches, timed
 from zero.plan.trace import Trace
+from zero.shards.partition import optimizer_problem, partition_problem
 
 _OFFLOADED = ("1", "2")
 """The stages for which plans count offload."""

@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_two_devices, without_values
 from zero.comm.traffic import rehearsed_traffic
+from zero.features.offload.stores import ShardStore
 from zero.fsdp import CPUOffload, MixedPrecision
-from zero.oss.offload import ShardStore
-from zero.oss.slices import step_alone
 from zero.plan.attributes import plain_tensors, restored
 from zero.plan.calls import misfit
 from zero.plan.meter import Meter
 from zero.plan.trace import Trace
 from zero.plan.workspace import LSTM_LAYER, with_workspace
 from zero.sdp.tensors import tensors_in
+from zero.shards.slices import step_alone
 
 
 class Rehearsal(Meter):

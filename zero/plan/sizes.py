@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zero.comm import Int8
+from zero.features.int8 import Int8
 from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
-from zero.oss.partition import Partition
+from zero.shards.partition import Partition
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from zero.comm.packing import batches
 from zero.comm.traffic import traffic
 from zero.fsdp import FSDP, Prefetch
 from zero.oss import OSS
-from zero.oss.shard_group import ShardGroup
 from zero.oss.shown_gradients import full_gradient
 from zero.plan.averaging import Averaged
 from zero.plan.hardware import Group
@@ -29,8 +28,10 @@ from zero.plan.rehearsal import Offloaded, Rehearsal, cast, explaining, faked, o
 from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
 from zero.plan.trace import Trace
+from zero.plan.transport import rehearsed
 from zero.sdp import ShardedDDP
 from zero.sdp.tensors import map_tensors
+from zero.shards.shard_group import ShardGroup
 
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
@@ -71,7 +72,7 @@ class Job:
         if self.trace is not None:
             grows = world * stride == self.world  # a hybrid's shard group does not grow with the job
             observer = self.trace.of(Group(world, stride, one_host=reads, grows=grows))
-        return Comm.rehearsal(rank, world, "host memory" if reads else self.options.backend, observer)
+        return rehearsed(rank, world, "host memory" if reads else self.options.backend, observer)
 
     def averaged(self, *, into_buckets: bool) -> Averaged:
         """The stand-in for DistributedDataParallel. It uses Gloo even on one host, except with `into_buckets`, as
@@ -279,7 +280,7 @@ def _fullest(job: Job, groups: Sequence[ShardGroup]) -> Iterable[int]:
     """The ranks, besides the first, that may need most."""
     owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
     sent = [job.options.reduce_dtype, job.sizes.precision.reduce_dtype, *(group.full.dtype for group in groups)]
-    widened = any(dtype is not None and dtype.itemsize < torch.float32.itemsize for dtype in sent)
+    widened = any(dtype is not None and (dtype.itemsize or 4) < torch.float32.itemsize for dtype in sent)
     if not widened and not any(np.ptp(of_each) for of_each in owned):
         return []
     if len(owned[0]) <= _FEW:

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from zero._torch import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
-from zero.comm.rehearsal import Kind
 from zero.plan.hardware import Group
 from zero.plan.meter import tensors_among
+from zero.plan.transport import Kind
 
 HOST, COMPUTE, GATHER, REDUCE = QUEUES = ("host", "compute", "gather", "reduce")
 

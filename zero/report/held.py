@@ -15,12 +15,13 @@ from zero.comm import Comm, Traffic, traffic
 from zero.fsdp import FSDP
 from zero.fsdp.summon import summons_of
 from zero.fsdp.unit import Unit
-from zero.oss import OSS, leaves
+from zero.oss import OSS
 from zero.oss.shown_gradients import full_gradient
 from zero.plan.meter import nbytes
 from zero.plan.result import TITLES, Cost
 from zero.report.planned import planned_for
 from zero.sdp import ShardedDDP
+from zero.state import leaves
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
+from zero.features.step_in_backward.optimizer import steps_in_backward
 from zero.fsdp.unit import Unit
+from zero.interop.from_optimizer import arguments
 from zero.measure.param_groups import described_options
 from zero.oss import OSS
-from zero.oss.exchange import TwoLevels
-from zero.oss.from_optimizer import arguments
-from zero.oss.in_backward import steps_in_backward
 from zero.plan import Cost, Options, Sizes, plan
+from zero.shards.exchange import TwoLevels
 
 _CACHED = 16
 _planned: dict[tuple[object, ...], Cost | None] = {}

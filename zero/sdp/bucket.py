@@ -13,14 +13,14 @@ import enum
 from collections.abc import Collection, Mapping
 from typing import NoReturn, Protocol
 
-import torch
 from torch import Tensor
 
-from zero.comm import Handle, Int8
+from zero.comm import Handle, Wire
+from zero.comm.wire import PLAIN
 from zero.oss.gradients import refuse_sparse
-from zero.oss.shard_group import ShardGroup
-from zero.oss.shown import shown
 from zero.sdp.messages import messages_of
+from zero.shards.shard_group import ShardGroup
+from zero.shards.shown import shown
 
 
 class Destination(Protocol):
@@ -45,19 +45,16 @@ class Phase(enum.Enum):
 class GradBucket:
     """Takes the gradients of one shard group, reduces them to their owners, and passes on those of this rank's shard.
 
-    sent_as: the dtype in which gradients are sent, or their quantisation; by default their own dtype.
+    wire: how gradients are sent.
     `trained`: positions of the parameters that have gradients.
     `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
     `missing`: whether this rank has sent zeros for some parameter since then.
     `reduced`: positions of the parameters that got a gradient on any rank in the last backward that `decide` has ended.
     """
 
-    def __init__(
-        self, group: ShardGroup, destination: Destination, *, sent_as: torch.dtype | Int8 | None = None
-    ) -> None:
-        self.group, self._destination = group, destination
-        self._quantised = sent_as if isinstance(sent_as, Int8) else None
-        self._sent_as = sent_as if isinstance(sent_as, torch.dtype) else group.full.dtype
+    def __init__(self, group: ShardGroup, destination: Destination, *, wire: Wire = PLAIN) -> None:
+        self.group, self._destination, self._wire = group, destination, wire
+        self._sent_as = wire.dtype or group.full.dtype
         self.phase = Phase.FILLING
         self._taken: dict[int, Tensor] = {}
         self.taken_bytes = 0
@@ -141,7 +138,7 @@ class GradBucket:
             shown("reduce", group.label, group.comm.rank),
             group.streams.reductions(group.exchange.gathered_by) as on_stream,
         ):
-            self._handle = on_stream(group.exchange.reduce(messages, self._quantised), keeps=messages)
+            self._handle = on_stream(group.exchange.reduce(messages, self._wire), keeps=messages)
 
     def finish(self) -> None:
         """Waits for the reduce, and passes the averaged gradients of this rank's shard to the destination: None for

@@ -17,9 +17,9 @@ from torch import Tensor
 from zero._torch import copy_all
 from zero.comm.packing import concatenate, lengths
 from zero.comm.transport import Message
-from zero.oss.layout import Span
-from zero.oss.shard_group import ShardGroup
 from zero.sdp.routes import Routes
+from zero.shards.layout import Span
+from zero.shards.shard_group import ShardGroup
 
 _LARGE = 1 << 18
 """Bytes from which a gradient is a message by itself. A message costs about as much CPU time as copying this much."""

@@ -14,16 +14,17 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import at_end_of_backward, in_a_backward, writes_into
-from zero.comm import Comm, Int8
+from zero.comm import Comm, Wire
 from zero.comm.streams import Streams
+from zero.comm.wire import PLAIN
+from zero.features.gathers.gathers import finish_all
 from zero.oss.optimizer import OSS
-from zero.oss.places import Place
-from zero.oss.shard_group import ShardGroup
 from zero.oss.shown_gradients import ShownGradients
 from zero.sdp.bucket import GradBucket
-from zero.sdp.gathers import finish_all
 from zero.sdp.tensors import nearest_leaf, tensors_in
 from zero.sdp.usage import End
+from zero.shards.places import Place
+from zero.shards.shard_group import ShardGroup
 
 
 class Reducer:
@@ -37,10 +38,10 @@ class Reducer:
         module: nn.Module,
         optimizers: Sequence[OSS],
         comm: Comm,
-        sent_as: torch.dtype | Int8 | None = None,
+        wire: Wire = PLAIN,
     ) -> None:
         self.active = True
-        self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
+        self._module, self._optimizers, self._comm, self._wire = module, optimizers, comm, wire
         self._buckets: list[GradBucket] = []
         self._places: dict[nn.Parameter, Place] = {}
         self._numbers: dict[ShardGroup, int] = {}
@@ -68,7 +69,7 @@ class Reducer:
         owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shard_groups}
         if [bucket.group for bucket in self._buckets] == list(owners):
             return
-        self._buckets = [GradBucket(group, owner, sent_as=self._sent_as) for group, owner in owners.items()]
+        self._buckets = [GradBucket(group, owner, wire=self._wire) for group, owner in owners.items()]
         self._owners = [*owners.values()]
         self._numbers = {group: number for number, group in enumerate(owners)}
         self._places = {param: place for optimizer in self._optimizers for param, place in optimizer.places.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zero.oss.layout import Layout
+from zero.shards.layout import Layout
 
 
 class Share(NamedTuple):

@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 from zero._torch import children_of
-from zero.comm import Comm, Int8
-from zero.oss.announce import announce
-from zero.oss.ddp import ddp_within, refuse_within_ddp
-from zero.oss.groups import on_two_devices, sent_dtype, unquantisable
-from zero.oss.in_backward import refuse, steps_in_backward
+from zero.comm import Comm, Wire
+from zero.features.gathers.gathers import PendingGathers
+from zero.features.step_in_backward.optimizer import refuse, steps_in_backward
+from zero.interop.ddp import ddp_within, refuse_within_ddp
+from zero.interop.unwrapped import UNWRAPPED, refuse_steps
 from zero.oss.joining import NO_JOIN
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
-from zero.sdp.gathers import PendingGathers
 from zero.sdp.reducer import Reducer
-from zero.sdp.unwrapped import UNWRAPPED, refuse_steps
 from zero.sdp.wrapper import Wrapper
+from zero.shards.announce import announce
+from zero.shards.arguments import on_two_devices, wire_of, wire_problem
 
 
 class ShardedDDP(Wrapper):
@@ -49,7 +49,7 @@ class ShardedDDP(Wrapper):
         wrap other tensors (quantised ones).
     reduce_buffer_size: number of elements of a bucket, which has at least one parameter; 0 reduces each parameter by
         itself. By default an eighth of the model, between 1 and 32 MiB.
-    reduce_fp16: sends gradients as float16 (True), as the given dtype (torch.bfloat16), or quantised (zero.Int8()), and
+    reduce_fp16: sends gradients as float16 (True), as the given dtype (torch.bfloat16), or by a wire of fewer bits, and
         sums them in float32.
     overlap_param_gather: `step` leaves its all-gathers in flight, and the next forward waits for each shard group when
         it first reads one of its parameters. Only where transfers overlap with computing (NCCL, not Gloo). Between
@@ -70,7 +70,7 @@ class ShardedDDP(Wrapper):
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int | None = None,
-        reduce_fp16: bool | torch.dtype | Int8 = False,
+        reduce_fp16: bool | torch.dtype | Wire = False,
         overlap_param_gather: bool = False,
     ) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class ShardedDDP(Wrapper):
         names = {param: name for name, param in module.named_parameters()}
         options = f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}"
         signature = [f"{options}, overlap_param_gather {overlap_param_gather}", *describe(module)]
-        sent_as, problem = sent_dtype(reduce_fp16, "reduce_fp16")
+        wire, problem = wire_of(reduce_fp16, "reduce_fp16")
         problem = problem or self._misfit(names) or on_two_devices(module.named_parameters())
-        problem = problem or unquantisable(module.named_parameters(), sent_as, "reduce_fp16")
+        problem = problem or wire_problem(module.named_parameters(), wire, "reduce_fp16")
         self._comm.compare("the models given to ShardedDDP", signature, problem)
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
@@ -97,7 +97,7 @@ class ShardedDDP(Wrapper):
             if reduce_buffer_size is not None:
                 optimizer.set_bucket_size(reduce_buffer_size)
             optimizer.rename(names)
-        self._reducer = Reducer(module, self._optimizers, self._comm, sent_as)
+        self._reducer = Reducer(module, self._optimizers, self._comm, wire)
         if overlap_param_gather:
             self._gathers = PendingGathers(module, self._optimizers)
         self._announce(names)

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zero.comm import Int8
+from zero.features.int8 import Int8
+from zero.features.offload.stores import as_offload
 from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.strategy import as_strategy
 from zero.integrations.accelerate import deepspeed_keys, files, fsdp_keys
-from zero.oss.offload import as_offload
-from zero.oss.partition import Partition, partition_problem
+from zero.shards.partition import Partition, partition_problem
 
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")

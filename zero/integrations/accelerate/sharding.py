@@ -18,16 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch import children_of, recomputed_in_backward
-from zero.comm import Comm, Int8
+from zero.comm import Comm
+from zero.features.int8 import Int8
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.strategy import as_strategy
 from zero.fsdp.wrap import unit_modules
 from zero.integrations.accelerate.plugin import ZeroPlugin
+from zero.interop.averaging import average_by_reading
 from zero.measure.built import finding_of_built
 from zero.oss import OSS
-from zero.oss.averaging import average_by_reading
-from zero.oss.partition import Partition, cut_for
 from zero.sdp import ShardedDDP
+from zero.shards.partition import Partition, cut_for
 
 WRAPPERS = (FSDP, ShardedDDP)
 Clip = Callable[[float, float], Tensor]

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zero
+from zero.checks.guard import guarded
 from zero.fsdp import FSDP
-from zero.fsdp.guard import guarded
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 

@@ -1,0 +1,5 @@
+"""Training with different numbers of batches on different ranks."""
+
+from zero.features.uneven.join import join
+
+__all__ = ["join"]

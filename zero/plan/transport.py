@@ -1,0 +1,184 @@
+"""A simulated transport: one rank of a group of any size runs its operations, and nothing is sent.
+
+It allocates the buffers that the rehearsed transport would allocate, so that memory can be metered, but does not write
+received values. Tensors may have no values (meta or fake). All other ranks are assumed to do the same as this rank.
+
+A transfer takes no time here. An `Observer` can model its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from zero.comm import Comm
+from zero.comm.handle import Handle
+from zero.comm.link import Link
+from zero.comm.order import Order
+from zero.comm.packing import lengths
+from zero.comm.process_group import scatters
+from zero.comm.sums import wide
+from zero.comm.transport import Message, Transport
+from zero.features.host_memory.transport import CHUNK
+
+Rehearsed = Literal["gloo", "host memory", "nccl"]
+"""The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
+
+Kind = Literal["gather", "reduce", "all-to-all", "all-reduce", "broadcast", "exchange"]
+"""The kind of a transfer. An exchange moves few bytes, and blocks the host until it has received all of them."""
+
+
+class Observer(Protocol):
+    """Is called with the transfers of one group."""
+
+    def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Any:
+        """Called at a launch. Returns the argument of `wait`. buffers: the tensors that the transfer reads or writes.
+        nbytes: of the full buffer in a gather, otherwise of all data that this rank passes in."""
+
+    def wait(self, transfer: Any) -> None:
+        """Called where the computing waits for the transfer."""
+
+
+class Rehearsal(Transport):
+    """The simulated transport. like: the transport whose buffers are allocated. observer: is called with transfers."""
+
+    def __init__(self, order: Order, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> None:
+        self._observer = observer
+        self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
+        self._order, self._rank, self._world = order, rank, world
+        self._host_memory = like == "host memory"
+
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
+        longest = max(lengths(bounds))
+        padded = self.overlaps and longest * self._world != len(full)
+        rows = full.new_empty(self._world * longest) if padded else None
+        wait = self._launch("gather", [full] if rows is None else [full, rows], full.nbytes)
+
+        def finish(held: Tensor | None = rows) -> None:
+            wait()
+
+        return Handle(finish, self._order.queue if self._host_memory else None)
+
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
+        own = [counts[self._rank] for _, counts in messages]
+        if self.overlaps and scatters(messages):
+            sums = messages[0][0].new_empty(own[0]) if into is None else into
+            wait = self._launch("reduce", [messages[0][0], sums], messages[0][0].nbytes)
+
+            def finish(held: Sequence[Message] = messages) -> Tensor:
+                wait()
+                return sums
+
+            return Handle(finish)
+
+        def summed(rows: Sequence[Tensor]) -> Tensor:
+            total = wide(rows[0][:0]).new_empty(sum(own))
+            if self.overlaps:
+                for message_rows, share in zip(rows, total.split(own), strict=True):
+                    torch.sum(message_rows, 0, dtype=total.dtype, out=share)
+            for message_rows in rows if total.dtype is not rows[0].dtype and not self.overlaps else ():
+                _allocate_widened(message_rows)
+            return total if into is None else into.copy_(total)
+
+        if self._host_memory:
+            wait = self._launch_messages(messages, ())
+
+            def read() -> Tensor:
+                wait()
+                return summed(self._read_in_chunks(messages[0][0], own))
+
+            return Handle(read, self._order.queue)
+        received = self.all_to_all(messages, channel)
+        return Handle(lambda: summed(received.wait()))
+
+    def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
+        def received() -> list[Tensor]:
+            return [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
+
+        if self._host_memory:
+            wait = self._launch_messages(messages, ())
+
+            def read() -> list[Tensor]:
+                wait()
+                return received()
+
+            return Handle(read, self._order.queue)
+        rows = received()
+        wait = self._launch_messages(messages, rows)
+
+        def finish(held: Sequence[Message] = messages) -> list[Tensor]:
+            wait()
+            return rows
+
+        return Handle(finish)
+
+    def _launch_messages(self, messages: Sequence[Message], rows: Sequence[Tensor]) -> Callable[[], None]:
+        sent = [message for message, _ in messages]
+        kind: Kind = "all-to-all" if self.overlaps else "reduce"
+        return self._launch(kind, [*sent, *rows], sum(message.nbytes for message in sent))
+
+    def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
+        """Allocates the chunks that HostMemory reads from all ranks at a time. own: this rank's elements by message."""
+        chunk = min(CHUNK // sample.element_size(), max(1, *own))
+        chunks = sample.new_empty(self._world, chunk)
+        return [chunks[:, : min(chunk, n)] for n in own]
+
+    def broadcast(self, flat: Tensor, source: int) -> None:
+        self._launch("broadcast", [flat], flat.nbytes)()
+
+    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
+        if self._host_memory:
+            tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))
+        self._launch("all-reduce", [tensor], tensor.nbytes)()
+
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        self._launch("exchange", [], len(data))()
+        return [data] * self._world
+
+    def compare(self, channel: int, *, flag: bool = False) -> bool:
+        self._launch("exchange", [], 0)()
+        return flag
+
+    def _launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Callable[[], None]:
+        """Reports a launch to the observer. Returns the function that reports the wait."""
+        if self._observer is None:
+            return _no_wait
+        return partial(self._observer.wait, self._observer.launch(kind, buffers, nbytes))
+
+
+def _no_wait() -> None: ...
+
+
+def _allocate_widened(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocates two ranks' rows in float32, as the sum in rank order does."""
+    return wide(rows[0]), wide(rows[-1])
+
+
+class RehearsedLink(Link):
+    """The link of a simulated group, whose transport for every device is a rehearsal."""
+
+    def __init__(self, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> None:
+        self.rank, self.world, self.like, self.observer = rank, world, like, observer
+        self.order = Order(rank, world)
+        self._rehearsal = Rehearsal(self.order, rank, world, like, observer)
+
+    def transport(self, device: torch.device | None = None) -> Transport:
+        return self._rehearsal
+
+    def without_backend(self, devices: Iterable[torch.device]) -> str | None:
+        return None
+
+    def joined(self, across: Link) -> Link:
+        rank, world = self.rank * across.world + across.rank, self.world * across.world
+        return RehearsedLink(rank, world, self.like, self.observer)
+
+
+def rehearsed(rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> Comm:
+    """Returns one rank of a simulated group that sends nothing."""
+    return Comm(RehearsedLink(rank, world, like, observer) if world > 1 else Link(None))

@@ -1,0 +1,141 @@
+"""Parameter groups that users pass: converted to torch's form, checked, described for comparing ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.comm.wire import NAMES, PLAIN, Wire, as_wire
+from zero.measure.param_groups import described_options, options
+from zero.shards.shapes import unusable
+
+
+def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
+    """Returns parameter groups in torch's form, and an error message if they cannot be used."""
+    if isinstance(params, Tensor) or _has_no_order(params):
+        return [], _unordered("OSS", params)
+    given: list[Any] = list(params)
+    in_dicts = [isinstance(entry, dict) for entry in given]
+    if any(in_dicts) and not all(in_dicts):
+        return [], "OSS was given parameters and groups (dicts) in one list. Pass either the one or the other."
+    groups: list[dict[str, Any]] = given if any(in_dicts) else [{"params": given}]
+    for position, group in enumerate(groups):
+        if _has_no_order(group.get("params", ())):
+            return [], _unordered(f"group {position}", group["params"])
+    groups = [{**group, "params": _listed(group.get("params"))} for group in groups]
+    if any("param_names" in group or isinstance(entry, tuple) for group in groups for entry in group["params"][:1]):
+        # torch has all groups named or none, and an empty one shows no names.
+        groups = [group if group["params"] else {**group, "param_names": []} for group in groups]
+    seen = set(seen or ())
+    found: dict[nn.Parameter, str] = {}
+    for position, group in enumerate(groups):
+        for index, entry in enumerate(group["params"]):
+            named = isinstance(entry, tuple)
+            param = entry[1] if named else entry
+            name = repr(entry[0]) if named else f"parameter {index} of group {position}"
+            problem = unusable(param, name)
+            if problem:
+                return groups, problem
+            if param in found or param in seen:
+                return groups, (
+                    f"{name} was given before{f' as {found[param]}' if param in found else ''}: each parameter must "
+                    "be in exactly one group, once. Tied weights are one parameter; model.parameters() lists it once."
+                )
+            found[param] = name
+    if not found:
+        return groups, "OSS was given no parameters. Pass model.parameters() (a generator is used up after one pass)."
+    return groups, None
+
+
+def _has_no_order(params: object) -> bool:
+    """Whether the order may differ between ranks, as the order of a set does."""
+    return isinstance(params, (set, frozenset)) or not isinstance(params, Iterable)
+
+
+def _unordered(given_to: str, params: object) -> str:
+    return (
+        f"{given_to} was given a {type(params).__name__} for parameters. Pass an iterable that has an order, such as "
+        "model.parameters()."
+    )
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params or ())
+
+
+def describe(groups: list[dict[str, Any]]) -> list[str]:
+    """The signature of the groups: what must be the same on every rank."""
+    lines = []
+    for position, group in enumerate(groups):
+        lines.append(f"group {position} with {described_options(options(group))}")
+        for name, param in _named(group, position):
+            if isinstance(param, Tensor):
+                kind = "trained" if param.requires_grad else "frozen"
+                lines.append(f"{name}: {str(param.dtype).removeprefix('torch.')} {list(param.shape)}, {kind}")
+    return lines
+
+
+def _named(group: dict[str, Any], position: int) -> Iterator[tuple[str, Any]]:
+    for index, entry in enumerate(group["params"]):
+        yield entry if isinstance(entry, tuple) else (f"parameter {index} of group {position}", entry)
+
+
+def wire_problem(named: Iterable[tuple[str, Any]], wire: Wire, option: str) -> str | None:
+    """The error message if parameters, or their gradients, cannot be sent by a wire; None if they can. option: the
+    argument that the wire was given by."""
+    problems = (wire.problem(name, param.dtype, option) for name, param in named)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def named_params(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields the parameters of groups that `as_groups` returned, with their names."""
+    for position, group in enumerate(groups):
+        yield from _named(group, position)
+
+
+def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:
+    """The devices of the parameters, each once."""
+    params = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
+    return [*{param.device: None for param in params if isinstance(param, Tensor)}]
+
+
+def on_two_devices(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The error message if trained parameters are on several devices; None if all are on one.
+
+    autograd runs a thread for each device, so ranks might launch their operations in different orders.
+    """
+    devices: dict[torch.device, str] = {}
+    for name, param in named:
+        if param.requires_grad and not param.is_meta:
+            devices.setdefault(param.device, name)
+    if len(devices) < 2:
+        return None
+    (device, name), (other, further), *_ = devices.items()
+    return (
+        f"{name!r} is on {device}, but {further!r} on {other}: parameters that are trained at stages 2 and 3 must be "
+        "on one device. Move the model there by model.to(device), or train at stage 1."
+    )
+
+
+def names(group: dict[str, Any]) -> list[str]:
+    return group.get("param_names") or [
+        f"parameter {i} of shape {list(p.shape)}" for i, p in enumerate(group["params"])
+    ]
+
+
+def wire_of(given: bool | torch.dtype | Wire, option: str) -> tuple[Wire, str | None]:
+    """Returns the wire for an option such as broadcast_fp16, and an error message if its value is unknown."""
+    asked = torch.float16 if given is True else given or None
+    if asked in (None, torch.float16, torch.bfloat16) or isinstance(asked, Wire):
+        return as_wire(asked), None
+    choices = ", ".join(["True for torch.float16", "torch.bfloat16", *NAMES])
+    return PLAIN, f"{option}={given!r}: choose {choices}, or False to send as it is."
+
+
+def master_problem(dtype: torch.dtype | None) -> str | None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return None
+    return f"master_dtype={dtype!r}: masters are of a floating-point dtype, torch.float32 as a rule."

@@ -1,0 +1,127 @@
+"""Tensors that the optimizer steps in place of this rank's shards, flat and as long as the shard.
+
+master weights    of a wider dtype than the parameters, which are the rounded masters
+offloaded copies  in the memory of the CPU or in files (offload.py), with their gradients and optimizer state: master
+                  weights, or copies of shards whose dtype is wide enough
+
+After a step they are copied into the parameters. Before a step, elements of the parameters that were written since
+(loaded weights) replace those of the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.comm.streams import apart
+from zero.features.offload.stores import ShardStore
+from zero.shards.shard_group import ShardGroup
+
+_CHUNK = 2**22
+"""Elements that are compared or copied at a time."""
+
+
+class Masters:
+    """The stepped tensors of groups whose dtype is narrower than `dtype`; with `store`, of all groups outside of it."""
+
+    def __init__(self, dtype: torch.dtype | None, store: ShardStore | None = None) -> None:
+        self._dtype, self.store = dtype, store
+        self._stepped: dict[ShardGroup, Tensor] = {}
+        self._on_their_way: dict[ShardGroup, Any] = {}
+        """Events after the last copy of gradients that are on their way to the CPU."""
+
+    def add(self, group: ShardGroup) -> Tensor:
+        """Makes the stepped tensor of a group; returns the shard itself where no other is needed."""
+        shard = group.shard
+        if self._is_wider(group):
+            shard = shard.to(self._dtype)
+        elif self.store is None or self.store.has(shard):
+            return shard
+        if self.store is not None:
+            shard = self.store.place(shard)
+            group.use_streams()
+        self._stepped[group] = shard
+        return shard
+
+    def _is_wider(self, group: ShardGroup) -> bool:
+        return (
+            self._dtype is not None
+            and group.full.is_floating_point()
+            and self._dtype.itemsize > group.full.element_size()
+        )
+
+    @property
+    def of_more_bits(self) -> bool:
+        """Whether there are master weights of a wider dtype, which belong to the optimizer state."""
+        return any(self._is_wider(group) for group in self._stepped)
+
+    def differ(self) -> bool:
+        """Whether any stepped tensor differs from the parameters in its dtype."""
+        chunks = (pair for group, stepped in self._stepped.items() for pair in _chunks(stepped, group.shard))
+        return any(bool((own != shard.to(own)).any()) for own, shard in chunks)
+
+    def of(self, group: ShardGroup) -> Tensor | None:
+        """The master weights of a group; None if its stepped tensor is no wider than the parameters."""
+        return self._stepped.get(group) if self._is_wider(group) else None
+
+    def settled(self, group: ShardGroup) -> Tensor | None:
+        """The master weights for the next step; see `settled`."""
+        master = self.of(group)
+        return None if master is None else settled(master, group.shard)
+
+    def refresh(self) -> None:
+        """Copies elements that were written into the parameters since the last `write` into the stepped tensors."""
+        for group, stepped in self._stepped.items():
+            for own, shard in _chunks(stepped, group.shard):
+                now = shard.to(own.device)
+                torch.where(_written(now, own), now.to(own.dtype), own, out=own)
+            self._used(stepped)
+
+    def write(self, groups: Iterable[ShardGroup]) -> None:
+        """Copies the stepped tensors into this rank's shards of the parameters, rounded."""
+        for group in groups:
+            if group in self._stepped:
+                for own, shard in _chunks(self._stepped[group], group.shard):
+                    shard.copy_(own)  # the host may write into masters from here on
+                self._used(self._stepped[group])
+
+    # ----------------------------------------------------------------------------------------------- elsewhere
+
+    def bring(self, group: ShardGroup, gradient: Tensor) -> Tensor:
+        """Converts a gradient of the shard to the dtype and device of the stepped tensor. The copy may be on its way
+        until `arrive`."""
+        stepped = self._stepped.get(group, group.shard)
+        brought = group.streams.bring(gradient, stepped)
+        if apart(gradient, stepped) and (departure := group.streams.departure()) is not None:
+            self._on_their_way[group] = departure
+        return brought
+
+    def arrive(self, group: ShardGroup) -> None:
+        """Makes the host wait for the gradients that `bring` has copied."""
+        if group in self._on_their_way:
+            self._on_their_way.pop(group).synchronize()
+
+    def _used(self, stepped: Tensor) -> None:
+        if self.store is not None:
+            self.store.used(stepped)
+
+
+def settled(master: Tensor, shard: Tensor) -> Tensor:
+    """The master weights for the next step: elements of the shard that were written since replace the master's.
+
+    Returns the master itself if none were written. Does not write into it: its weights may be loaded later.
+    """
+    shard = shard.to(master.device)
+    written = _written(shard, master)
+    return torch.where(written, shard.to(master.dtype), master) if written.any() else master
+
+
+def _written(shard: Tensor, master: Tensor) -> Tensor:
+    return shard != master.to(shard.dtype)
+
+
+def _chunks(stepped: Tensor, shard: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    return zip(stepped.split(_CHUNK), shard.split(_CHUNK), strict=True)

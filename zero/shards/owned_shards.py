@@ -1,0 +1,177 @@
+"""The shard groups of an optimizer's parameters, and the shard of each parameter that this rank steps."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero.comm import Comm
+from zero.measure.kinds import ELEMENTWISE
+from zero.measure.named import groups_made
+from zero.measure.param_groups import options
+from zero.shards.arguments import names
+from zero.shards.masters import Masters
+from zero.shards.partition import bucket_limit, lay_out
+from zero.shards.placement import Placement
+from zero.shards.places import Place, places_in
+from zero.shards.shard_group import ShardGroup
+from zero.shards.slices import step_alone, step_in_slices
+
+
+class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
+    """Maps each parameter to the shard that this rank steps: a view of its shard group, or of the group's stepped
+    tensor (masters.py). A shard is empty if this rank owns nothing of the parameter.
+
+    `shard_groups`: in the order in which backward is expected to reach them.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        *,
+        cut: Literal["even", "whole"],
+        granularity: int | None,
+        masters: Masters,
+    ) -> None:
+        self._comm, self._cut, self._granularity = comm, cut, granularity
+        self._loads = [0] * comm.world
+        self._given: list[list[nn.Parameter]] = []
+        self._shards: dict[nn.Parameter, nn.Parameter] = {}
+        self._owned: set[nn.Parameter] = set()
+        self._trained: set[ShardGroup] = set()
+        self.shard_groups: list[ShardGroup] = []
+        self.places: dict[nn.Parameter, Place] = {}
+        self.masters = masters
+
+    def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
+        """Lays out the parameters of the groups, balanced with the shards that each rank owns.
+
+        numel: the most elements of a shard group, which has at least one parameter. See `bucket_limit` for the default.
+        """
+        self._given += [[*group["params"]] for group in param_groups]
+        # In reverse, the order of gradients: then a bucket of ShardedDDP gets its gradients one after another.
+        params = [param for group in param_groups for param in group["params"]][::-1]
+        added = lay_out(
+            params,
+            [name for group in param_groups for name in names(group)][::-1],
+            Placement(self._comm),
+            cut=self._cut,
+            granularity=self._granularity,
+            loads=self._loads,
+            limit=bucket_limit(params) if numel is None else None,
+            limit_numel=numel,
+        )
+        self.shard_groups += added
+        self.places.update(places_in(added))
+        self._note_trained()
+        for flat in added:
+            stepped = flat.views_of_shard(self.masters.add(flat))
+            for index, param in enumerate(flat.params):
+                self._shards[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
+                if index in flat.spans:
+                    self._owned.add(param)
+
+    def trained_groups(self) -> list[ShardGroup]:
+        """The shard groups that a step may have changed, in the order in which forward reads them.
+
+        Includes groups that were trained when they were added or at an earlier call: a parameter may have been frozen
+        after its backward.
+        """
+        self._note_trained()
+        return [flat for flat in reversed(self.shard_groups) if flat in self._trained]
+
+    def _note_trained(self) -> None:
+        self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
+
+    def group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A parameter group for the inner optimizer: this rank's shards that are not empty."""
+        owned = [index for index, param in enumerate(group["params"]) if param in self._owned]
+        given = {**options(group), "params": [self._shards[group["params"][index]] for index in owned]}
+        if "param_names" in group:
+            given["param_names"] = [group["param_names"][index] for index in owned]
+        return given
+
+    def named(self, param_groups: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
+        """All shards with their names, also empty ones, if the user passed (name, parameter) pairs; otherwise none."""
+        first = param_groups[0]
+        if len(param_groups) > 1 or options(first) or "param_names" not in first:
+            return []
+        return [(name, self._shards[param]) for name, param in zip(first["param_names"], first["params"], strict=True)]
+
+    def regroup(self, optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> None:
+        """Replaces `param_groups` by the groups that an optimizer created of named shards; drops its empty shards."""
+        first = param_groups[0]
+        pairs = zip(first["param_names"], first["params"], strict=True)
+        param_groups[:] = groups_made(optimizer, {self._shards[param]: (name, param) for name, param in pairs})
+        self._given = [[*group["params"]] for group in param_groups]
+        for inner, outer in zip(optimizer.param_groups, param_groups, strict=True):
+            inner["params"] = self.group(outer)["params"]
+
+    def edited(self, param_groups: list[dict[str, Any]]) -> str | None:
+        """The error message if the groups no longer hold the parameters that were laid out; None if they do."""
+        found = [group["params"] for group in param_groups]
+        expected, counts = [len(params) for params in self._given], [len(params) for params in found]
+        if counts == expected and all(
+            all(map(operator.is_, params, given)) for params, given in zip(found, self._given, strict=True)
+        ):
+            return None
+        kept = {param for params in found for param in params}
+        named = (pair for flat in self.shard_groups for pair in zip(flat.params, flat.names, strict=True))
+        gone = next((name for param, name in named if param not in kept), None)
+        return (
+            f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
+            f"{f'without {gone}' if gone else 'not the same ones in the same order'}. Add a group by add_param_group; "
+            "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."
+        )
+
+    def step(self, optimizer: Optimizer, **options: Any) -> None:
+        """Steps these shards. Steps offloaded shards group by group, while gradients of the next group are on their
+        way, if the optimizer treats each element by itself."""
+        store = self.masters.store
+        if store is None:
+            step_in_slices(optimizer, **options)
+            return
+        by_group = type(optimizer) in ELEMENTWISE and not options
+        try:
+            for flat in self.shard_groups:
+                if by_group:
+                    self.step_group(optimizer, flat)
+                else:
+                    self.masters.arrive(flat)
+            if not by_group:
+                step_in_slices(optimizer, **options)
+        finally:
+            store.stepped(optimizer, [self._shards[param] for param in self._owned])
+
+    def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
+        """Steps the shards of one group only. The optimizer treats each element by itself."""
+        self.masters.arrive(flat)
+        own = [self._shards[flat.params[index]] for index in flat.spans]
+        if self.masters.store is None:
+            step_alone(optimizer, own)
+        else:
+            self.masters.store.step(optimizer, own)
+
+    def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
+        """Clears the gradients of these groups, or of all."""
+        for flat in self.shard_groups if flats is None else flats:
+            for param in flat.params:
+                self._shards[param].grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of shards that are not empty."""
+        owned = [shard.grad for param, shard in self._shards.items() if param in self._owned]
+        return [gradient for gradient in owned if gradient is not None]
+
+    def __getitem__(self, param: nn.Parameter) -> nn.Parameter:
+        return self._shards[param]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)

@@ -1,0 +1,162 @@
+"""Chooses the cut for an optimizer, and lays parameters out in shard groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from zero.measure.kinds import Finding, Kind
+from zero.shards import layout
+from zero.shards.layout import Layout, Loads
+from zero.shards.placement import Placement
+from zero.shards.shapes import alignment, alike
+from zero.shards.shard_group import IN_PLACE, GroupOptions, ShardGroup
+
+Partition = Literal["auto", "even", "whole"]
+
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
+
+
+def partition_problem(partition: object, granularity: int | None = None) -> str | None:
+    """The error message for a choice of partition; None if it is valid."""
+    if partition not in ("auto", "even", "whole"):
+        return f"partition={partition!r} is unknown. Choose 'auto', 'even' or 'whole'."
+    if granularity is not None and (granularity < 1 or partition == "whole"):
+        return (
+            f"granularity={granularity} with partition={partition!r}: it is a number of elements, at least 1, that a "
+            "cut inside a parameter does not divide. Leave it out where parameters are not cut."
+        )
+    return None
+
+
+def optimizer_problem(
+    optim: str, found: Finding, partition: Partition, granularity: int | None = None, *, of: str = ""
+) -> str | None:
+    """The error message if an optimizer with this finding cannot be sharded so; None if it can.
+
+    of: "FSDP" if the partition is an argument of FSDP.
+    """
+    whole, even = (f"{of}(partition={cut!r})" if of else f"partition={cut!r}" for cut in ("whole", "even"))
+    if found.kind is Kind.COUPLED:
+        return (
+            f"{optim} computes a step of one parameter from others, too: {found.reason}. A rank steps the parameters "
+            f"that it owns, and would train to other numbers, whatever the partition: {optim} cannot be sharded. "
+            "Use it without zero (stage 0); if one of its options does so, such as a clipping by the norm of all "
+            "gradients, switch that off."
+        )
+    if found.kind is Kind.TENSORWISE and granularity is not None:
+        return (
+            f"granularity={granularity} cuts inside parameters, but {optim} needs each parameter whole: "
+            f"{found.reason}. Leave granularity out and choose {whole}, or leave it at 'auto'."
+        )
+    if found.kind is Kind.TENSORWISE and partition == "even":
+        return (
+            f"partition='even' cuts inside parameters, but {optim} needs each parameter whole: {found.reason}. "
+            f"Choose {whole}, or leave it at 'auto'."
+        )
+    if found.kind is Kind.UNKNOWN and partition == "auto" and granularity is None:
+        return (
+            f"{optim} is not known, and could not be measured: {found.reason}. If it treats each element of a "
+            f"parameter by itself, say {even}; if it reads the whole of one parameter to step that, but no other, "
+            f"{whole}. Otherwise it cannot be sharded: use it without zero (stage 0)."
+        )
+    return None
+
+
+def cut_for(partition: Partition, found: Finding | None, granularity: int | None = None) -> Literal["even", "whole"]:
+    """Resolves "auto": "even" for element-wise optimizers and with a granularity, otherwise "whole"."""
+    if partition == "auto":
+        elementwise = found is not None and found.kind is Kind.ELEMENTWISE
+        return "even" if granularity is not None or elementwise else "whole"
+    return partition
+
+
+def bucket_limit(params: Sequence[nn.Parameter]) -> int:
+    """The default size of a bucket in bytes: an eighth of the model, between 1 and 32 MiB."""
+    return min(max(sum(param.nbytes for param in params) // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The parameters of one shard group: their indices in the given list, in the order of the layout."""
+
+    members: tuple[int, ...]
+    layout: Layout
+
+
+def arrange(
+    params: Sequence[nn.Parameter],
+    world: int,
+    *,
+    cut: Literal["even", "whole"],
+    loads: Loads,
+    granularity: int | None = None,
+    limit: int | None = None,
+    limit_numel: int | None = None,
+) -> list[Arrangement]:
+    """Divides parameters into shard groups of at most `limit` bytes, or `limit_numel` elements, or of one parameter.
+
+    Computes with shapes only: parameters may be on the meta device, and the ranks need not exist.
+
+    loads: with a whole cut, bytes of trained parameters that each rank owns already; updated. A whole cut balances all
+        groups that share `loads`, and orders the parameters of a group by owner.
+    """
+    sizes = [param.nbytes for param in params]
+    owners = [0] * len(params)
+    if cut == "whole":
+        trained = [size if param.requires_grad else 0 for size, param in zip(sizes, params, strict=True)]
+        owners = layout.assign(trained, loads)
+    arranged = []
+    for kind in alike(params):
+        first = params[kind[0]]
+        itemsize, align = first.element_size(), alignment(first.dtype)
+        runs = [range(len(kind))]
+        if limit is not None:
+            runs = layout.runs([sizes[i] for i in kind], limit)
+        elif limit_numel is not None:
+            runs = layout.runs([sizes[i] // itemsize for i in kind], limit_numel)
+        for run in runs:
+            members = sorted([kind[i] for i in run], key=owners.__getitem__)
+            numels = [sizes[i] // itemsize for i in members]
+            if cut == "even":
+                geometry = layout.even(numels, world, align=align, granularity=granularity)
+            else:
+                geometry = layout.whole(numels, [owners[i] for i in members], world, align=align)
+                for rank in {owners[i] for i in members} if first.requires_grad else ():
+                    loads[rank] += (geometry.bounds[rank + 1] - geometry.bounds[rank]) * itemsize
+            arranged.append(Arrangement(tuple(members), geometry))
+    return arranged
+
+
+def lay_out(
+    params: Sequence[nn.Parameter],
+    names: Sequence[str],
+    placement: Placement,
+    *,
+    cut: Literal["even", "whole"],
+    loads: Loads,
+    granularity: int | None = None,
+    limit: int | None = None,
+    limit_numel: int | None = None,
+    options: GroupOptions = IN_PLACE,
+    label: str | None = None,
+) -> list[ShardGroup]:
+    """Binds parameters into shard groups, divided by `arrange`. Only floats get `options.compute_dtype`."""
+    arranged = arrange(
+        params,
+        placement.comm.world,
+        cut=cut,
+        loads=loads,
+        granularity=granularity,
+        limit=limit,
+        limit_numel=limit_numel,
+    )
+    groups = []
+    for each in arranged:
+        own = [params[i] for i in each.members]
+        kept = options if own[0].is_floating_point() else replace(options, compute_dtype=None)
+        groups.append(ShardGroup(own, [names[i] for i in each.members], each.layout, placement, kept, label))
+    return groups

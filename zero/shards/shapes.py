@@ -1,0 +1,117 @@
+"""Shapes and strides of parameters, and views of flat tensors in these shapes.
+
+The elements of a parameter are counted in the order in which they lie in memory, so a transposed or channels_last
+parameter keeps its strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zero._torch import has_values, wraps_others
+from zero.measure.shapes import shard_shape
+from zero.shards.layout import ALIGNMENT, Layout, Span
+
+
+class Shapes:
+    """Parameters in the order of the layout. `full`: their shapes; `strides`: the dense strides of their order."""
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
+        self.full = [param.shape for param in params]
+        self.strides = [dense_stride(param) for param in params]
+        self._layout = layout
+
+    def in_memory_order(self, index: int, tensor: Tensor) -> Tensor:
+        """Flattens a tensor with the shape of parameter `index`, in the element order of the layout."""
+        if tensor.is_conj() or tensor.is_neg():  # a flag of the tensor, not in its memory
+            tensor = tensor.resolve_conj().resolve_neg()
+        stride = self.strides[index]
+        if tensor.stride() != stride:
+            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
+
+    def shaped(self, index: int, flat: Tensor, span: Span) -> Tensor:
+        """Reshapes a flat tensor of `span`'s elements to the shape of this rank's shard."""
+        if self.strides[index] == (1,):
+            return flat
+        if span.numel == self._layout.numels[index]:
+            return flat.as_strided(self.full[index], self.strides[index], flat.storage_offset())
+        return flat.view(shard_shape(self.full[index], span.numel))
+
+    def views_of_full(self, full: Tensor) -> list[Tensor]:
+        """Views of a flat tensor as long as the layout: one a parameter, in the parameter's shape."""
+        geometry = zip(self.full, self.strides, self._layout.offsets, strict=True)
+        return [full.as_strided(shape, stride, offset) for shape, stride, offset in geometry]
+
+    def views_of_shard(self, shard: Tensor, spans: Mapping[int, Span]) -> list[Tensor]:
+        """Views of a flat tensor as long as a segment: one a parameter, in the shape of its shard, perhaps empty.
+
+        spans: of the segment, by index.
+        """
+        views = []
+        for index, shape in enumerate(self.full):
+            span = spans.get(index)
+            if span is None:
+                views.append(shard[:0].view(shard_shape(shape, 0)))
+            else:
+                views.append(self.shaped(index, shard[span.offset : span.offset + span.numel], span))
+        return views
+
+
+def alignment(dtype: torch.dtype) -> int:
+    """Elements in 64 bytes, at least one."""
+    return max(ALIGNMENT // dtype.itemsize, 1)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that keep a tensor's order in memory where it fills its memory (channels_last, transposed)."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def alike(params: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Groups the indices of parameters by dtype, device and `requires_grad`."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    for index, param in enumerate(params):
+        kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(index)
+    return list(kinds.values())
+
+
+def unusable(param: object, name: str) -> str | None:
+    """The error message if a parameter cannot be sharded; None if it can."""
+    if not isinstance(param, Tensor):
+        return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
+    if param.grad_fn is not None or not (param.is_leaf):
+        return f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself."
+    if wraps_others(param):
+        return (
+            f"{name} is a {type(param).__name__}, which wraps other tensors (DTensor, quantised). zero shards plain "
+            "parameters: undo the other library's sharding or quantisation first."
+        )
+    if param.layout != torch.strided:
+        return f"{name} has layout {param.layout}. zero shards dense parameters: call .to_dense() on it first."
+    if param.is_inference():
+        return f"{name} was made under torch.inference_mode, and cannot be written into. Build the model outside of it."
+    if param.is_meta:
+        return (
+            f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
+        )
+    return None
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """A tensor on the view's memory whose storage covers only the view, and which keeps the memory alive.
+
+    Not for memory that is freed by shrinking its storage, which does not affect this tensor. Tensors of a rehearsal
+    (zero.plan) have no memory, and stay views.
+    """
+    return torch.from_dlpack(view) if has_values(view) else view
+
+
+def is_copy(data: Tensor, view: Tensor) -> bool:
+    """Whether both have the same bytes, strides, dtype and device (NaN equals itself)."""
+    if (data.stride(), data.dtype, data.device, data.shape) != (view.stride(), view.dtype, view.device, view.shape):
+        return False
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (data, view)))

@@ -1,0 +1,349 @@
+"""One group of parameters in one flat buffer, sharded over ranks.
+
+    full    flat, layout.numel elements: the full parameters. It has memory while the group is UNSHARDED
+    shard   flat, this rank's segment, in the parameters' own dtype. A view of `full` in groups that are never freed
+            (stages 1 and 2, a single rank), otherwise a tensor of its own
+
+The user's nn.Parameter objects stay the same. Their `.data` is a view of `full`, or of `shard`. `full` is freed by
+shrinking its storage, and is allocated again in the same storage, so that views of it that autograd saved in forward
+are valid in backward. If `full` is never freed, each parameter has a storage of its own on the memory of `full`, so
+that no tool takes the parameters of one buffer for tied weights.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero.comm import Handle, Wire
+from zero.comm.streams import NONE, NoStreams, apart, streams_of
+from zero.comm.wire import PLAIN
+from zero.features.offload.stores import ShardStore
+from zero.features.writes.writes import Writes
+from zero.shards.exchange import exchange_among
+from zero.shards.layout import Layout, Span
+from zero.shards.placement import Placement
+from zero.shards.shapes import Shapes, is_copy, with_own_storage
+from zero.shards.shown import shown
+
+
+class GroupState(enum.Enum):
+    """The state of a group's parameters.
+
+    SUMMONED: they are full in a separate buffer, within summon_full_params; perhaps on another rank only.
+    LOST: an all-gather failed, and `full` does not hold all of them.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "being gathered"
+    UNSHARDED = "unsharded"
+    SUMMONED = "summoned"
+    LOST = "lost"
+
+
+_AFTER_GATHERING = {GroupState.GATHERING: {GroupState.UNSHARDED, GroupState.LOST}}
+_NEXT_WITH_OWN_SHARD = {
+    **_AFTER_GATHERING,
+    GroupState.SHARDED: {GroupState.GATHERING, GroupState.SUMMONED},
+    GroupState.UNSHARDED: {GroupState.SHARDED},
+    GroupState.SUMMONED: {GroupState.SHARDED},
+    GroupState.LOST: set(),
+}
+_NEXT_IN_PLACE = {
+    **_AFTER_GATHERING,
+    GroupState.UNSHARDED: {GroupState.GATHERING},
+    GroupState.LOST: {GroupState.GATHERING},  # which raises the cause of the failure
+}
+"""The states that may follow a state: in groups with a shard of their own, and in groups that gather in place."""
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How a group stores its parameters.
+
+    own_shard: the shard is a tensor of its own, so that `full` can be freed (stage 3). Such a group begins SHARDED;
+        other groups are UNSHARDED except while they gather. The other options are for groups with a shard of their own.
+    compute_dtype: the dtype of `full`, if it is not the parameters'.
+    shard_in_full: `shard` is freed while the group is UNSHARDED, and copied from `full` at the reshard: less memory if
+        groups stay unsharded for long. Ignored if the dtypes differ, with a store, and at two levels.
+    store: the memory for `shard`, if not the device's.
+    """
+
+    own_shard: bool = False
+    compute_dtype: torch.dtype | None = None
+    shard_in_full: bool = False
+    store: ShardStore | None = None
+
+
+IN_PLACE = GroupOptions()
+"""For groups that are never freed."""
+
+
+class ShardGroup:
+    """Parameters of one dtype on one device, which are views of one flat buffer.
+
+    params, names: the parameters in the order of the layout, and their names in error messages.
+    label: the name of the group in error messages.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        layout: Layout,
+        placement: Placement,
+        options: GroupOptions = IN_PLACE,
+        label: str | None = None,
+    ) -> None:
+        self.params, self.names, self.layout, self.comm = list(params), list(names), layout, placement.comm
+        self.label = label or f"a bucket of {len(names)} parameters, from {names[0]}"
+        self.exchange = exchange_among(placement, layout, self.label)
+        self._full_channel = self._channel_of_full()
+        self.state = GroupState.UNSHARDED
+        self._next = _NEXT_WITH_OWN_SHARD if options.own_shard else _NEXT_IN_PLACE
+        self.shapes = Shapes(params, layout)
+        self.spans: dict[int, Span] = {span.index: span for span in layout.spans(self.comm.rank)}
+        """The elements that this rank owns, by position of the parameter."""
+        self._options, self._store = options, options.store
+        computed_as = options.compute_dtype or params[0].dtype
+        other_dtype = computed_as != params[0].dtype
+        self.frees = options.own_shard and (self.comm.world > 1 or options.store is not None or other_dtype)
+        """Whether `full` has no memory while the group is SHARDED."""
+        self._handle: Handle | None = None
+        self._summoned: Tensor | None = None
+        self._writes = Writes(self.params)
+        self._lay_out(other_dtype, computed_as)
+
+    def _lay_out(self, other_dtype: bool, computed_as: torch.dtype) -> None:
+        """Allocates `full` and `shard`, copies the parameters, and binds them to the copy."""
+        first, store, layout = self.params[0], self._store, self.layout
+        self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
+        """Whether transfers overlap with computing."""
+        self.packs = self.overlaps or self.exchange.packs
+        """Whether gradients are reduced as one message in the order of the layout."""
+        beside = store is not None or self.overlaps
+        self.streams: NoStreams = streams_of(self.full) if beside else NONE
+        self._full_views = self._views_to_bind()
+        with torch.no_grad():
+            for param, view in zip(self.params, self._full_views, strict=True):
+                view.copy_(param)
+            self._bind(self._full_views)
+            own = self._own
+            self.shard = store.place(own) if store else own.clone() if self.frees else own
+        self.shard_views = self.views_of_shard(self.shard)
+        if not self.frees:
+            self.shard_views = [with_own_storage(view) for view in self.shard_views]
+        alike = store is None and not other_dtype and self.exchange.gathered_by is self.comm
+        self._shard_in_full = self._options.shard_in_full and self.frees and alike
+        if self._options.own_shard:
+            if other_dtype:
+                self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
+                self._full_views = self._views_to_bind()
+            self._become(GroupState.SHARDED)
+            self._leave_shard()
+
+    def use_streams(self) -> None:
+        """Runs transfers on the device's streams even where those of the process group do not overlap: what is stepped
+        in place of the shards lies in the memory of the CPU."""
+        self.streams = streams_of(self.full)
+
+    def __repr__(self) -> str:
+        return f"ShardGroup({len(self.params)} x {self.full.dtype}, {self.state.value}, {self.layout.world} ranks)"
+
+    def rename(self, names: Sequence[str], label: str) -> None:
+        """Changes the names of the parameters and the group in error messages; on every rank at the same point."""
+        self.names, self.label = list(names), label
+        self.exchange.rename(label)
+        self._full_channel = self._channel_of_full()
+
+    def _channel_of_full(self) -> int:
+        return self.comm.channel(f"the full tensors of {self.label}")
+
+    def _views_to_bind(self) -> list[Tensor]:
+        views = self.shapes.views_of_full(self.full)
+        return views if self.frees else [with_own_storage(view) for view in views]
+
+    def views_of_shard(self, shard: Tensor) -> list[Tensor]:
+        """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
+        return self.shapes.views_of_shard(shard, self.spans)
+
+    @property
+    def _own(self) -> Tensor:
+        return self.full[self.layout.segment(self.comm.rank)]
+
+    # --------------------------------------------------------------------------------------------------- state
+
+    def _become(self, state: GroupState) -> None:
+        if state not in self._next[self.state]:
+            raise AssertionError(f"{self.label} is {self.state.value}, and cannot become {state.value}")
+        self.state = state
+
+    @property
+    def gathering(self) -> bool:
+        return self.state is GroupState.GATHERING
+
+    @property
+    def summoned(self) -> bool:
+        return self.state is GroupState.SUMMONED
+
+    @property
+    def readable(self) -> bool:
+        """Whether the parameters are full on this rank."""
+        return self.state is GroupState.UNSHARDED or self._summoned is not None
+
+    def launch_unshard(self, *, wire: Wire = PLAIN, ahead: bool = False, conceal: bool = False) -> None:
+        """Collective. Launches the all-gather of the shards into `full`.
+
+        wire: how shards are sent; `shard` keeps its precision.
+        ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
+        conceal: until `finish_unshard` the parameters are views of one NaN, which cannot be written to, so that old
+            values are not taken for new ones.
+        """
+        self._become(GroupState.GATHERING)
+        if conceal:
+            unknown = self.full.new_full((), torch.nan)
+            self._bind([unknown.expand(shape) for shape in self.shapes.full])
+        from_host = apart(self.shard, self.full)
+        try:
+            with (
+                shown("unshard", self.label, self.comm.rank),
+                self.streams.gathers(self.exchange.gathered_by, ahead=ahead, from_host=from_host) as beside,
+                torch.no_grad(),
+            ):
+                if self.frees:
+                    self._writes.wire = wire if self.comm.world > 1 else PLAIN
+                    self.full.untyped_storage().resize_(self.full.nbytes)
+                    self._handle = beside(
+                        self.exchange.gather(self.full, self.shard, wire), keeps=(self.full, self.exchange)
+                    )
+                    self._shard_used()
+                else:
+                    self._handle = beside(self.exchange.gather(self.full, None, wire), keeps=self.full)
+        except BaseException:
+            self._become(GroupState.LOST)
+            raise
+
+    def finish_unshard(self) -> None:
+        """Waits for the all-gather in flight, and binds the parameters to `full`."""
+        assert self._handle is not None, "no gather is in flight"
+        handle, self._handle = self._handle, None
+        try:
+            with shown("wait_for_unshard", self.label, self.comm.rank):
+                handle.wait()
+        except BaseException:
+            self._become(GroupState.LOST)
+            raise
+        if self._bound is not self._full_views:
+            self._bind(self._full_views)
+        if self._shard_in_full:
+            self.shard.untyped_storage().resize_(0)
+        self._become(GroupState.UNSHARDED)
+        self._writes.gathered()
+
+    def reshard(self) -> None:
+        """Binds the parameters to `shard`, and frees `full` (unless the group has one rank).
+
+        Keeps what was written into the full parameters: each element has its owner's value.
+        """
+        assert self._options.own_shard
+        self._become(GroupState.SHARDED)
+        with shown("reshard", self.label, self.comm.rank):
+            if self._shard_in_full:
+                self.shard.untyped_storage().resize_(self.shard.nbytes)
+                with torch.no_grad():
+                    self.shard.copy_(self._own)
+            elif self.frees:
+                if self._writes.any(self._own, self.shard):
+                    self._writes.take_over(self._own, self.shard)
+                self._shard_used()
+            self._leave_shard()
+
+    def look_for_writes(self) -> None:
+        """Makes the next `reshard` look for writes that torch does not count; see Writes.look."""
+        self._writes.look()
+
+    def _leave_shard(self) -> None:
+        self._bind(self.shard_views)
+        if self.frees:
+            self.streams.release()
+            self.full.untyped_storage().resize_(0)
+
+    def _shard_used(self) -> None:
+        if self._store is not None:
+            self._store.used(self.shard)
+
+    def bring_to_shard(self, gradients: Tensor) -> Tensor:
+        """Converts gradients to the dtype and device of `shard`. A copy to the CPU is complete after `settle`."""
+        return self.streams.bring(gradients, self.shard)
+
+    def settle(self) -> None:
+        """Makes the host wait for copies of `bring_to_shard`, and for reads of `shard`."""
+        self.streams.settle()
+
+    # --------------------------------------------------------------------------------------- summon_full_params
+
+    def gather_of(self, shard: Tensor, to: int | None = None) -> Tensor | None:
+        """Collective. Gathers the full flat tensor of which each rank passes its shard.
+
+        shard: as long as this rank's segment. to: the rank of the group that gets it, by default all; None elsewhere.
+        """
+        assert len(shard) == len(self.shard)
+        owners, rank = range(self.comm.world), self.comm.rank
+        if to is not None and to != rank:
+            sent = shard.to(self.full.device)
+            self.comm.collect([(owner, sent if owner == rank else None) for owner in owners], to)
+            return None
+        full = self.full.new_empty(self.layout.numel, dtype=shard.dtype)
+        with torch.no_grad():
+            full[self.layout.segment(rank)] = shard
+        if to is None:
+            self.comm.gather(full, self.layout.bounds, self._full_channel).wait()
+        else:
+            self.comm.collect([(owner, full[self.layout.segment(owner)]) for owner in owners], to)
+        return full
+
+    def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
+        """Collective. Binds the parameters to a separate full buffer in their own dtype, until `dismiss`.
+
+        to: the rank of the group that gets the buffer, by default all. on_cpu: the buffer is in the memory of the CPU.
+        """
+        assert self.state is GroupState.SHARDED
+        full = self.gather_of(self.shard, to)
+        self._become(GroupState.SUMMONED)
+        if full is not None:
+            self._summoned = full.cpu() if on_cpu else full
+            self._bind([with_own_storage(view) for view in self.shapes.views_of_full(self._summoned)])
+
+    def dismiss(self, *, keep: bool) -> None:
+        """Ends `summon`. keep: copies this rank's segment of the full parameters into `shard`."""
+        self._become(GroupState.SHARDED)
+        if keep and self._summoned is not None:
+            with torch.no_grad():
+                self.shard.copy_(self._summoned[self.layout.segment(self.comm.rank)])
+        self._shard_used()
+        self._summoned = None
+        self._bind(self.shard_views)
+
+    # --------------------------------------------------------------------------------------------- parameters
+
+    def _bind(self, views: Sequence[Tensor]) -> None:
+        self._bound = views
+        for param, view in zip(self.params, views, strict=True):
+            param.data = view
+
+    def reclaim(self) -> str | None:
+        """Binds parameters again whose data was replaced by an equal copy, as `module.to("cpu:0")` does on the CPU.
+
+        Returns the name of a parameter with different data, if there is one.
+        """
+        for param, view, name in zip(self.params, self._bound, self.names, strict=True):
+            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
+                if not is_copy(param.data, view):
+                    return name
+                param.data = view
+        return None

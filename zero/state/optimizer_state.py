@@ -1,0 +1,350 @@
+"""Optimizer state: this rank's shards, and the full state in the plain optimizer's format.
+
+The state tensors of a cut parameter are cut with it (`ParamShard`). The state of a parameter that one rank owns alone
+is not cut. Lists and tuples in the state are handled item by item (`leaves`).
+
+Master weights are an entry of the state, "master", with the values for the next step (`settled`).
+
+    full   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
+    shard  the same with this rank's shards for tensors; "zero_shard" identifies rank and layout
+
+The user's own optimizer (stage 3) writes its state_dict() itself. There each group has the mark "zero_shard", which an
+optimizer that loads the state gets, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero.comm import Comm
+from zero.measure import param_groups
+from zero.shards.masters import settled
+from zero.shards.shard_group import ShardGroup
+from zero.state import leaves
+from zero.state.param_shard import ParamShard
+
+
+class Sharded(Protocol):
+    """An optimizer of sharded parameters, such as OSS.
+
+    optim: the optimizer that steps this rank's shards.
+    param_groups: the full parameters, by group.
+    shard_groups: of the parameters. A parameter in none is unsharded, and the same on every rank.
+    granularity: elements; cuts inside parameters are multiples of it. None if the user gave none.
+    """
+
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def optim(self) -> Optimizer: ...
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    @property
+    def shard_groups(self) -> list[ShardGroup]: ...
+    @property
+    def granularity(self) -> int | None: ...
+    @property
+    def cuts_parameters(self) -> bool: ...
+    @property
+    def keeps_masters(self) -> bool: ...
+    def part(self, param: nn.Parameter) -> nn.Parameter:
+        """The shard of the parameter that `optim` steps."""
+
+    def master(self, group: ShardGroup) -> Tensor | None:
+        """This rank's master weights of the group, if it has any."""
+
+
+def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
+    """Collective. The full state on rank `to` of the group (None: on every rank), None elsewhere.
+
+    settle: master weights have the values for the next step; otherwise their own, whatever the parameters hold.
+
+    Shards are received directly in the full tensors; a rank that only sends needs no memory for these.
+    Raises ValueError on every rank if `to` is no rank of the group, or if shards of the state cannot be joined.
+    """
+    comm = optimizer.comm
+    if to is not None and not 0 <= to < comm.world:
+        raise ValueError(
+            f"to={to} is no rank of the group of {comm.world}: choose 0 to {comm.world - 1}, or None for all."
+        )
+    if comm.world == 1:
+        return shard_of(optimizer, as_full=True, settle=settle)
+    described = [json.loads(text) for text in comm.all_gather_text(_described(optimizer, settle))]  # by rank
+    recipient = to is None or to == comm.rank
+    full: dict[int, dict[str, Any]] = {}
+    transfers: list[tuple[int, Tensor | None]] = []
+    all_owned = [(owned, described[owned.owner].get(str(owned.number), {})) for owned in _shards_of(optimizer)]
+    rows = _count_rows(all_owned)
+    for owned, entries in all_owned:
+        state = full.setdefault(owned.number, {})
+        own = leaves.opened(_state_of(optimizer, owned, settle)) if owned.owner == comm.rank else {}
+        for key, entry in entries.items():
+            shape = _full_shape(owned, key, entry, rows)
+            if key in state and shape is None:
+                continue  # the same for all shards of this parameter: the first one counts
+            if key not in state:
+                state[key] = _room(entry, owned, shape, optimizer.part(owned.param).device) if recipient else None
+            if "shape" not in entry:
+                continue
+            tensor = (state[key].view(-1) if shape is None else owned.slot(state[key])) if recipient else None
+            if owned.owner == comm.rank:
+                source = own[key].detach().contiguous().view(-1)
+                tensor = source if tensor is None else tensor.copy_(source)
+            transfers.append((owned.owner, tensor))
+    comm.collect(transfers, to)
+    if not recipient:
+        return None
+    states = {number: leaves.closed(found) for number, found in full.items()}
+    states |= {number: deepcopy(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
+    return {
+        "state": {number: state for number, state in sorted(states.items()) if state},
+        "param_groups": numbered_groups(optimizer),
+    }
+
+
+def _count_rows(all_owned: list[tuple[ParamShard, dict[str, Any]]]) -> Counter[tuple[int, str]]:
+    """The rows of a state entry of all shards of a parameter together, by parameter and key."""
+    rows: Counter[tuple[int, str]] = Counter()
+    for owned, entries in all_owned:
+        for key, entry in entries.items():
+            rows[owned.number, key] += entry["shape"][0] if "shape" in entry else 0
+    return rows
+
+
+def _full_shape(
+    owned: ParamShard, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
+) -> tuple[int, ...] | None:
+    """The shape of the full tensor of a state entry; None if the entry is not cut."""
+    if not owned.cut or "shape" not in entry:
+        return None
+    length, *rest = entry["shape"]
+    if owned.shape == (length, *rest):
+        return owned.full_shape
+    own = owned.rows(rows[owned.number, key])
+    if own is not None and own.stop - own.start == length:
+        return (rows[owned.number, key], *rest)
+    raise ValueError(
+        f"the state {leaves.entry_of(key)!r} of {owned.name} has the shape {entry['shape']}, "
+        "not the shard's, a single value's, or a row for each block of a divisor of the granularity "
+        f"({owned.granularity}): only the optimizer knows how shards of it make up a full tensor. Save each rank's own "
+        "state_dict(), or build OSS with partition='whole'."
+    )
+
+
+def shard_of(optimizer: Sharded, *, as_full: bool = False, settle: bool = True) -> dict[str, Any]:
+    """This rank's shard of the state, without communication. as_full: the shard is the full state, and has no mark."""
+    all_owned = {
+        owned.number: _state_of(optimizer, owned, settle) for owned in _shards_of(optimizer, optimizer.comm.rank)
+    }
+    all_owned |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
+    state = {number: state for number, state in sorted(all_owned.items()) if state}
+    mark = {} if as_full else {param_groups.SHARD_MARK: fingerprint(optimizer)}
+    return {"state": state, "param_groups": numbered_groups(optimizer), **mark}
+
+
+def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
+    """Loads a full state or this rank's own shard. Raises ValueError, and changes nothing, if it does not fit."""
+    hand_over(optimizer, *own_shard(optimizer, state_dict))
+
+
+def own_shard(
+    optimizer: Sharded, state_dict: dict[str, Any]
+) -> tuple[dict[nn.Parameter, dict[str, Any]], list[dict[str, Any]]]:
+    """Returns this rank's shard of a full state, or a copy of its own, by `part(param)`, and the groups' options.
+
+    Raises ValueError if the state does not fit.
+    """
+    groups = state_dict["param_groups"]
+    found = [len(group["params"]) for group in groups]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if found != expected:
+        raise ValueError(
+            f"the state has parameter groups of {found} parameters, the optimizer has {expected}. "
+            "Build OSS from the same parameters, in the same groups, as the optimizer that was saved."
+        )
+    is_shard = param_groups.SHARD_MARK in state_dict
+    refuse_other_shard(optimizer, state_dict.get(param_groups.SHARD_MARK))
+    numbers = [number for group in groups for number in group["params"]]
+    if not is_shard:
+        _refuse_other_shapes(optimizer, state_dict["state"], numbers)
+    taken: dict[nn.Parameter, dict[str, Any]] = {}
+    for owned in _shards_of(optimizer, optimizer.comm.rank):
+        state = state_dict["state"].get(numbers[owned.number])
+        if state is not None:
+            taken[optimizer.part(owned.param)] = {
+                key: owned.taken_from(value, is_shard=is_shard) for key, value in state.items()
+            }
+    for number, param in _unsharded(optimizer):
+        if numbers[number] in state_dict["state"]:
+            taken[param] = deepcopy(state_dict["state"][numbers[number]])
+    return taken, groups
+
+
+def refuse_other_shard(
+    optimizer: Sharded,
+    mark: str | None,
+    remedy: str = "Call consolidate_state_dict() before state_dict() to save what loads anywhere.",
+) -> None:
+    """Raises ValueError for the shard of another rank or layout. mark: of the state; None if it is full."""
+    if mark is not None and mark != fingerprint(optimizer):
+        raise ValueError(f"the state is one rank's shard ({mark}), but this is {fingerprint(optimizer)}. {remedy}")
+
+
+def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
+    """Raises ValueError on every rank alike. State of uncut parameters may have any shape."""
+    if not optimizer.cuts_parameters:
+        return
+    for owned in _shards_of(optimizer):
+        for key, value in states.get(numbers[owned.number], {}).items():
+            for leaf in leaves.opened({key: value}).values():
+                if not isinstance(leaf, Tensor) or not leaf.dim():
+                    continue
+                if leaf.shape != owned.full_shape and owned.rows(len(leaf)) is None:
+                    raise ValueError(
+                        f"the state of {owned.name} has {key!r} of shape {list(leaf.shape)}, but the parameter has "
+                        f"{list(owned.full_shape)}, and is cut between ranks. Load it into the same model, or build "
+                        "OSS with partition='whole'."
+                    )
+
+
+def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Loads this rank's shards of a state, by `part(param)`, and the options of the groups."""
+    masters = {
+        shard: state.pop("master") for shard, state in taken.items() if optimizer.keeps_masters and "master" in state
+    }
+    options = [deepcopy(param_groups.options(group)) for group in groups]
+    restore(optimizer.optim, taken, options)
+    for option, group in zip(options, optimizer.param_groups, strict=True):
+        group.update(option)
+    with torch.no_grad():
+        for shard, master in masters.items():
+            shard.copy_(master)
+
+
+def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
+    """Loads a state by parameters, and the groups' options, into a plain optimizer.
+
+    Calls its own `load_state_dict`, which converts dtype and device of the entries.
+    """
+    optimizer.load_state_dict({**numbered(optimizer, taken, options), param_groups.SHARD_MARK: OWN})
+
+
+OWN = "own"
+"""The mark of a state that is known to be of the optimizer's own shard, and is not compared."""
+
+
+def numbered(
+    optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Converts a state by parameters to the format of state_dict()."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = {param: number for number, param in enumerate(params)}
+    return {
+        "state": {numbers[param]: state for param, state in taken.items()},
+        "param_groups": [
+            {**option, "params": [numbers[param] for param in group["params"]]}
+            for option, group in zip(options, optimizer.param_groups, strict=True)
+        ],
+    }
+
+
+def _shards_of(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamShard]:
+    """Yields the shards of all ranks (or of `rank`), in the same order on all ranks."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    numbers = {param: number for number, param in enumerate(params)}
+    for group in optimizer.shard_groups:
+        for owner in range(group.layout.world) if rank is None else [rank]:
+            for span in group.layout.spans(owner):
+                number = numbers.get(group.params[span.index])
+                if number is not None:  # otherwise another optimizer has it
+                    yield ParamShard(number, group, span.index, owner, span, optimizer.granularity)
+
+
+def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
+    """Yields the parameters in no shard group, with their numbers."""
+    sharded = {param for group in optimizer.shard_groups for param in group.params}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    yield from ((number, param) for number, param in enumerate(params) if param not in sharded)
+
+
+def _described(optimizer: Sharded, settle: bool) -> str:
+    """`_describe` as JSON. Raises ValueError on every rank if the state of any cannot be written as JSON."""
+    text, problem = "", _wrapped(optimizer)
+    try:
+        text = json.dumps(_describe(optimizer, settle)) if problem is None else ""
+    except TypeError as error:
+        problem = (
+            f"{type(optimizer.optim).__name__} keeps something in its state that is neither a tensor nor a plain value "
+            f"({error}). Save each rank's own state_dict() instead of a consolidated one."
+        )
+    optimizer.comm.compare("the states to consolidate", [], problem)
+    return text
+
+
+def _wrapped(optimizer: Sharded) -> str | None:
+    """The error message if this rank's state has tensors that wrap others, whose class would be lost; else None."""
+    own = [(owned.name, optimizer.part(owned.param)) for owned in _shards_of(optimizer, optimizer.comm.rank)]
+    own += [(f"parameter {number}", param) for number, param in _unsharded(optimizer)]
+    for name, param in own:
+        for key, leaf in leaves.opened(dict(optimizer.optim.state.get(param, {}))).items():
+            if leaves.wraps(leaf):
+                return (
+                    f"the state {leaves.entry_of(key)!r} of {name} is a {type(leaf).__name__}, a tensor that wraps "
+                    "others: in a consolidated state it would come out as another. Save each rank's own state_dict() "
+                    "instead, which loads into the same model on as many ranks."
+                )
+    return None
+
+
+def _describe(optimizer: Sharded, settle: bool) -> dict[int, dict[str, Any]]:
+    """Descriptions of this rank's state: {number of the parameter: {key of the leaf: description}}."""
+    return {
+        owned.number: {key: leaves.described(leaf) for key, leaf in leaves.opened(state).items()}
+        for owned in _shards_of(optimizer, optimizer.comm.rank)
+        for state in [_state_of(optimizer, owned, settle)]
+    }
+
+
+def _state_of(optimizer: Sharded, owned: ParamShard, settle: bool) -> dict[str, Any]:
+    shard = optimizer.part(owned.param)
+    state = dict(optimizer.optim.state.get(shard, {}))
+    if optimizer.master(owned.group) is not None:
+        held = owned.group.shard_views[owned.index]
+        state["master"] = settled(shard.detach(), held) if settle else shard.detach()
+    return state
+
+
+def _room(entry: dict[str, Any], owned: ParamShard, shape: tuple[int, ...] | None, device: torch.device) -> Any:
+    """The leaf itself if it is no tensor with dimensions, else an empty tensor that its shards are received in."""
+    if "shape" not in entry:
+        return leaves.value_of(entry)
+    dtype = leaves.dtype_of(entry)
+    if shape == owned.full_shape:
+        return torch.empty_strided(shape, owned.group.shapes.strides[owned.index], dtype=dtype, device=device)
+    return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)
+
+
+def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
+    """The optimizer's current groups, with numbers for parameters."""
+    numbers, groups = count(), []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", param_groups.SHARD_MARK)}
+        groups.append({**deepcopy(options), "params": [next(numbers) for _ in group["params"]]})
+    return groups
+
+
+def fingerprint(optimizer: Sharded) -> str:
+    """The mark of this rank's shard: rank, world size and a digest of the layout."""
+    bounds = [list(group.layout.bounds) for group in optimizer.shard_groups]
+    layout = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()[:12]
+    return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}"

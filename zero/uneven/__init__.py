@@ -1,5 +1,0 @@
-"""Training with different numbers of batches on different ranks."""
-
-from zero.uneven.join import join
-
-__all__ = ["join"]
