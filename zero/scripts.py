@@ -41,11 +41,9 @@ def full_state_dict(
 
 
 def _comm_of(model: nn.Module) -> Comm:
-    if not (dist.is_available() and dist.is_initialized()):  # after destroy_process_group() a rank has its own weights
-        return Comm.alone()
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel) and dist.is_initialized():
         return Comm(model.process_group)
-    return Comm(None)
+    return Comm.default()  # after destroy_process_group() a rank has its own weights
 
 
 class ParameterCount(NamedTuple):

@@ -9,9 +9,11 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -32,9 +34,9 @@ def build(stage: int, **options: Any) -> Any:
 
     from zero.integrations.accelerate import Accelerator
 
-    if stage == 0:
+    if stage == 0 and "zero_plugin" not in options:
         return accelerate.Accelerator(cpu=True, **options)
-    return Accelerator(cpu=True, **{"zero_plugin": stage, **options})
+    return Accelerator(**{"cpu": True, "zero_plugin": stage, **options})
 
 
 class Script:
@@ -208,6 +210,31 @@ def alone(rank: int, world: int, folder: str) -> list[list[float]]:
 def test_one_process_trains_alone(tmp_path: Path) -> None:
     [[expected, *found]] = ranks.run(alone, bare=True, args=(str(tmp_path),))
     assert all(one == pytest.approx(expected, rel=1e-5) for one in found)
+
+
+def apart(rank: int, world: int, asked: int) -> list[str]:
+    """On CPUs, but without cpu=True: Accelerate then says NO to ranks."""
+    told = []
+    for stage in (0, *STAGES):
+        no_gpu = mock.patch("torch.cuda.is_available", return_value=False)
+        with launched(rank, asked, ACCELERATE_USE_CPU="false"), no_gpu:
+            if not dist.is_initialized():
+                del os.environ["LOCAL_RANK"]  # otherwise Accelerate initialises a group, and says NO all the same
+            told.append(ranks.refusal(partial(build, stage, cpu=False, zero_plugin=stage)))
+    return told
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+def test_ranks_that_accelerate_would_train_apart_are_refused(initialised: bool) -> None:
+    for found in ranks.run(apart, args=(2,), bare=not initialised):
+        for error in found:
+            assert error.startswith("RuntimeError: Accelerate found one process (DistributedType.NO), but"), error
+            assert "there are 2 ranks" in error
+            assert "Accelerator(cpu=True)" in error
+
+
+def test_one_process_of_a_launcher_is_not_refused() -> None:
+    assert ranks.run(apart, args=(1,), bare=True) == [[""] * 4]
 
 
 # --------------------------------------------------------------------------------------------------- states

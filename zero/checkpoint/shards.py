@@ -318,4 +318,4 @@ def _comms(
             return [one.comm]
         if isinstance(one, DistributedDataParallel):
             return [Comm(one.process_group)]
-    return [Comm(process_group)]
+    return [Comm.default() if process_group is None else Comm(process_group)]

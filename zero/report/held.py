@@ -94,7 +94,7 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
     units = [unit for _, of_one in held for unit in of_one]
     sharding = [one for one in optimizers if isinstance(one, OSS)]
     stage = _stage(units, sharding)
-    comms = held[0][0].placement.all_groups() if held else [sharding[0].comm] if sharding else [_default()]
+    comms = held[0][0].placement.all_groups() if held else [sharding[0].comm] if sharding else [Comm.default()]
     device = next((param.device for param in inner.parameters()), torch.device("cpu"))
     return Report(
         stage,
@@ -135,10 +135,6 @@ def _stage(units: Sequence[Unit], sharding: Sequence[OSS]) -> str:
     if any(one.gradients_arrive_sharded for one in sharding):
         return "2"
     return "1" if sharding else "0"
-
-
-def _default() -> Comm:
-    return Comm(None) if dist.is_initialized() else Comm.alone()
 
 
 def _mib(nbytes: int | None) -> str:
