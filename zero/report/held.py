@@ -8,18 +8,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.comm import Comm, Traffic, traffic
-from zero.fsdp import FSDP
 from zero.fsdp.summon import summons_of
 from zero.fsdp.unit import Unit
 from zero.oss import OSS, leaves
 from zero.plan.meter import nbytes
 from zero.plan.result import TITLES, Cost
 from zero.report.planned import planned_for
-from zero.sdp import ShardedDDP
+from zero.wrappers import prepared, unwrapped
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,12 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
         ...  # a step
         print(zero.report(model, optimizer, since=before))
 
-    model: at any stage, or the module inside its wrapper. optimizer: the one that trains it, or several.
+    model: at any stage, or the module inside its wrapper. optimizer: the one that trains it, or several; also as
+        Accelerate has prepared them.
     since: a reading of zero.traffic(); `sent` counts from there.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-    inner = model.module if isinstance(model, (FSDP, ShardedDDP, DistributedDataParallel)) else model
+    optimizers = [prepared(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+    inner = unwrapped(model)[0]
     held = summons_of(inner)
     units = [unit for _, of_one in held for unit in of_one]
     sharding = [one for one in optimizers if isinstance(one, OSS)]
