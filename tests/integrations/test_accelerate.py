@@ -212,6 +212,29 @@ def test_one_process_trains_alone(tmp_path: Path) -> None:
     assert all(one == pytest.approx(expected, rel=1e-5) for one in found)
 
 
+def reported(rank: int, world: int) -> list[tuple[str, int, int, bool]]:
+    """The stage, the bytes of gradients and of optimizer state, and whether zero.plan knows the optimizer."""
+    found = []
+    for stage in (0, *STAGES):
+        with launched(rank, world):
+            script = Script(build(stage, zero_plugin=stage)).train()
+            tokens = next(iter(script.loader))[0]
+            script.accelerator.backward(script.loss(tokens))
+            told = zero.report(script.model, script.optimizer)
+            found.append((told.stage, told.gradients, told.optimizer, told.planned is not None))
+    return found
+
+
+def test_a_report_knows_what_accelerate_has_prepared() -> None:
+    for found in ranks.run(reported):
+        stages, gradients, states, planned = zip(*found, strict=True)
+        assert stages == ("0", "1", "2", "3")
+        full, state = gradients[0], states[0]
+        assert gradients == pytest.approx((full, full, full / 2, full / 2), rel=0.05)
+        assert states == pytest.approx((state, state / 2, state / 2, state / 2), rel=0.05)
+        assert all(planned)
+
+
 def apart(rank: int, world: int, asked: int) -> list[str]:
     """On CPUs, but without cpu=True: Accelerate then says NO to ranks."""
     told = []
@@ -439,6 +462,32 @@ def compiled(rank: int, world: int) -> list[float]:
 def test_torch_compile_lies_inside() -> None:
     for found in ranks.run(compiled):
         assert len({*found}) == 1, found
+
+
+def saved_compiled(rank: int, world: int, folder: str) -> None:
+    """Blocks that Accelerate compiles one by one. Files have the names of the plain model, and load into either."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    plain = GPT().state_dict().keys()
+    for stage in STAGES:
+        dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+        for options in ({"dynamo_plugin": dynamo}, {}):
+            with launched(rank, world):
+                script = Script(build(stage, **options))
+                inner = script.accelerator.unwrap_model(script.model)
+                assert any("_orig_mod" in name for name, _ in inner.named_parameters()) == bool(options)
+                if options:
+                    script.train(stop=1)
+                    place = shared_folder(folder, str(stage))
+                    weights = script.weights()
+                    assert weights.keys() == plain
+                    script.accelerator.save_state(str(place))
+                script.accelerator.load_state(str(place))
+                assert all(torch.equal(value, weights[name]) for name, value in script.weights().items())
+
+
+def test_states_of_compiled_blocks_have_the_names_of_the_plain_model(tmp_path: Path) -> None:
+    ranks.run(saved_compiled, args=(str(tmp_path),))
 
 
 def refused(rank: int, world: int) -> dict[str, str]:
