@@ -147,6 +147,36 @@ def test_an_optimizer_that_cannot_be_planned_is_reported_without_a_plan():
     assert "planned" not in str(zero.report(model, pair))
 
 
+class Around(torch.optim.Optimizer):
+    """Another optimizer, with or without state of its own."""
+
+    def __init__(self, optimizer, *, keeps):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+        if keeps:
+            self.state = {param: {"slow": param.detach().clone()} for param in optimizer.param_groups[0]["params"]}
+        else:
+            self.state = optimizer.state
+
+
+def wrapped_optimizers(rank, world):
+    model = nn.Linear(64, 64)
+    model(torch.ones(1, 64)).sum().backward()
+    adam = torch.optim.Adam(model.parameters())
+    adam.step()
+    told = [zero.report(model, one).optimizer for one in (adam, Around(adam, keeps=False), Around(adam, keeps=True))]
+    sharding = zero.OSS(model.parameters(), torch.optim.Adam)
+    found = [zero.report(model, one).stage for one in (sharding, Around(Around(sharding, keeps=False), keeps=False))]
+    return told, found, sum(param.nbytes for param in model.parameters())
+
+
+def test_an_optimizer_that_another_wraps_is_found_unless_that_has_state():
+    for (alone, shown, around), stages, weights in ranks.run(wrapped_optimizers):
+        assert alone == shown == pytest.approx(2 * weights, rel=0.01)
+        assert around == weights
+        assert stages == ["1", "1"]
+
+
 def test_the_command_prints_the_environment():
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "zero.report"],

@@ -77,6 +77,71 @@ def test_one_rank_gets_the_weights_that_every_rank_would(stage):
     ranks.run(weights_of, args=(stage,))
 
 
+def in_place(model: nn.Module) -> nn.Module:
+    return model
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def by_block(model: Any) -> nn.Module:
+    """The first block's weight is the head's."""
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend="eager")
+    return model
+
+
+COMPILED = {
+    "around": (in_place, whole),
+    "inside": (whole, in_place),
+    "blocks": (by_block, in_place),
+    "blocks and around": (by_block, whole),
+}
+"""The module, and then its wrapper."""
+
+
+def names_compiled(rank: int, world: int, stage: int, compiled: str) -> None:
+    inside, around = COMPILED[compiled]
+    expected, expected_optimizer = at_stage(stage, Net())
+    model, optimizer = at_stage(stage, inside(Net()))
+    step(expected, expected_optimizer, rank)
+    step(model, optimizer, rank)
+    model = around(model)
+    weights = zero.full_state_dict(expected)
+    for to in (0, None):
+        found = zero.full_state_dict(model, to=to)
+        assert list(found) == (list(Net().state_dict()) if to in (rank, None) else [])
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert found["head.weight"] is found["blocks.0.0.weight"]
+    Net().load_state_dict(found)
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("stage", STAGES)
+def test_names_are_the_modules_own_whatever_is_compiled(stage, compiled):
+    ranks.run(names_compiled, args=(stage, compiled))
+
+
+def loaded_compiled(rank: int, world: int, stage: int, compiled: str) -> None:
+    trained, optimizer = at_stage(stage, Net())
+    step(trained, optimizer, rank)
+    weights = zero.full_state_dict(trained)
+    model, _ = at_stage(stage, COMPILED[compiled][0](Net()))
+    for given in (weights, {name: 2 * value for name, value in model.state_dict().items()}):
+        model.load_state_dict(given)
+        found = zero.full_state_dict(model)
+        assert all(torch.equal(one, other) for one, other in zip(found.values(), given.values(), strict=True))
+    told = ranks.refusal(lambda: model.load_state_dict({**weights, "blocks.0.0.wait": weights["head.bias"]}))
+    assert told.startswith("RuntimeError") and '0.wait"' in told
+
+
+@pytest.mark.parametrize("compiled", ["inside", "blocks"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_compiled_model_loads_weights_by_its_own_names(stage, compiled):
+    ranks.run(loaded_compiled, args=(stage, compiled))
+
+
 class Merged(nn.Linear):
     """Saves another tensor than it trains, as layers do that were fused."""
 

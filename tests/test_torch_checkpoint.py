@@ -163,10 +163,15 @@ def of_another_rank(rank: int, world: int, fresh: bool) -> None:
     train(model, optimizer, rank, range(1))
 
 
+shards_travel = pytest.mark.filterwarnings("ignore:this state_dict.. is only one rank's shard:UserWarning")
+
+
+@shards_travel
 def test_another_ranks_state_is_refused_by_a_fresh_optimizer_at_its_step():
     ranks.expect_error(of_another_rank, 2, RuntimeError, "rank 0 of 2", "optim_state_dict", args=(True,), timeout=15)
 
 
+@shards_travel
 def test_another_ranks_state_is_refused_as_it_is_loaded():
     with pytest.raises(ranks.RankError) as error:
         ranks.run(of_another_rank, 2, args=(False,), timeout=15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from zero._torch import children_of, uncompiled
+from zero._torch import children_of, name_without_compile, uncompiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import Recipient, full_weights
 from zero.fsdp.summon import units_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.wrappers import unwrapped
 
 
 def full_state_dict(
@@ -25,9 +27,9 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Collective. The full weights as copies, under the module's own names, whatever wraps it.
 
-    Takes FSDP, ShardedDDP, DistributedDataParallel, plain modules, and modules inside of these. Tied parameters share
-    one copy. Shards are gathered unit by unit: besides the result, a rank that gets it holds at most one unit, and
-    other ranks hold nothing.
+    Takes FSDP, ShardedDDP, DistributedDataParallel, plain modules, and modules inside of these, compiled or not. Tied
+    parameters share one copy. Shards are gathered unit by unit: besides the result, a rank that gets it holds at most
+    one unit, and other ranks hold nothing.
 
     to: the rank of the model's process group that gets the weights; others send theirs and get an empty dictionary. In
         hybrid strategies ranks are numbered through the first replica first. By default every rank gets the weights.
@@ -35,20 +37,18 @@ def full_state_dict(
 
     Raises ValueError where `to` is no rank of the group, RuntimeError within forward and backward.
     """
-    inner = model.module if isinstance(model, (DistributedDataParallel, FSDP)) else model
-    if isinstance(model, ShardedDDP):
-        comm, inner = model.comm, model.module  # `module` waits for parameters that are being gathered
-    else:
-        comm = _comm_of(model)
-    return full_weights(inner, comm, Recipient(to, device))
+    inner, wrappers = unwrapped(model)
+    full = full_weights(inner, _comm_of(wrappers), Recipient(to, device))
+    return {name_without_compile(name): value for name, value in full.items()}
 
 
-def _comm_of(model: nn.Module) -> Comm:
-    if not (dist.is_available() and dist.is_initialized()):  # after destroy_process_group() a rank has its own weights
-        return Comm.alone()
-    if isinstance(model, DistributedDataParallel):
-        return Comm(model.process_group)
-    return Comm(None)
+def _comm_of(wrappers: Sequence[nn.Module]) -> Comm:
+    for one in wrappers:
+        if isinstance(one, ShardedDDP):
+            return one.comm
+        if isinstance(one, DistributedDataParallel) and dist.is_initialized():
+            return Comm(one.process_group)
+    return Comm.default()  # after destroy_process_group() a rank has its own weights
 
 
 class ParameterCount(NamedTuple):

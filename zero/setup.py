@@ -38,7 +38,8 @@ def setup(
 
     At stage 1 DistributedDataParallel averages gradients, by a communication hook if all ranks run on one host; for a
     hook of your own construct DistributedDataParallel yourself.
-    Without torch.distributed, stages 0 and 1 return the model as it is. Raises ValueError for an unknown stage.
+    Without torch.distributed, stages 0 and 1 return the model as it is. Raises ValueError for an unknown stage, and
+    RuntimeError if a launcher has started several ranks but torch.distributed is not initialised.
     """
     comm = Comm(process_group)
     problem = None

@@ -132,3 +132,24 @@ REFUSED: list[tuple[int, Callable[[Any], None]]] = [
 
 def refusals(rank: int, world: int) -> list[str]:
     return [ranks.refusal(partial(call, fabric_at(rank, world, stage))) for stage, call in REFUSED]
+
+
+def compiled_inside(rank: int, world: int, folder: str) -> None:
+    """A file has the names of the plain module, and loads with and without torch.compile."""
+    for stage in (1, 2, 3):
+        fabric = fabric_at(rank, world, stage)
+        for compiled in (True, False):
+            module = Module()
+            if compiled:
+                module.blocks[0] = torch.compile(module.blocks[0], backend="eager")
+            model, _ = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.02))
+            state = {"model": model}
+            if compiled:
+                path = Path(folder, str(stage))
+                fabric.save(path, state)
+                saved = torch.load(path, weights_only=True)["model"]
+                assert list(saved) == list(Module().state_dict())
+                for param in module.parameters():
+                    param.data.zero_()
+            fabric.load(path, state)
+            assert all(torch.equal(value, saved[name]) for name, value in zero.full_state_dict(model).items())

@@ -9,9 +9,11 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -32,9 +34,9 @@ def build(stage: int, **options: Any) -> Any:
 
     from zero.integrations.accelerate import Accelerator
 
-    if stage == 0:
+    if stage == 0 and "zero_plugin" not in options:
         return accelerate.Accelerator(cpu=True, **options)
-    return Accelerator(cpu=True, **{"zero_plugin": stage, **options})
+    return Accelerator(**{"cpu": True, "zero_plugin": stage, **options})
 
 
 class Script:
@@ -208,6 +210,54 @@ def alone(rank: int, world: int, folder: str) -> list[list[float]]:
 def test_one_process_trains_alone(tmp_path: Path) -> None:
     [[expected, *found]] = ranks.run(alone, bare=True, args=(str(tmp_path),))
     assert all(one == pytest.approx(expected, rel=1e-5) for one in found)
+
+
+def reported(rank: int, world: int) -> list[tuple[str, int, int, bool]]:
+    """The stage, the bytes of gradients and of optimizer state, and whether zero.plan knows the optimizer."""
+    found = []
+    for stage in (0, *STAGES):
+        with launched(rank, world):
+            script = Script(build(stage, zero_plugin=stage)).train()
+            tokens = next(iter(script.loader))[0]
+            script.accelerator.backward(script.loss(tokens))
+            told = zero.report(script.model, script.optimizer)
+            found.append((told.stage, told.gradients, told.optimizer, told.planned is not None))
+    return found
+
+
+def test_a_report_knows_what_accelerate_has_prepared() -> None:
+    for found in ranks.run(reported):
+        stages, gradients, states, planned = zip(*found, strict=True)
+        assert stages == ("0", "1", "2", "3")
+        full, state = gradients[0], states[0]
+        assert gradients == pytest.approx((full, full, full / 2, full / 2), rel=0.05)
+        assert states == pytest.approx((state, state / 2, state / 2, state / 2), rel=0.05)
+        assert all(planned)
+
+
+def apart(rank: int, world: int, asked: int) -> list[str]:
+    """On CPUs, but without cpu=True: Accelerate then says NO to ranks."""
+    told = []
+    for stage in (0, *STAGES):
+        no_gpu = mock.patch("torch.cuda.is_available", return_value=False)
+        with launched(rank, asked, ACCELERATE_USE_CPU="false"), no_gpu:
+            if not dist.is_initialized():
+                del os.environ["LOCAL_RANK"]  # otherwise Accelerate initialises a group, and says NO all the same
+            told.append(ranks.refusal(partial(build, stage, cpu=False, zero_plugin=stage)))
+    return told
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+def test_ranks_that_accelerate_would_train_apart_are_refused(initialised: bool) -> None:
+    for found in ranks.run(apart, args=(2,), bare=not initialised):
+        for error in found:
+            assert error.startswith("RuntimeError: Accelerate found one process (DistributedType.NO), but"), error
+            assert "there are 2 ranks" in error
+            assert "Accelerator(cpu=True)" in error
+
+
+def test_one_process_of_a_launcher_is_not_refused() -> None:
+    assert ranks.run(apart, args=(1,), bare=True) == [[""] * 4]
 
 
 # --------------------------------------------------------------------------------------------------- states
@@ -412,6 +462,32 @@ def compiled(rank: int, world: int) -> list[float]:
 def test_torch_compile_lies_inside() -> None:
     for found in ranks.run(compiled):
         assert len({*found}) == 1, found
+
+
+def saved_compiled(rank: int, world: int, folder: str) -> None:
+    """Blocks that Accelerate compiles one by one. Files have the names of the plain model, and load into either."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    plain = GPT().state_dict().keys()
+    for stage in STAGES:
+        dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+        for options in ({"dynamo_plugin": dynamo}, {}):
+            with launched(rank, world):
+                script = Script(build(stage, **options))
+                inner = script.accelerator.unwrap_model(script.model)
+                assert any("_orig_mod" in name for name, _ in inner.named_parameters()) == bool(options)
+                if options:
+                    script.train(stop=1)
+                    place = shared_folder(folder, str(stage))
+                    weights = script.weights()
+                    assert weights.keys() == plain
+                    script.accelerator.save_state(str(place))
+                script.accelerator.load_state(str(place))
+                assert all(torch.equal(value, weights[name]) for name, value in script.weights().items())
+
+
+def test_states_of_compiled_blocks_have_the_names_of_the_plain_model(tmp_path: Path) -> None:
+    ranks.run(saved_compiled, args=(str(tmp_path),))
 
 
 def refused(rank: int, world: int) -> dict[str, str]:

@@ -34,6 +34,10 @@ def test_a_run_goes_on_at_any_stage_where_another_was_saved(kind, stages, tmp_pa
     on_ranks("fabrics", "resumed", kind, stages, str(tmp_path))
 
 
+def test_weights_of_compiled_blocks_have_the_names_of_the_plain_module(tmp_path):
+    on_ranks("fabrics", "compiled_inside", str(tmp_path))
+
+
 REFUSALS = [
     ["ValueError", "by value", "stage 2"],
     ["ValueError", "by value", "stage 3"],

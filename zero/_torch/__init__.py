@@ -13,6 +13,7 @@ from zero._torch.compiling import (
     compiled_without_breaks,
     is_compiled,
     name_without_compile,
+    named_as_compiled,
     uncompiled,
 )
 from zero._torch.fake import NEEDS_VALUES, has_values, is_of_two_devices, without_values
@@ -110,6 +111,7 @@ __all__ = [
     "load_plain_values",
     "multiply_all",
     "name_without_compile",
+    "named_as_compiled",
     "norms_of",
     "profiler_range",
     "recomputed_in_backward",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import getclosurevars
 from typing import Any
 
@@ -34,6 +34,19 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def name_without_compile(name: str) -> str:
     """A name in a model as it is without torch.compile, which wraps modules in one of its own."""
     return ".".join(atom for atom in name.split(".") if atom != _WRAPPED)
+
+
+def named_as_compiled(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Weights by the names of a module without torch.compile, under the names that it has with it. Others stay."""
+    paths = {name_without_compile(path): path for path, _ in module.named_modules(remove_duplicate=False)}
+    names = {}
+    for name in weights:
+        holder, _, last = name.rpartition(".")
+        path = paths.get(holder, holder)
+        names[name] = f"{path}.{last}" if path else last
+    if all(name == other for name, other in names.items()):
+        return weights
+    return {names[name]: value for name, value in weights.items()}
 
 
 def compiled_without_breaks(module: nn.Module) -> bool:

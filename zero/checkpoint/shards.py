@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch import name_without_compile, uncompiled
+from zero._torch import name_without_compile
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_problem
 from zero.comm import Comm
@@ -30,6 +30,7 @@ from zero.fsdp import FSDP
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.places import Place, places_in
+from zero.wrappers import unwrapped
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Training:
     ) -> None:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        self.module, wrappers = _unwrapped(model)
+        self.module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, sharding)
         self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
         self.ranks = Ranks(_comms(wrappers, sharding, process_group))
@@ -287,19 +288,6 @@ def kind(optimizer: Optimizer) -> str:
     return type(inner(optimizer)).__name__
 
 
-def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """The user's own module, and what wraps it, from the outside in."""
-    wrappers: list[nn.Module] = []
-    while True:
-        if isinstance(model, DistributedDataParallel | ShardedDDP | FSDP):
-            wrappers.append(model)
-            model = model.module
-        elif (inside := uncompiled(model)) is not model:
-            model = inside
-        else:
-            return model, wrappers
-
-
 def _stage(wrappers: Sequence[nn.Module], sharding: Sequence[OSS]) -> int:
     if any(isinstance(one, FSDP) for one in wrappers):
         return 3
@@ -318,4 +306,4 @@ def _comms(
             return [one.comm]
         if isinstance(one, DistributedDataParallel):
             return [Comm(one.process_group)]
-    return [Comm(process_group)]
+    return [Comm.default() if process_group is None else Comm(process_group)]

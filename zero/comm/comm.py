@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm.handle import Handle
+from zero.comm.launcher import refuse_launched
 from zero.comm.link import Link, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, copy_into, empty_flat, flatten
@@ -34,7 +35,8 @@ class Comm:
 
     group: None means the default group, or this process alone if torch.distributed is not initialised. A Comm means the
         same ranks as that Comm, and a Link those of that link: plans pass these where users pass a process group.
-    Raises ValueError if this rank is not in the group.
+    Raises ValueError if this rank is not in the group, and RuntimeError for None if a launcher has started other ranks
+    but torch.distributed is not initialised.
     """
 
     def __init__(self, group: dist.ProcessGroup | Comm | Link | None = None) -> None:
@@ -43,12 +45,22 @@ class Comm:
             return
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if group is not None and dist.get_rank(group) < 0:
+        if group is None:
+            refuse_launched()
+        elif dist.get_rank(group) < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} of the job is not in the process group that it was given. Build the model and "
                 "its optimizer only on the ranks of the group, or pass on each rank a group that contains it."
             )
         self._use(group, Link(None) if group is None else link_of(group))
+
+    @classmethod
+    def default(cls) -> Comm:
+        """Returns the default group, or this process alone if torch.distributed is not initialised (any more).
+
+        For what trains nothing; `Comm(None)` refuses a launcher's process that is in no group.
+        """
+        return cls(None) if dist.is_available() and dist.is_initialized() else cls.alone()
 
     @classmethod
     def alone(cls) -> Comm:

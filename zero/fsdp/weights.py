@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from zero._torch import named_as_compiled
 from zero.checks.guard import Guard
 from zero.comm import Comm
 from zero.fsdp import full_params
@@ -120,14 +121,15 @@ class Weights(Wrapper):
         state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Collective. Loads full weights by the module's own names; every rank must be given the same.
+        """Collective. Loads full weights by the module's own names, those without torch.compile too; every rank must be
+        given the same.
 
         Raises ValueError for assign=True, which would replace the tensors that the optimizer holds.
         """
         if assign:
             raise ValueError("assign=True replaces the parameters that are sharded. Load with assign=False.")
         with self.summon_full_params():
-            return self.module.load_state_dict(state_dict, strict)
+            return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
 
     def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None:
         """Collective. Returns the full state of an optimizer of these parameters, in the plain optimizer's own format.

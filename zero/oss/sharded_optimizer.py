@@ -113,7 +113,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The full state in the plain optimizer's format if `consolidate_state_dict` gathered it here since the last
-        step, or if there is one rank; otherwise this rank's shard. Options are current.
+        step, or if there is one rank; otherwise this rank's shard, which warns when it is pickled. Options are current.
 
         Does not communicate and does not raise, except for torch.distributed.checkpoint, which gets the full state on
         every rank: that is collective.

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.comm import Comm, Traffic, traffic
-from zero.fsdp import FSDP
 from zero.fsdp.summon import summons_of
 from zero.fsdp.unit import Unit
 from zero.oss import OSS
@@ -20,8 +18,8 @@ from zero.oss.shown_gradients import full_gradient
 from zero.plan.meter import nbytes
 from zero.plan.result import TITLES, Cost
 from zero.report.planned import planned_for
-from zero.sdp import ShardedDDP
 from zero.state import leaves
+from zero.wrappers import prepared, unwrapped
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,17 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
         ...  # a step
         print(zero.report(model, optimizer, since=before))
 
-    model: at any stage, or the module inside its wrapper. optimizer: the one that trains it, or several.
+    model: at any stage, or the module inside its wrapper. optimizer: the one that trains it, or several; also as
+        Accelerate has prepared them.
     since: a reading of zero.traffic(); `sent` counts from there.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-    inner = model.module if isinstance(model, (FSDP, ShardedDDP, DistributedDataParallel)) else model
+    optimizers = [prepared(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+    inner = unwrapped(model)[0]
     held = summons_of(inner)
     units = [unit for _, of_one in held for unit in of_one]
     sharding = [one for one in optimizers if isinstance(one, OSS)]
     stage = _stage(units, sharding)
-    comms = held[0][0].placement.all_groups() if held else [sharding[0].comm] if sharding else [_default()]
+    comms = held[0][0].placement.all_groups() if held else [sharding[0].comm] if sharding else [Comm.default()]
     device = next((param.device for param in inner.parameters()), torch.device("cpu"))
     return Report(
         stage,
@@ -137,10 +136,6 @@ def _stage(units: Sequence[Unit], sharding: Sequence[OSS]) -> str:
     if any(one.gradients_arrive_sharded for one in sharding):
         return "2"
     return "1" if sharding else "0"
-
-
-def _default() -> Comm:
-    return Comm(None) if dist.is_initialized() else Comm.alone()
 
 
 def _mib(nbytes: int | None) -> str:

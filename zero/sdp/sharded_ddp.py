@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zero._torch import children_of
+from zero._torch import children_of, named_as_compiled
 from zero.comm import Comm, Wire
 from zero.features.gathers.gathers import PendingGathers
 from zero.features.step_in_backward.optimizer import refuse, steps_in_backward
@@ -251,10 +251,13 @@ class ShardedDDP(Wrapper):
         raise TypeError("a ShardedDDP cannot be copied or pickled. Copy or pickle its .module, and wrap the copy.")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the module. Raises ValueError for assign=True, which would replace the optimizer's parameters."""
+        """Loads into the module, also by the names that it has without torch.compile.
+
+        Raises ValueError for assign=True, which would replace the optimizer's parameters.
+        """
         if assign:
             raise ValueError("assign=True replaces the parameters that the optimizer holds. Load with assign=False.")
-        return self.module.load_state_dict(state_dict, strict)
+        return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
 
 
 def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[str]:

@@ -6,10 +6,7 @@ is not cut. Lists and tuples in the state are handled item by item (`leaves`).
 Master weights are an entry of the state, "master", with the values for the next step (`settled`).
 
     full   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
-    shard  the same with this rank's shards for tensors; "zero_shard" identifies rank and layout
-
-The user's own optimizer (stage 3) writes its state_dict() itself. There each group has the mark "zero_shard", which an
-optimizer that loads the state gets, too.
+    shard  the same with this rank's shards for tensors; "zero_shard" identifies rank and layout (shard_mark.py)
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import count
 from typing import Any, Protocol
@@ -32,6 +29,7 @@ from zero.shards.masters import settled
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
 from zero.state.param_shard import ParamShard
+from zero.state.shard_mark import ShardMark, texts_of
 
 
 class Sharded(Protocol):
@@ -148,7 +146,7 @@ def shard_of(optimizer: Sharded, *, as_full: bool = False, settle: bool = True) 
     }
     all_owned |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     state = {number: state for number, state in sorted(all_owned.items()) if state}
-    mark = {} if as_full else {param_groups.SHARD_MARK: fingerprint(optimizer)}
+    mark = {} if as_full else {param_groups.SHARD_MARK: ShardMark([fingerprint(optimizer)])}
     return {"state": state, "param_groups": numbered_groups(optimizer), **mark}
 
 
@@ -192,12 +190,13 @@ def own_shard(
 
 def refuse_other_shard(
     optimizer: Sharded,
-    mark: str | None,
+    mark: str | Iterable[str] | None,
     remedy: str = "Call consolidate_state_dict() before state_dict() to save what loads anywhere.",
 ) -> None:
     """Raises ValueError for the shard of another rank or layout. mark: of the state; None if it is full."""
-    if mark is not None and mark != fingerprint(optimizer):
-        raise ValueError(f"the state is one rank's shard ({mark}), but this is {fingerprint(optimizer)}. {remedy}")
+    found, own = texts_of(mark), fingerprint(optimizer)
+    if found and own not in found:
+        raise ValueError(f"the state is one rank's shard ({', '.join(sorted(found))}), but this is {own}. {remedy}")
 
 
 def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:

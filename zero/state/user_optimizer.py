@@ -18,6 +18,7 @@ from zero.interop.torch_checkpoint import asked_by_torch_checkpoint
 from zero.measure.param_groups import SHARD_MARK
 from zero.shards.shard_group import ShardGroup
 from zero.state import optimizer_state as state
+from zero.state.shard_mark import ShardMark, texts_of
 
 
 @dataclass
@@ -74,8 +75,10 @@ class StateHooks:
                     "one optimizer for each, or save with zero.checkpoint."
                 )
             return state.consolidate(stepping, None)
-        for group in state_dict["param_groups"]:
-            group[SHARD_MARK] = [*group.get(SHARD_MARK, []), state.fingerprint(stepping)]
+        groups = state_dict["param_groups"]
+        mark = ShardMark([*_marks_of(groups), state.fingerprint(stepping)])  # one, which warns once
+        for group in groups:
+            group[SHARD_MARK] = mark
         return None
 
     def _cut(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
@@ -89,8 +92,11 @@ class StateHooks:
 
 def refuse_other_shards(stepping: SteppedShards, groups: list[dict[str, Any]]) -> bool:
     """Returns whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
-    marks = [mark for group in groups for mark in group.get(SHARD_MARK, [])]
-    if marks and state.fingerprint(stepping) not in marks:
-        remedy = "Save state that loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
-        state.refuse_other_shard(stepping, marks[0], remedy)
+    marks = _marks_of(groups)
+    remedy = "Save state that loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
+    state.refuse_other_shard(stepping, marks, remedy)
     return bool(marks)
+
+
+def _marks_of(groups: list[dict[str, Any]]) -> set[str]:
+    return {text for group in groups for text in texts_of(group.get(SHARD_MARK))}

@@ -30,6 +30,7 @@ from zero.integrations.accelerate.choosing import (
     hidden_environment,
     refuse_dummies,
     refuse_other_parallelism,
+    refuse_ranks_apart,
 )
 from zero.integrations.accelerate.optimizer import ShardedAcceleratedOptimizer
 from zero.integrations.accelerate.plugin import ZeroPlugin
@@ -84,6 +85,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"another Accelerator has set this process up for {self.distributed_type.value}, which shards models "
                 "itself. Build zero.integrations.accelerate.Accelerator first, or alone."
             )
+        refuse_ranks_apart(self.distributed_type)
         self.zero_plugin = plugin
         ranks_of_a_host = int(os.environ.get("LOCAL_WORLD_SIZE") or self.num_processes)
         self.sharding = Sharding(plugin, self.device, ranks_of_a_host)

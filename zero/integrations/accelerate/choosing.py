@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
+from accelerate.utils import DistributedType
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
+from zero.comm.launcher import launched_ranks
 from zero.integrations.accelerate.plugin import ZeroPlugin
 
 _ASKS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
@@ -117,6 +120,20 @@ def refuse_other_parallelism(config: Any) -> None:
         raise ValueError(
             f"{', '.join(asked).lower() or 'parallelism_config'} is not available: zero shards over data-parallel "
             'ranks. Leave it out; for hybrid sharding pass ZeroPlugin(stage=3, sharding_strategy="HYBRID_SHARD").'
+        )
+
+
+def refuse_ranks_apart(distributed_type: DistributedType) -> None:
+    """Raises RuntimeError if Accelerate takes this process for the only one, but there are other ranks."""
+    ranks = dist.get_world_size() if dist.is_initialized() else launched_ranks()
+    if distributed_type == DistributedType.NO and ranks > 1:
+        raise RuntimeError(
+            f"Accelerate found one process (DistributedType.NO), but there are {ranks} ranks, which would train apart, "
+            "or on the same batches. To train on CPUs, pass Accelerator(cpu=True) or TrainingArguments(use_cpu=True), "
+            "or set ACCELERATE_USE_CPU=true in the environment: `accelerate launch` does not pass `use_cpu: true` of "
+            "its configuration on to several ranks. To train on GPUs, set `distributed_type: MULTI_GPU` and `use_cpu: "
+            "false` in the configuration, and start where torch.cuda.is_available(). For a process that is to train "
+            "alone, set `num_processes: 1`."
         )
 
 

@@ -7,7 +7,7 @@ them. SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero import checkpoint
+from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
 from zero.integrations.accelerate.sharding import Sharding, inside
 from zero.oss import OSS
@@ -97,12 +98,13 @@ def load_weights(model: nn.Module, folder: str, number: int, **options: Any) -> 
     target.load_state_dict(with_ties(inside(model), weights), **options)
 
 
-def with_ties(module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """The weights, with the names of tied tensors added that a safetensors file leaves out."""
+def with_ties(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights by the names of the module, with those of tied tensors added that a safetensors file leaves out."""
     names: dict[Tensor, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
             names.setdefault(tensor, []).append(name)
+    weights = named_as_compiled(module, weights)
     found = dict(weights)
     for tied in names.values():
         there = [name for name in tied if name in weights]

@@ -12,9 +12,11 @@ import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zero
+from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
 from zero.integrations.lightning.sharding import (
     REST,
@@ -140,7 +142,9 @@ class ZeroFabricStrategy(DDPStrategy):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Collective at stage 3."""
-        super().load_module_state_dict(_wrapper(module), state_dict, strict)
+        wrapper = _wrapper(module)
+        target = wrapper.module if isinstance(wrapper, DistributedDataParallel) else wrapper
+        super().load_module_state_dict(target, dict(named_as_compiled(target, state_dict)), strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Collective. The full state in the plain optimizer's format, on rank 0; {} elsewhere."""

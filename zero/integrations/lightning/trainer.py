@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 import zero
+from zero._torch import named_as_compiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.integrations.lightning.sharding import (
@@ -219,7 +220,7 @@ class ZeroStrategy(DDPStrategy):
             return  # which have been loaded
         model = self.model if isinstance(self.model, FSDP) else self.lightning_module
         assert model is not None
-        model.load_state_dict(checkpoint["state_dict"], strict=strict)
+        model.load_state_dict(named_as_compiled(model, checkpoint["state_dict"]), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes full state, of any strategy."""

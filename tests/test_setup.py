@@ -1,0 +1,86 @@
+"""Processes of a launcher that are in no process group: nothing trains apart in silence, and the rest goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Adam
+
+import ranks
+import zero
+from zero.comm import Comm
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun starts a script that does not call init_process_group."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def of_setup(stage: int) -> Callable[[], Any]:
+    return lambda: zero.setup(nn.Linear(4, 4), Adam, stage=stage, lr=0.1)
+
+
+BUILT: dict[str, Callable[[], Any]] = {
+    **{f"setup, stage {stage}": of_setup(stage) for stage in range(4)},
+    "OSS": lambda: zero.OSS(nn.Linear(4, 4).parameters(), SGD, lr=0.1),
+    "OSS.from_optimizer": lambda: zero.OSS.from_optimizer(SGD(nn.Linear(4, 4).parameters(), lr=0.1)),
+    "ShardedDDP": lambda: zero.ShardedDDP(nn.Linear(4, 4), []),
+    "FSDP": lambda: zero.FSDP(nn.Linear(4, 4)),
+    "FSDP, NO_SHARD": lambda: zero.FSDP(nn.Linear(4, 4), sharding_strategy="NO_SHARD"),
+    "GradScaler": lambda: zero.GradScaler("cpu"),
+}
+
+
+@pytest.mark.parametrize("built", BUILT)
+def test_ranks_of_a_launcher_that_were_not_initialised_are_refused(built):
+    with pytest.raises(RuntimeError, match="WORLD_SIZE=2") as refused:
+        BUILT[built]()
+    assert "torch.distributed.init_process_group(" in str(refused.value)
+    assert refused.value.__context__ is None
+
+
+@pytest.mark.parametrize("value", ["1", "", None])
+def test_one_process_of_a_launcher_trains_alone(value, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE") if value is None else monkeypatch.setenv("WORLD_SIZE", value)
+    for stage in range(4):
+        of_setup(stage)()
+
+
+def in_a_group_of_one(rank: int, world: int) -> int:
+    """The remedy that the message tells, for a process that trains alone on purpose."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = "2"
+    try:
+        told = ranks.refusal(of_setup(3))
+        call = told[told.rindex("torch.distributed.init_process_group(") :].rstrip(".")
+        exec(call, {"torch": torch})
+        model, _ = of_setup(3)()
+        return len(zero.full_state_dict(model)) + dist.get_world_size()
+    finally:
+        os.environ.pop("WORLD_SIZE")
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+
+
+def test_the_message_tells_how_one_of_them_trains_alone():
+    assert ranks.run(in_a_group_of_one, bare=True, fresh=True) == [3]
+
+
+def test_what_trains_nothing_needs_no_group(tmp_path: Path):
+    """As after destroy_process_group(), and in scripts that only plan, read or convert."""
+    model = nn.Linear(4, 4)
+    assert zero.full_state_dict(model).keys() == model.state_dict().keys()
+    assert zero.report(model, SGD(model.parameters(), lr=0.1)).stage == "0"
+    assert zero.plan(model, world_size=2, optimizer=Adam).cost("3", 2).resident > 0
+    zero.FSDP(nn.Linear(4, 4), process_group=Comm.alone())
+    zero.checkpoint.save(tmp_path, model)
+    zero.checkpoint.load(tmp_path, model)
