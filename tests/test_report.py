@@ -57,7 +57,7 @@ def test_a_construction_says_what_it_sharded_in_one_line_on_the_first_rank(trans
     where = f"of 1 parameters over 3 ranks, 64 of 192 of their bytes on rank 0, sent by {transport}; left out: "
     assert oss == f"OSS(SGD): optimizer state {where}nothing"
     assert sdp == f"ShardedDDP(Sequential): gradients {where}1 parameters that are frozen and in no optimizer"
-    assert re.fullmatch(r"FSDP\(Sequential, .*FULL_SHARD.*, 1 units\): parameters and gradients .*", fsdp)
+    assert re.fullmatch(r"FSDP\(Sequential, .*FULL_SHARD, 1 unit, the largest .*\): parameters and gradients .*", fsdp)
     assert fsdp.endswith(f"{where}1 parameters, ignored as the caller asked")
 
 

@@ -82,7 +82,6 @@ def test_without_a_policy_blocks_that_a_list_repeats_are_units():
     net.leaves = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     net.empty = nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())])
     net.mixed = nn.ModuleList([Block(2, 1), nn.Sequential(nn.Linear(2, 2)), Block(2, 1)])
-    net.plain = nn.Sequential(Block(2, 1), Block(2, 1))
     assert names(net, None) == ["", "repeated.0", "repeated.1", "mixed.0", "mixed.2"]
 
 

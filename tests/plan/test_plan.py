@@ -104,6 +104,17 @@ def test_units_are_those_that_fsdp_wraps():
     assert [group.unit for group in by_default.groups] == [group.unit for group in by_policy.groups]
 
 
+def test_blocks_of_a_sequential_are_planned_as_units():
+    with torch.device("meta"):
+        in_a_list, in_a_sequence = Model(), Model()
+    in_a_sequence.blocks = nn.Sequential(*in_a_sequence.blocks)
+    assert [*Sizes.of_module(in_a_sequence).units] == ["", *(f"blocks.{i}" for i in range(4))]
+    plan = partial(zero.plan, world_size=2, stages=[3])
+    peak = plan(in_a_sequence).cost(3).peak
+    assert peak == plan(in_a_list).cost(3).peak
+    assert peak < plan(in_a_sequence, auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d})).cost(3).peak
+
+
 def test_with_a_limit_of_one_large_embeddings_and_heads_are_units():
     with torch.device("meta"):
         model = Model(words=1200)

@@ -21,6 +21,7 @@ from zero.features.compile.tracing import Gradients
 from zero.features.offload.stores import CPUOffload, DiskOffload
 from zero.features.step_in_backward.optimizer import refuse
 from zero.features.step_in_backward.units import StepsInBackward
+from zero.fsdp import unit_sizes
 from zero.fsdp.backward import Backward
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
@@ -63,7 +64,7 @@ class FSDP(Weights):
         the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
     auto_wrap_policy: chooses the modules that become units; a policy of torch.distributed.fsdp.wrap. By default these
-        are the blocks that the model repeats in an nn.ModuleList.
+        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.fsdp.repeated.
     as_one_unit: modules, or classes of modules, that become one unit each with everything inside them, such as a
         mixture of experts where ranks run different experts.
     ignored_modules, ignored_parameters: are not sharded, and their gradients are not averaged. Quantised parameters
@@ -149,8 +150,11 @@ class FSDP(Weights):
         ignored = asked.ignored_modules
         self._guard = Guard(module, self._index, self._comm, ignored=ignored, partition=partition, disk=builder.disk)
         self.broadcast_buffers = broadcast_buffers
-        self._drive(options.prefetch, BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None)
-        title = f"FSDP({type(module).__name__}, {strategy}, {len(self._units)} units)"
+        name, warns = type(module).__name__, self._comm.world > 1 and self._placement.first
+        warning = unit_sizes.large_unit(self._units, f"FSDP({name})", as_one_unit) if warns else None
+        buffers = BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None
+        self._drive(options.prefetch, buffers, warning)
+        title = f"FSDP({name}, {strategy}, {unit_sizes.in_words(self._units)})"
         left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
         announce(title, self._comm, self.shard_groups, left_out, sharded="parameters and gradients")
 
@@ -181,7 +185,7 @@ class FSDP(Weights):
             self._hooks += fsdp._hooks
         self._index = Index(self._units)
 
-    def _drive(self, prefetch: Prefetch, buffers: BufferSync | None) -> None:
+    def _drive(self, prefetch: Prefetch, buffers: BufferSync | None, warning: str | None) -> None:
         """Installs the hooks that unshard, reshard and reduce the units as the module runs."""
         self._summons = Summons(self._units, self._guard, self._placement, self._cast_buffers)
         self._state_dict_guard = StateDictGuard(self._index)
@@ -190,7 +194,7 @@ class FSDP(Weights):
         self._backward = Backward(self._units, self._placement.all_groups(), prefetch, after=self._guard.after_backward)
         self._schedule = Schedule(self._index, self._placement.all_groups(), prefetch, self._backward)
         gradients = Gradients([*self._index])
-        self._forward = Forward(self.module, self._units, self._schedule, self._backward, gradients, buffers)
+        self._forward = Forward(self.module, self._units, self._schedule, self._backward, gradients, buffers, warning)
 
     def _nesting_problem(self, nested: dict[str, FSDP]) -> str | None:
         if "" in nested:

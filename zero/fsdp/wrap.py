@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
 
-from zero._torch import children_of, chosen_by_policy
+from zero._torch import chosen_by_policy
+from zero.fsdp.repeated import only_holds, repeated_blocks
 
 Policy = Any
 """A policy object or function of torch.distributed.fsdp.wrap, or None: see `unit_modules`."""
@@ -24,9 +25,8 @@ def unit_modules(
     """Returns the modules that become units, by name, from the outside in; the root, named "", is always the first.
 
     policy: `ModuleWrapPolicy`, `CustomPolicy`, `lambda_auto_wrap_policy` and similar ones are called as PyTorch calls
-        them. None chooses the blocks that a model repeats: the members of an nn.ModuleList that share a class and have
-        submodules. Members that are containers, such as lists in a list, are replaced by their members. Parameters in
-        no chosen module belong to the unit around them.
+        them. None chooses the blocks that the model repeats in an nn.ModuleList or nn.Sequential, see
+        `repeated_blocks`. Parameters in no chosen module belong to the unit around them.
     apart: modules in which no units are chosen.
     small: without a policy, chooses other large modules, such as embeddings and output layers, too.
     as_one_unit: modules, or classes of modules, that become units without units inside them.
@@ -34,7 +34,7 @@ def unit_modules(
     Raises ValueError for an unknown type of policy, and for a unit without a forward.
     """
     if policy is None:
-        chosen = _repeated_blocks(root)
+        chosen = repeated_blocks(root, apart)
         if small:
             chosen |= _large_leaves(root, chosen)
     elif (asked := chosen_by_policy(policy, root)) is not None:
@@ -55,7 +55,7 @@ def unit_modules(
     chosen.add(root)
     units = {name: module for name, module in root.named_modules() if module in chosen}
     for name, module in units.items():
-        if _only_holds(module):
+        if only_holds(module):
             raise ValueError(
                 f"{name!r} is a {type(module).__name__}, which has no forward that it could be gathered for. Choose "
                 "the module that calls its members."
@@ -97,30 +97,6 @@ def _common(first: list[str], second: list[str]) -> list[str]:
     return [a for a, b in zip(first, second, strict=False) if a == b]
 
 
-def _repeated_blocks(root: nn.Module) -> set[nn.Module]:
-    blocks: set[nn.Module] = set()
-    for module in root.modules():
-        if isinstance(module, nn.ModuleList):
-            members = [block for block in _members(module) if [*block.children()] and _has_parameters(block)]
-            for block in members:
-                if sum(type(other) is type(block) for other in members) > 1:
-                    blocks.add(block)
-    return blocks
-
-
-def _members(container: nn.Module) -> Iterator[nn.Module]:
-    for member in children_of(container).values():  # unlike children(), yields a repeated module each time
-        if member is not None and _only_holds(member):
-            yield from _members(member)
-        elif member is not None:
-            yield member
-
-
-def _only_holds(module: nn.Module) -> bool:
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return isinstance(module, containers) and type(module).forward is nn.Module.forward
-
-
 def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
     """Returns childless modules outside the blocks with a quarter of the largest block's bytes or more, untied ones."""
     inside = {module for block in blocks for module in block.modules()}
@@ -132,15 +108,11 @@ def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
     chosen = set()
     for module in root.modules():
         own = [*module.parameters(recurse=False)]
-        calls = module not in inside and module is not root and not _only_holds(module)
+        calls = module not in inside and module is not root and not only_holds(module)
         leaf = calls and own and not [*module.children()]
         if leaf and all(holders[param] == 1 for param in own) and 4 * sum(param.nbytes for param in own) >= largest:
             chosen.add(module)
     return chosen
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _ask(policy: Callable[..., bool], module: nn.Module, chosen: set[nn.Module], *, is_root: bool = True) -> int:

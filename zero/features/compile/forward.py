@@ -6,6 +6,7 @@ unit by unit, in graphs that break where a unit begins and ends.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class Forward:
 
     units: the module's, the root first.
     gradients: the gradients that torch.compile must not see while it traces the module.
+    warning: shown by the first forward, because an FSDP inside another one has none.
 
     Raises RuntimeError for a use of torch.compile that FSDP cannot run, in the first forward in training and the first
     in evaluation, and while CUDA graphs are recorded.
@@ -43,9 +45,10 @@ class Forward:
         backward: Backward,
         gradients: Gradients,
         buffers: BufferSync | None,
+        warning: str | None,
     ) -> None:
         self._module, self._schedule, self._backward = module, schedule, backward
-        self._gradients, self._buffers = gradients, buffers
+        self._gradients, self._buffers, self._warning = gradients, buffers, warning
         self._enters_by_units = False
         self._inner = {unit.module for unit in units[1:]}
         self._freed = {group.full.device for unit in units for group in unit.groups if group.frees}
@@ -66,6 +69,9 @@ class Forward:
     def _before(self, traced: bool) -> bool:
         """Prepares a forward. Returns whether the module is to run uncompiled although it is compiled."""
         watch()
+        if self._warning is not None:
+            warning, self._warning = self._warning, None
+            warnings.warn(warning, stacklevel=7)  # at the caller of the model
         refuse_capture(self._freed)
         self._schedule.before_forward()
         if self._schedule.searches_next:
