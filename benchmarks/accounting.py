@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero
+from zero.oss.shown_gradients import full_gradient
 from zero.plan.meter import Meter as CpuMemory
 from zero.plan.meter import nbytes
 
@@ -64,7 +65,7 @@ def measure_resident(model: nn.Module, optimizer: Optimizer) -> Resident:
     stepped = [p for group in inner.param_groups for p in group["params"]]
     return Resident(
         parameters=nbytes([*parameters, *model.buffers()]),
-        gradients=nbytes(p.grad for p in [*parameters, *stepped] if p.grad is not None),
+        gradients=nbytes(grad for p in [*parameters, *stepped] if (grad := full_gradient(p)) is not None),
         optimizer=nbytes(v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)),
     )
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from transports import between_hosts
+from zero.oss.shown_gradients import full_gradient
 from zero.plan import Cost, Options
 from zero.plan.meter import Meter, nbytes
 
@@ -312,7 +313,7 @@ def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
     both = [*params, *(param for group in inner.param_groups for param in group["params"])]
     state = [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
     masters = nbytes(both) - nbytes(params)
-    gradients = nbytes(param.grad for param in both if param.grad is not None)
+    gradients = nbytes(grad for param in both if (grad := full_gradient(param)) is not None)
     return {
         "parameters": nbytes(params) + nbytes(model.buffers()),
         "gradients": gradients,

@@ -21,13 +21,9 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ["_torch", "measure", "comm", "shards", "oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
 STILL_TIED = {
     "zero/fsdp/__init__.py",
-    "zero/fsdp/backward.py",
     "zero/fsdp/build.py",
     "zero/fsdp/choice.py",
     "zero/fsdp/fsdp.py",
-    "zero/fsdp/full_weights.py",
-    "zero/fsdp/schedule.py",
-    "zero/fsdp/summon.py",
     "zero/fsdp/weights.py",
     "zero/oss/joining.py",
     "zero/oss/optimizer.py",

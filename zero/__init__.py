@@ -2,6 +2,7 @@
 
 from zero import checkpoint, comm
 from zero._torch import warn_if_untested
+from zero.checks import guard, state_dicts  # noqa: F401 - they register themselves
 from zero.comm import Traffic, traffic
 from zero.features import plug_in
 from zero.features.int8 import Int8
@@ -18,6 +19,7 @@ from zero.fsdp import (
     Prefetch,
     ShardingStrategy,
 )
+from zero.interop import within_ddp  # noqa: F401 - it registers itself
 from zero.oss import OSS, GradScaler
 from zero.plan import plan
 from zero.report import Report, report

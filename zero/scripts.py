@@ -16,7 +16,7 @@ from zero._torch import children_of, name_without_compile, uncompiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import Recipient, full_weights
-from zero.fsdp.summon import units_of
+from zero.fsdp.model import models_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.wrappers import unwrapped
@@ -65,7 +65,7 @@ class ParameterCount(NamedTuple):
 def count_parameters(model: nn.Module) -> ParameterCount:
     """How many parameters a model has, at any stage; `param.numel()` would count a shard. Sends nothing."""
     inner = model.module if isinstance(model, FSDP) else model
-    groups = [group for unit in units_of(inner) for group in unit.groups]
+    groups = [group for _, units in models_of(inner) for unit in units for group in unit.groups]
     full = {param: numel for group in groups for param, numel in zip(group.params, group.layout.numels, strict=True)}
     own = {
         param: group.spans[index].numel if index in group.spans else 0

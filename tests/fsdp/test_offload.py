@@ -21,8 +21,9 @@ import ranks
 import zero
 from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
+from zero.comm.wire import PLAIN
 from zero.features.offload.disk import Disk
-from zero.features.writes.writes import Writes
+from zero.features.writes.writes import GroupWrites
 from zero.fsdp.full_params import _Gradients
 
 
@@ -195,7 +196,8 @@ def test_a_tensor_in_a_file_keeps_its_values_and_its_order_in_memory(tmp_path):
 
 def test_what_was_written_in_forward_on_a_gpu_goes_to_a_shard_in_the_memory_of_the_cpu():
     with FakeTensorMode():
-        Writes([]).take_over(torch.empty(8, device="cuda"), torch.empty(8))
+        on_gpu = SimpleNamespace(gathered_as=PLAIN, own_of_full=torch.empty(8, device="cuda"), shard=torch.empty(8))
+        GroupWrites(on_gpu).take_over()  # type: ignore[arg-type]
 
 
 def test_full_gradients_go_back_to_where_the_shards_are():

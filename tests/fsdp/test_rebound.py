@@ -16,6 +16,7 @@ import ranks
 import zero
 from sidebyside import SideBySide, average_over_ranks, data, sgd
 from zero import FSDP
+from zero.fsdp.fsdp import running_model
 
 WIDTH = 8
 REFUSED = [r"'(body|head)\.\w+' was moved, cast or given other data", r"p\.data\.copy_", "before wrapping"]
@@ -289,7 +290,10 @@ def with_pre_hook(rank: int, world: int, build: Callable[[], nn.Module], units: 
         plain_optimizer.step()
         found, expected = model.state_dict(), plain.state_dict()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert all(not unit.reads for unit in model._units), "what a unit's own hook reads is not read by another"
+    found = [
+        other for finds in running_model(model).events.companions for unit in model._units for other in finds(unit)
+    ]
+    assert not found, "what a unit's own hook reads is not read by another"
 
 
 @pytest.mark.parametrize("units", [1, 3])
@@ -315,8 +319,7 @@ def order(rank: int, world: int) -> list[str]:
     """Called by itself, a module enters the units around it from the outside in."""
     model = zero.FSDP(Tied(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     entered: list[str] = []
-    enter = model._schedule._enter
-    model._schedule._enter = lambda unit: (entered.append(unit.name), enter(unit))  # type: ignore[method-assign]
+    running_model(model).events.entering.append(lambda unit: entered.append(unit.name))
     model.last(data(4, WIDTH, rank=rank))
     return entered
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import ranks
 from zero.comm import Comm, Handle, traffic
+from zero.comm.wire import as_wire
 from zero.measure.shapes import shard_shape
 from zero.plan.meter import Meter
 from zero.shards import layout
@@ -255,7 +256,7 @@ def _compressed(rank, world):
     values = [param.detach().clone() for param in params.values()]
     group = group_of(params)
     before = traffic()
-    group.launch_unshard(wire=torch.bfloat16)
+    group.launch_unshard(wire=as_wire(torch.bfloat16))
     group.finish_unshard()
     sent = (traffic() - before).gather
     for index, (param, value) in enumerate(zip(group.params, values, strict=True)):

@@ -9,8 +9,8 @@ from torch.optim import Adam
 
 import ranks
 from reference import ELEMENTWISE, MyAdam, pair, same, same_weights, train
-from zero.oss import slices
 from zero.plan.meter import Meter
+from zero.shards import slices
 from zero.shards.slices import step_in_slices
 
 

@@ -1,1 +1,1 @@
-""""""
+"""What is refused, said once for all stages."""

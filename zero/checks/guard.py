@@ -6,38 +6,34 @@ optimizer; the hook here checks the step if the optimizer holds parameters of an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zero.checks.measured import Stepping
+from zero.checks.measured import Measured
 from zero.checks.overflow import Overflow
 from zero.checks.scaling import Scaling
-from zero.comm import Comm
-from zero.features.offload.disk import Disk
-from zero.fsdp.index import Index
+from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.model import Model, models
 from zero.fsdp.unit import TrainingState, Unit
-from zero.interop.ddp import refuse_within_ddp
 from zero.measure.kinds import Finding, Kind
 from zero.measure.numbers import differs
 from zero.measure.param_groups import SHARD_MARK
-from zero.shards.partition import Partition, optimizer_problem
-from zero.shards.shard_group import ShardGroup
+from zero.sdp.wrapper import refuse_steps
+from zero.shards.partition import optimizer_problem
 from zero.shards.slices import step_alone
 from zero.state.user_optimizer import StateHooks, SteppedShards, refuse_other_shards
 
-_guards: list[ReferenceType[Guard]] = []
-"""The guards of all FSDPs that exist, in the order of their construction, which is the same on all ranks."""
 _registered: list[Any] = []
 
 
-class Guard:
+class Guard(ModelEvents):
     """Checks every step of any optimizer that holds parameters of these units, as long as the guard exists.
 
     The step raises RuntimeError on every rank if, on any, parameters are unsharded or were given other data; the module
@@ -45,80 +41,42 @@ class Guard:
     state is not that of the shards; the optimizer couples parameters, or needs uncut parameters where they are cut; or
     the optimizer has written numbers into its groups that differ between ranks.
 
-    module, ignored: the module may only hold the parameters that it holds now, except in the `ignored` modules.
-    partition: the user's option, whatever the optimizer needs.
-    disk: takes over steps on shards that are stored in files.
+    The module may only hold the parameters that it holds now, except in ignored modules.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        index: Index,
-        comm: Comm,
-        *,
-        ignored: Sequence[nn.Module],
-        partition: Partition,
-        disk: Disk | None = None,
-    ) -> None:
-        self._module, self._ignored, self._module_params = module, ignored, {*module.parameters()}
-        self._index = index
-        self._comm, self._refusal = comm, comm.channel("the refusal of parameters that were given other data")
-        self._partition, self._stepping = partition, Stepping()
-        self._overflow = Overflow(index.groups, comm)
-        self._scaling = Scaling(comm, "clip_grad_norm_(max_norm) of the FSDP model")
-        self._disk = disk
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._module_params = {*model.module.parameters()}
+        self._index, self._comm = model.index, model.comm
+        self._measured = Measured()
+        self._overflow = Overflow(model.index.groups, model.comm)
+        self._scaling = Scaling(model.comm, "clip_grad_norm_(max_norm) of the FSDP model")
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        _guards[:] = [guard for guard in _guards if guard() is not None]
-        _guards.append(ref(self))
+        _guards[model] = ref(self)
         if not _registered:
             _registered.append(register_optimizer_step_pre_hook(_before_step))
             _registered.append(register_optimizer_step_post_hook(_after_step))
-
-    @property
-    def params(self) -> Iterable[nn.Parameter]:
-        return self._index.keys()
-
-    def dismiss(self) -> None:
-        _guards[:] = [guard for guard in _guards if guard() is not self]
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that have stepped these parameters."""
         return [*self._optimizers]
 
-    def before_forward(self) -> None:
-        """Must be called before the model's forward. Raises RuntimeError as `refuse_moved` does."""
-        self.refuse_moved()
+    def forward_begins(self) -> None:
         self._overflow.before_forward()
 
-    def after_backward(self) -> None:
+    def backward_ends(self, reduced: bool) -> None:
         """Collective. Shares overflows between ranks, and remembers the complete gradients of this backward."""
-        self._overflow.spread()
-        self._scaling.remember(self._index)
+        if reduced:
+            self._overflow.spread()
+            self._scaling.remember(self._index)
 
-    @contextmanager
-    def scaling_alike(self) -> Iterator[None]:
-        """Permits to scale gradients inside, by one factor that is the same on every rank."""
-        with self._scaling.alike():
-            yield
+    def dismissed(self, *, unwrapped: bool) -> None:
+        if unwrapped:
+            refuse_steps(self.optimizers)
 
-    def moved_problem(self) -> str | None:
-        """Returns an error message if parameters at rest were moved or given other data. 0.1 ms for 258 parameters."""
-        return moved_problem([group for group in self._index.groups if not group.summoned])
-
-    def refuse_moved(self) -> None:
-        """Raises RuntimeError if parameters were moved, cast or given other data. Call it before a collective.
-
-        Communicates only to raise. The ranks without a problem raise in their next operation.
-        """
-        problem = self.moved_problem()
-        if problem is None:
-            return
-        try:
-            self._comm.agree(self._refusal)
-        except RuntimeError as error:  # the other ranks were in another operation, and have now raised, too
-            raise RuntimeError(problem) from error
-        raise RuntimeError(problem)
+    def scaling(self) -> AbstractContextManager[None]:
+        return self._scaling.alike()
 
     def _sharded_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for group in optimizer.param_groups for param in group["params"] if param in self._index]
@@ -138,9 +96,9 @@ class Guard:
         self.track(optimizer)
         if closure is None:
             self._check(optimizer, params)
-        self._stepping.before_step(optimizer)
-        if self._disk is not None:
-            self._disk.before_step(optimizer, params, closure=closure is not None)
+        self._measured.before_step(optimizer)
+        if self.model.disk is not None:
+            self.model.disk.before_step(optimizer, params, closure=closure is not None)
         return None if closure is None else partial(self._call_and_check, closure, optimizer, params)
 
     def _call_and_check(self, closure: Callable[[], Any], optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Any:
@@ -150,13 +108,13 @@ class Guard:
 
     def _check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
-        findings = self._stepping.findings(optimizer) if self._comm.world > 1 else {}
+        findings = self._measured.findings(optimizer) if self._comm.world > 1 else {}
         problem = self._optimizer_problem(findings) or self._model_problem() or self._state_problem(optimizer)
         if problem is None:
             units = [*dict.fromkeys(map(self._index.unit_of, params))]
             _reshard_idle(units)
             problem = self._gradients_problem(units, params, optimizer, findings)
-        written = self._scaling.compare(problem, self._stepping.written(optimizer))
+        written = self._scaling.compare(problem, self._measured.written(optimizer))
         problem = None if written is None else differs(written, optimizer)
         if problem is not None:
             raise RuntimeError(problem)
@@ -164,9 +122,9 @@ class Guard:
             group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self._stepping.after_step(optimizer)
-        if self._disk is not None:
-            self._disk.stepped(optimizer, self._sharded_params(optimizer))
+        self._measured.after_step(optimizer)
+        if self.model.disk is not None:
+            self.model.disk.stepped(optimizer, self._sharded_params(optimizer))
 
     def before_steps_in_backward(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError for state of other parameters than the optimizer's."""
@@ -177,23 +135,23 @@ class Guard:
 
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Steps only these parameters, without calling hooks."""
-        if self._disk is None:
+        if self.model.disk is None:
             step_alone(optimizer, params)
         else:
-            self._disk.step(optimizer, params)
-            self._disk.stepped(optimizer, params)
+            self.model.disk.step(optimizer, params)
+            self.model.disk.stepped(optimizer, params)
 
     def _optimizer_problem(self, findings: dict[str, Finding]) -> str | None:
         """Returns an error message if the optimizer cannot step shards, else None. Does not look at cut parameters."""
         for name, finding in findings.items():
-            problem = optimizer_problem(name, finding, self._partition, of="FSDP")
+            problem = optimizer_problem(name, finding, self.model.partition, of="FSDP")
             if problem is not None and finding.kind is not Kind.TENSORWISE:
                 return problem
         return None
 
     def _model_problem(self) -> str | None:
         """Returns an error message if parameters were moved or replaced, else None."""
-        return self.moved_problem() or self._new_parameter_problem()
+        return self.model.moved_problem() or self._new_parameter_problem()
 
     def _gradients_problem(
         self,
@@ -205,13 +163,10 @@ class Guard:
         """Returns an error message if the gradients, or the state of their parameters, cannot be stepped, else None."""
         tensorwise = next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None)
         for unit in units:
-            if unit.skipped and all(param.grad is None for param in unit.params):
-                return (
-                    f"{unit.title} has no gradients: the last backward was asked for particular gradients (inputs=..., "
-                    "autograd.grad), and parameters that the model gave between forward and backward are shards, not "
-                    "the full parameters of the forward. Call backward() without inputs, and freeze by "
-                    "requires_grad_(False) what is not trained; or list the parameters before the forward."
-                )
+            problems = (unstepped(unit) for unstepped in self.model.events.unstepped)
+            problem = next((problem for problem in problems if problem is not None), None)
+            if problem is not None:
+                return problem
         for param in params:
             problem = self._parameter_problem(optimizer, param, tensorwise) if param.grad is not None else None
             if problem is not None:
@@ -226,9 +181,9 @@ class Guard:
         return None
 
     def _new_parameter_problem(self) -> str | None:
-        for name, param in self._module.named_parameters():
+        for name, param in self.model.module.named_parameters():
             if param not in self._module_params and param.grad is not None:
-                if any(param is ignored for module in self._ignored for ignored in module.parameters()):
+                if any(param is ignored for module in self.model.ignored for ignored in module.parameters()):
                     continue
                 return (
                     f"{name!r} is in no unit of FSDP: it was replaced (by load_state_dict with assign=True, say) or "
@@ -278,22 +233,14 @@ def _reshard_idle(units: Sequence[Unit]) -> None:
             unit.settle()  # transfers that an interrupted backward has launched may still read the shards
 
 
-def guarded() -> set[nn.Parameter]:
-    """Returns the parameters of all FSDPs that exist."""
-    return {param for guard in _alive() for param in guard.params}
+_guards: WeakKeyDictionary[Model, ReferenceType[Guard]] = WeakKeyDictionary()
 
 
-def moved_problem(groups: Iterable[ShardGroup]) -> str | None:
-    """Returns an error message if a parameter of these groups was moved, cast or given other data, else None."""
-    for group in groups:
-        name = group.reclaim()
-        if name is not None:
-            return (
-                f"{name!r} was moved, cast or given other data (`p.data = ...`) since it was sharded, and would lose "
-                "it at the next all-gather. Write in place: `p.data.copy_(...)`, or `p.copy_(...)` under "
-                "torch.no_grad(). Move and cast the model before wrapping it."
-            )
-    return None
+def guard_of(model: Model) -> Guard:
+    """Returns the guard of a model, which exists as long as the model."""
+    guard = _guards[model]()
+    assert guard is not None
+    return guard
 
 
 def _before_step(
@@ -316,18 +263,8 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _alive() -> list[Guard]:
-    return [guard for reference in _guards if (guard := reference()) is not None]
+    """Returns the guards of all models that exist, in the same order on every rank."""
+    return [guard_of(model) for model in models()]
 
 
-def _refuse_within_ddp(module: nn.Module, left_out: Collection[str]) -> str | None:
-    sharded = guarded()
-    for name, param in module.named_parameters() if sharded else ():
-        if param in sharded and name not in left_out:
-            return (
-                f"DistributedDataParallel wraps {name!r}, of which FSDP keeps another shard on each rank. Remove "
-                "DistributedDataParallel: FSDP averages gradients itself."
-            )
-    return None
-
-
-refuse_within_ddp(_refuse_within_ddp)
+makers.append(Guard)

@@ -12,7 +12,7 @@ from zero.measure.kinds import Finding, known, title
 from zero.measure.numbers import NOTHING, Written
 
 
-class Stepping:
+class Measured:
     """Findings about the optimizers that have stepped an FSDP's parameters so far."""
 
     def __init__(self) -> None:

@@ -7,31 +7,30 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from zero.fsdp.index import Index
+from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.fsdp import NO_COPIES
+from zero.fsdp.model import Model
+from zero.fsdp.precision import OwnHook
 from zero.shards.shard_group import ShardGroup
 
-NO_COPIES = (
-    "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or copy "
-    "the module before wrapping it."
-)
 
+class StateDictGuard(ModelEvents):
+    """Registers a Refusal on every module that holds parameters of the model."""
 
-class StateDictGuard:
-    """Registers a Refusal on every module that holds parameters of the units, until `dismiss`."""
-
-    def __init__(self, index: Index) -> None:
-        self._hooks = []
-        for module in index.units[0].module.modules():
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._hooks, index = [], model.index
+        for module in model.module.modules():
             groups = [index[param].group for param in module.parameters(recurse=False) if param in index]
             if groups:
                 self._hooks.append(module.register_state_dict_pre_hook(Refusal(groups)))
 
-    def dismiss(self) -> None:
+    def dismissed(self, *, unwrapped: bool) -> None:
         for hook in self._hooks:
             hook.remove()
 
 
-class Refusal:
+class Refusal(OwnHook):
     """A hook before the state_dict() of a module, which raises RuntimeError. Copying it raises TypeError."""
 
     def __init__(self, groups: Sequence[ShardGroup]) -> None:
@@ -47,3 +46,6 @@ class Refusal:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(NO_COPIES)
+
+
+makers.append(StateDictGuard)

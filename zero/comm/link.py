@@ -81,6 +81,8 @@ class Link:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
+        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        """The ranks of the job that the ranks of the group are."""
         self.order = Order(self.rank, self.world)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
@@ -108,7 +110,7 @@ class Link:
         The ranks of a column are consecutive in it: rank = self.rank * across.world + across.rank. Raises ValueError,
         on every rank, if the grid does not contain all ranks of the job.
         """
-        column = ",".join(map(str, dist.get_process_group_ranks(across._group)))
+        column = ",".join(map(str, across.ranks))
         self.transport().compare(COMPARISON)
         texts = self.transport().exchange(column.encode().ljust(8 * across.world))  # numbers below 10 million
         ranks = [int(rank) for text in texts for rank in text.decode().split(",")]

@@ -20,7 +20,7 @@ It frees memory only once the host has found that the device no longer uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -67,6 +67,16 @@ class NoStreams:
         """Returns an event after all copies to the CPU so far; None if copies are synchronous."""
         return None
 
+    def begin(self) -> None:
+        """Marks the start of a forward or backward. Its all-gathers `ahead` wait for all computing until here."""
+
+    def compute_here(self) -> None:
+        """Makes the current stream the computing stream."""
+
+    def expect_computing(self, what: str) -> None:
+        """Raises RuntimeError if the current stream is not the one on which the forward or backward began: transfers
+        are ordered with that stream only. what: the code that runs here, in words for the user."""
+
     def release(self) -> None:
         """Orders later all-gathers after the computing so far, which was the last use of a full buffer."""
 
@@ -91,17 +101,13 @@ class Streams(NoStreams):
         return self._module.current_stream(self._device)
 
     def begin(self) -> None:
-        """Marks the start of a forward or backward. Its all-gathers `ahead` wait for all computing until here."""
         self.compute_here()
         self._gathers.wait_stream(self._computing)
 
     def compute_here(self) -> None:
-        """Makes the current stream the computing stream."""
         self._computing = self._current
 
     def expect_computing(self, what: str) -> None:
-        """Raises RuntimeError if the current stream is not the one on which the forward or backward began: transfers
-        are ordered with that stream only. what: the code that runs here, in words for the user."""
         if self._current != self._computing:
             raise RuntimeError(
                 f"{what} on another stream ({self._current}) than the forward or backward that it is part of began on "
@@ -180,6 +186,29 @@ class Streams(NoStreams):
 
 
 NONE = NoStreams()
+
+
+class ModelStreams(NoStreams):
+    """The streams of all shard groups of one model, as one."""
+
+    def __init__(self, streams: Iterable[NoStreams]) -> None:
+        self._all = [one for one in dict.fromkeys(streams) if one is not NONE]
+
+    def begin(self) -> None:
+        for one in self._all:
+            one.begin()
+
+    def compute_here(self) -> None:
+        for one in self._all:
+            one.compute_here()
+
+    def expect_computing(self, what: str) -> None:
+        for one in self._all:
+            one.expect_computing(what)
+
+    def settle(self) -> None:
+        for one in self._all:
+            one.settle()
 
 
 def apart(first: Tensor, second: Tensor) -> bool:

@@ -9,41 +9,33 @@ A unit that backward reaches again, through another forward's graph, waits for i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zero._torch import at_end_of_backward
-from zero.comm import Comm
-from zero.features.penalties.at_rest import ReadsAtRest
-from zero.features.step_in_backward.units import StepsInBackward
-from zero.fsdp.beside import Beside
-from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Call, TrainingState, Unit
 from zero.sdp.usage import End
 
+if TYPE_CHECKING:
+    from zero.fsdp.model import Model
+
 
 class Backward:
-    """The backward of one model. after: called at the end of each backward that has reduced its gradients.
+    """The backward of one model.
 
     `reduces`: whether gradients are reduced; False under no_sync.
-    `steps`: takes the optimizer's steps in backward, if zero.step_in_backward was called.
     `accumulates`: whether the last backward left its gradients unreduced.
     `active`: whether a backward is running. `awaited`: whether a forward expects a backward that has not begun.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], comms: Sequence[Comm], prefetch: Prefetch, *, after: Callable[[], None]
-    ) -> None:
+    def __init__(self, model: Model) -> None:
         self.reduces = True
         self.active = self.awaited = self.accumulates = False
-        self._units, self._root, self._prefetch, self._after = units, units[0], prefetch, after
-        self._beside = Beside(units)
-        self.steps: StepsInBackward | None = None
-        self._end = End(comms, "the end of a backward of FSDP")
-        self._reads_at_rest = ReadsAtRest()
+        self._model, self._units, self._root = model, model.units, model.root
+        self._prefetch = model.prefetch
+        self._end = End(model.comms, "the end of a backward of FSDP")
         self._interrupted = False
         self._end_callback: weakref.ref[Any] | None = None
         """The callback that autograd holds until the end of this backward."""
@@ -52,21 +44,20 @@ class Backward:
         self._reducing: Unit | None = None
         """The unit whose reduction is in flight; waited for before the next unit's is launched."""
 
-    # --------------------------------------------------------------------------------------------- reads at rest
-
-    def expect_reads(self) -> None:
-        """Prepares for results that the user computes from parameters at rest between forward and backward."""
-        if self.awaited and torch.is_grad_enabled() and not self.active:
-            self._reads_at_rest.begin(self._units)
-
-    def end_reads(self, unit: Unit) -> None:
-        """Ends reads at rest of the unit, before it is unsharded."""
-        self._reads_at_rest.end(unit)
-
     # ------------------------------------------------------------------------------------------ backward of a unit
 
-    def pre_backward(self, unit: Unit, call: Call) -> None:
-        """Unshards the unit before backward computes gradients of a call. Raises RuntimeError for create_graph=True."""
+    def reached_inside(self, unit: Unit, call: Call, _: Any) -> None:
+        """The hook on outputs of modules inside the unit's."""
+        if not unit.running:  # else its forward takes a gradient, such as forces from an energy, and it is unsharded
+            self.reached(unit, call, _)
+
+    def reached(self, unit: Unit, call: Call, _: Any) -> None:
+        """The hook on the unit's outputs: unshards it before backward computes gradients of a call.
+
+        Raises RuntimeError for create_graph=True.
+        """
+        if unit.state is TrainingState.BACKWARD and unit.expects(call):
+            return
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
@@ -75,7 +66,8 @@ class Backward:
         self._begin()
         unit.expect(call)  # counted again if the graph was retained, or is older than another backward
         self._complete_units_after(call)
-        entered = [each for each in (unit, *unit.reads) if each.state is TrainingState.IDLE]
+        needed = [unit, *(other for companions in self._model.events.companions for other in companions(unit))]
+        entered = [each for each in needed if each.state is TrainingState.IDLE]
         for each in entered:
             self._enter(each)
         if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
@@ -86,7 +78,7 @@ class Backward:
             self._launch_ahead(unit)
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
-        """Completes the unit once backward has passed all of its expected calls."""
+        """The hook on the unit's inputs: completes it once backward has passed all of its expected calls."""
         if unit.state is not TrainingState.BACKWARD or not unit.complete(call):
             return
         if unit.calls == 0 and not unit.completes_at_end:
@@ -97,20 +89,18 @@ class Backward:
             self.abandon()
         if not self.active:
             self.active = True
-            self._beside.begin()
-            self._reads_at_rest.backward_begins()
-            if self.steps is not None:
-                self.steps.begin()
+            self._model.streams.begin()
+            for begins in self._model.events.backward_begins:
+                begins()
+            self._model.steps.begin()
             finish = self._finish
             self._end_callback = weakref.ref(finish, self._callback_dropped)
             at_end_of_backward(finish)
 
     def _enter(self, unit: Unit) -> None:
-        self._beside.expect(unit)
-        self._reads_at_rest.end(unit)
-        if self.steps is not None:
-            self.steps.refuse_stepped(unit)
-        unit.unshard()
+        self._model.streams.expect_computing(f"{unit.title} of FSDP runs")
+        self._model.steps.entering(unit)
+        unit.unshard(for_backward=True)
         if self._reducing is unit:  # backward has reached it again
             self._finish_reduce()
         unit.enter_backward()
@@ -126,7 +116,7 @@ class Backward:
         """Launches the all-gather of the unit that backward is expected to reach next, unless it is in backward."""
         following = unit.before
         if following is not None and following.calls and following.state is TrainingState.IDLE:
-            following.unshard_ahead()
+            following.unshard_ahead(for_backward=True)
 
     def _complete(self, unit: Unit, *, at_end: bool = False) -> None:
         """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction.
@@ -158,8 +148,7 @@ class Backward:
         if self._reducing is not None:
             reduced, self._reducing = self._reducing, None
             reduced.gradients.finish(reduced.title)
-            if self.steps is not None:
-                self.steps.reduced(reduced)
+            self._model.steps.reduced(reduced)
 
     # ----------------------------------------------------------------------------------------- end of backward
 
@@ -180,11 +169,9 @@ class Backward:
             unit.settle()
         self.active = self.awaited = False
         self.accumulates = not self.reduces
-        if self.reduces:
-            self._after()
-        if self.steps is not None:
-            self.steps.end(self._units)
-        self._reads_at_rest.backward_ends()
+        for ends in self._model.events.backward_ends:
+            ends(self.reduces)
+        self._model.steps.end(self._units)
 
     def _callback_dropped(self, _: Any) -> None:
         """Notices that autograd has dropped its callback, which it does without calling it after an exception.
@@ -201,8 +188,9 @@ class Backward:
     def abandon(self) -> None:
         """Forgets a backward that an exception has ended, so that the model can be used again."""
         self._reducing = None
-        self._reads_at_rest.forget()
         self.active = self.awaited = self._interrupted = False
         self._in_backward.clear()
+        for abandoned in self._model.events.abandoned:
+            abandoned()
         for unit in self._units:
             unit.abandon()

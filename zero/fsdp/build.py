@@ -12,11 +12,11 @@ from torch.utils.hooks import RemovableHandle
 from zero.features.offload.disk import Disk
 from zero.features.offload.stores import CPUOffload, DiskOffload, Room
 from zero.fsdp.choice import Choice
+from zero.fsdp.full_params import restore_module
 from zero.fsdp.materialise import Materialiser
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Unit
-from zero.interop.unwrap import restore_module
 from zero.shards.partition import Partition, lay_out
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup

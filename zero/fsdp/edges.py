@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -59,15 +59,15 @@ def _nodes(tensor: Tensor) -> Iterator[Node]:
             yield each.grad_fn
 
 
-def apart_from_parameters(unit: Unit, output: Any) -> Any:
-    """Returns the output with copies of parameters of the unit and of views of them, which are freed after forward."""
+def apart_from_parameters(units: Sequence[Unit], output: Any) -> Any:
+    """Returns the output with copies of parameters of the units and of views of them, which are freed after forward."""
 
     def shares_memory(tensor: Tensor) -> bool:
         base = base_of(tensor)
         if base is None and tensor.grad_fn is not None:
             return False
         base = tensor if base is None else base
-        return any(base in each.params for each in (unit, *unit.reads))
+        return any(base in unit.params for unit in units)
 
     if any(shares_memory(tensor) for tensor in tensors_in(output)):
         return map_tensors(lambda tensor: tensor.clone() if shares_memory(tensor) else tensor, output)

@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from zero._torch import children_of
-from zero.checks.guard import Guard, guarded
-from zero.checks.state_dicts import NO_COPIES, StateDictGuard
 from zero.comm import Comm
-from zero.features.compile.compiled import BETWEEN_UNITS, compiling_problem
-from zero.features.compile.forward import Forward
-from zero.features.compile.tracing import Gradients
 from zero.features.offload.stores import CPUOffload, DiskOffload
-from zero.features.step_in_backward.optimizer import refuse
-from zero.features.step_in_backward.units import StepsInBackward
 from zero.fsdp import unit_sizes
-from zero.fsdp.backward import Backward
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
-from zero.fsdp.index import Index
+from zero.fsdp.forward import Forward, refuse_forward
+from zero.fsdp.full_params import restore_module
+from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
-from zero.fsdp.schedule import Schedule
 from zero.fsdp.strategy import ShardingStrategy, place
-from zero.fsdp.summon import Summons
 from zero.fsdp.unit import Unit
 from zero.fsdp.weights import Weights
 from zero.fsdp.wrap import Policy
-from zero.interop.ddp import ddp_within
 from zero.interop.torch_options import from_torch, refuse_number_of_ranks, refuse_unknown
-from zero.interop.unwrap import refuse_forward, restore_module
-from zero.interop.unwrapped import refuse_steps
 from zero.oss.joining import NO_JOIN
 from zero.sdp.buffers import BufferSync
 from zero.shards import norm
 from zero.shards.announce import announce
 from zero.shards.partition import Partition, partition_problem
+from zero.shards.placement import Placement
+from zero.shards.refusals import Wrapping, refusal
 
 _GIVEN = "the models given to FSDP"
+
+NO_COPIES = (
+    "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or copy "
+    "the module before wrapping it."
+)
 
 
 class FSDP(Weights):
@@ -129,9 +124,8 @@ class FSDP(Weights):
         super().__init__()
         self.module = module
         refuse_unknown(of_torch)
-        strategy, self._placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
-        self._comm = self._placement.comm
-        with self._placement.raised_everywhere(_GIVEN):
+        strategy, placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
+        with placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
             asked = from_torch(of_torch, prefetch, offload, ignored_modules, ignored_parameters)
             precision = as_precision(mixed_precision)
@@ -141,75 +135,38 @@ class FSDP(Weights):
         nested = _nested_in(module)
         choice = Choice(module, nested, _parameters_of(nested), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
-        problem = problem or self._problem(choice, nested, options)
+        problem = problem or _problem(choice, nested, options, placement)
         signature = f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.signature()}"
-        self._placement.compare(_GIVEN, [signature, *choice.signature()], problem)
-        builder = Builder(choice, self._placement, options, param_init_fn)
-        self._units = builder.build()  # nothing after this fails
-        self._take_over(builder, nested)
-        ignored = asked.ignored_modules
-        self._guard = Guard(module, self._index, self._comm, ignored=ignored, partition=partition, disk=builder.disk)
-        self.broadcast_buffers = broadcast_buffers
-        name, warns = type(module).__name__, self._comm.world > 1 and self._placement.first
-        warning = unit_sizes.large_unit(self._units, f"FSDP({name})", as_one_unit) if warns else None
-        buffers = BufferSync(module, self._placement.all_groups()) if broadcast_buffers else None
-        self._drive(options.prefetch, buffers, warning)
-        title = f"FSDP({name}, {strategy}, {unit_sizes.in_words(self._units)})"
-        left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
-        announce(title, self._comm, self.shard_groups, left_out, sharded="parameters and gradients")
-
-    def _problem(self, choice: Choice, nested: dict[str, FSDP], options: Options) -> str | None:
-        """Returns an error message if the module cannot be wrapped with these options, else None."""
-        return (
-            partition_problem(options.partition)
-            or self._nesting_problem(nested)
-            or ddp_within(self.module, choice.ignored)
-            or choice.unusable(synced=options.synced, sharded=guarded())
-            or choice.wire_problem(options.precision)
-            or self._comm.device_problem(choice.devices())
-            or self._compiling_problem(choice, nested, options)
-        )
-
-    def _compiling_problem(self, choice: Choice, nested: dict[str, FSDP], options: Options) -> str | None:
-        frees = self._comm.world > 1 or options.offload is not None or options.precision.param_dtype is not None
-        units = [module for name, module in choice.units.items() if name]
-        units += [unit.module for fsdp in nested.values() for unit in fsdp._units[1:]]
-        return compiling_problem(self.module, units, choice.devices() if frees else [])
-
-    def _take_over(self, builder: Builder, nested: dict[str, FSDP]) -> None:
-        """Takes buffers and hooks from the builder, and everything from nested FSDPs."""
-        self._cast_buffers, self._hooks = builder.cast_buffers, builder.hooks
+        placement.compare(_GIVEN, [signature, *choice.signature()], problem)
+        builder = Builder(choice, placement, options, param_init_fn)
+        units = builder.build()  # nothing after this fails
+        cast_buffers, self._hooks = builder.cast_buffers, builder.hooks
         for name, fsdp in nested.items():
-            self._units += fsdp._hand_over(self.module, name)
-            self._cast_buffers += fsdp._cast_buffers
+            units += fsdp._hand_over(module, name)
+            cast_buffers += fsdp._model.cast_buffers
             self._hooks += fsdp._hooks
-        self._index = Index(self._units)
+        self._model = Model(
+            *(module, units, placement, options.prefetch),
+            ignored=asked.ignored_modules,
+            partition=partition,
+            cast_buffers=cast_buffers,
+            disk=builder.disk,
+        )
+        self.broadcast_buffers = broadcast_buffers
+        name, warns = type(module).__name__, placement.comm.world > 1 and placement.first
+        warning = unit_sizes.large_unit(units, f"FSDP({name})", as_one_unit) if warns else None
+        buffers = BufferSync(module, placement.all_groups()) if broadcast_buffers else None
+        forward = Forward(self._model, buffers, warning)
+        self._run: Callable[..., Any] = forward
+        for replace in self._model.events.forward:
+            self._run = replace(forward)
+        title = f"FSDP({name}, {strategy}, {unit_sizes.in_words(units)})"
+        left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
+        announce(title, placement.comm, self.shard_groups, left_out, sharded="parameters and gradients")
 
-    def _drive(self, prefetch: Prefetch, buffers: BufferSync | None, warning: str | None) -> None:
-        """Installs the hooks that unshard, reshard and reduce the units as the module runs."""
-        self._summons = Summons(self._units, self._guard, self._placement, self._cast_buffers)
-        self._state_dict_guard = StateDictGuard(self._index)
-        self._before_forward = torch.compiler.disable(self._guard.before_forward, reason=BETWEEN_UNITS)
-        prefetch = prefetch.where(overlaps=any(unit.overlaps for unit in self._units))
-        self._backward = Backward(self._units, self._placement.all_groups(), prefetch, after=self._guard.after_backward)
-        self._schedule = Schedule(self._index, self._placement.all_groups(), prefetch, self._backward)
-        gradients = Gradients([*self._index])
-        self._forward = Forward(self.module, self._units, self._schedule, self._backward, gradients, buffers, warning)
-
-    def _nesting_problem(self, nested: dict[str, FSDP]) -> str | None:
-        if "" in nested:
-            return "the module is an FSDP already. Wrap it once, and choose units by auto_wrap_policy."
-        for name, fsdp in nested.items():
-            if fsdp._placement.groups != self._placement.groups:
-                return (
-                    f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
-                    "groups, or leave its parameters out by ignored_modules and average their gradients yourself."
-                )
-        return None
-
-    def _hand_over(self, root: nn.Module, name: str) -> list[Unit]:
+    def _hand_over(self, root: nn.Module, name: str) -> Sequence[Unit]:
         """Puts the module back into its place in `root`, and returns the units to the FSDP around this one."""
-        self._dismiss()
+        self._model.dismiss()
         for parent in root.modules():
             for child, module in children_of(parent).items():
                 if module is self:
@@ -218,18 +175,12 @@ class FSDP(Weights):
             unit.move_below(name)
         return self._units
 
-    def _dismiss(self) -> None:
-        self._schedule.remove()
-        for registered in (self._guard, self._summons, self._state_dict_guard):
-            registered.dismiss()
-
     def unwrap(self) -> nn.Module:
         """Collective. Returns the plain module, with full parameters and without gradients; see zero.unwrap."""
-        self._guard.refuse_moved()
-        restore_module(self._units, self._cast_buffers, self._hooks)
-        self._dismiss()
-        refuse_steps(self._guard.optimizers)
-        self._before_forward = refuse_forward
+        self._model.refuse_moved()
+        restore_module(self._units, self._model.cast_buffers, self._hooks)
+        self._model.dismiss(unwrapped=True)
+        self._run = refuse_forward
         return self.module
 
     # --------------------------------------------------------------------------------------------- running
@@ -239,8 +190,7 @@ class FSDP(Weights):
 
         Raises RuntimeError if parameters were moved, cast or given other data since they were wrapped.
         """
-        self._before_forward()
-        return self._forward.run(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -249,13 +199,13 @@ class FSDP(Weights):
         Call both forward and backward inside. Meanwhile `param.grad` shows the elements of this rank's shard, not
         averaged; clearing it clears the accumulated gradient.
         """
-        if self._backward.steps is not None:
-            refuse("no_sync()", "Step after backward to accumulate.")
-        before, self._backward.reduces = self._backward.reduces, False
+        self._model.steps.refuse("no_sync()", "Step after backward to accumulate.")
+        backward = self._model.backward
+        before, backward.reduces = backward.reduces, False
         try:
             yield
         finally:
-            self._backward.reduces = before
+            backward.reduces = before
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
         """Refuses torch's Join, which calls this on every rank before anything is sent. Raises RuntimeError."""
@@ -268,8 +218,10 @@ class FSDP(Weights):
         of torch.nn.utils.clip_grad_norm_, which sees this rank's shards only.
         """
         total = self.grad_norm(norm_type)
-        with self._guard.scaling_alike():
-            norm.clip([param.grad for param in self._index if param.grad is not None], total, float(max_norm))
+        with ExitStack() as stack:
+            for scaling in self._model.events.scaling:
+                stack.enter_context(scaling())
+            norm.clip([param.grad for param in self._model.index if param.grad is not None], total, float(max_norm))
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -278,23 +230,16 @@ class FSDP(Weights):
         Call it between backward and step: a norm of `param.grad` is that of this rank's shards. norm_type: as of
         `clip_grad_norm_`.
         """
-        if self._backward.steps is not None:
-            refuse("the norm of all gradients", "Step after backward, or clip values in hooks.")
-        params = [*self._index]
+        self._model.steps.refuse("the norm of all gradients", "Step after backward, or clip values in hooks.")
+        params = [*self._model.index]
         shards = [param.grad for param in params if param.grad is not None]
         dtypes = {param.dtype for param in params}
         return norm.total_norm(shards, self._comm, float(norm_type), params[0].device, dtypes)
 
-    def step_in_backward(self, optimizer: Optimizer) -> None:
-        """See zero.step_in_backward. Raises ValueError under the same conditions."""
-        if self._backward.steps is not None:
-            raise ValueError("zero.step_in_backward was called before for this model.")
-        self._backward.steps = StepsInBackward(optimizer, self._guard, self._guard.params)
-
     @property
     def require_backward_grad_sync(self) -> bool:
         """False within no_sync, as with DistributedDataParallel."""
-        return self._backward.reduces
+        return self._model.backward.reduces
 
     @property
     def comms(self) -> list[Comm]:
@@ -304,7 +249,7 @@ class FSDP(Weights):
     @property
     def buffer_dtypes(self) -> dict[Tensor, torch.dtype]:
         """The dtype in which each buffer that MixedPrecision.buffer_dtype has cast is saved."""
-        return {cast.tensor: cast.dtype for cast in self._cast_buffers}
+        return {cast.tensor: cast.dtype for cast in self._model.cast_buffers}
 
     @property
     def unit_bytes(self) -> int:
@@ -315,7 +260,9 @@ class FSDP(Weights):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As nn.Module.named_parameters, which `parameters()` calls too. Yields this rank's shards at rest."""
-        self._schedule.expect_reads()
+        if not self._model.schedule.running:
+            for listed in self._model.events.listed:
+                listed()
         yield from super().named_parameters(*args, **kwargs)
 
     def __getstate__(self) -> NoReturn:
@@ -328,6 +275,11 @@ class FSDP(Weights):
             return getattr(super().__getattr__("module"), name)
 
 
+def running_model(fsdp: FSDP) -> Model:
+    """Returns what an FSDP runs. No attribute of it, as those are the module's own."""
+    return fsdp._model
+
+
 def _nested_in(module: nn.Module) -> dict[str, FSDP]:
     """Returns the FSDPs in the module by name. None contains another: each has dissolved those inside it."""
     return {name: child for name, child in module.named_modules() if isinstance(child, FSDP)}
@@ -335,3 +287,30 @@ def _nested_in(module: nn.Module) -> dict[str, FSDP]:
 
 def _parameters_of(nested: dict[str, FSDP]) -> set[nn.Parameter]:
     return {param for fsdp in nested.values() for group in fsdp.shard_groups for param in group.params}
+
+
+def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placement: Placement) -> str | None:
+    """Returns an error message if the module cannot be wrapped with these options, else None."""
+    frees = placement.comm.world > 1 or options.offload is not None or options.precision.param_dtype is not None
+    units = [module for name, module in choice.units.items() if name]
+    units += [unit.module for fsdp in nested.values() for unit in fsdp._units[1:]]
+    return (
+        partition_problem(options.partition)
+        or _nesting_problem(nested, placement)
+        or refusal(Wrapping(choice.module, choice.ignored, units, choice.devices() if frees else []))
+        or choice.unusable(synced=options.synced, sharded=sharded_params())
+        or choice.wire_problem(options.precision)
+        or placement.comm.device_problem(choice.devices())
+    )
+
+
+def _nesting_problem(nested: dict[str, FSDP], placement: Placement) -> str | None:
+    if "" in nested:
+        return "the module is an FSDP already. Wrap it once, and choose units by auto_wrap_policy."
+    for name, fsdp in nested.items():
+        if fsdp._placement.groups != placement.groups:
+            return (
+                f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
+                "groups, or leave its parameters out by ignored_modules and average their gradients yourself."
+            )
+    return None

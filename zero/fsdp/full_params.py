@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from zero._torch import wraps_others
+from zero._torch import buffers_of, wraps_others
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import TrainingState, Unit
 from zero.shards.shard_group import ShardGroup
@@ -185,3 +186,22 @@ def _layout(units: Sequence[Unit]) -> str:
     bounds = [list(group.layout.bounds) for unit in units for group in unit.groups]
     comm = next(unit.groups[0].comm for unit in units if unit.groups)
     return f"rank {comm.rank} of {comm.world}, segments {bounds}"
+
+
+def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
+    """Collective. Unshards the units' parameters for good on every rank, drops gradients, and undoes casts of buffers.
+
+    hooks: those of mixed precision on modules, which are removed. Raises RuntimeError within forward, backward and
+    summon_full_params().
+    """
+    refuse_busy(units, "zero.unwrap()")
+    for unit in units:
+        unit.reshard()
+        for group in unit.groups:
+            for param in group.params:
+                param.grad = None
+            group.summon()  # without dismiss()
+    for cast in cast_buffers:
+        buffers_of(cast.module)[cast.name] = cast.tensor.to(cast.dtype)
+    for hook in hooks:
+        hook.remove()

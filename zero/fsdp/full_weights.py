@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import state_dict_hooks_of, wraps_others
-from zero.checks.state_dicts import Refusal
 from zero.comm import Comm
 from zero.fsdp import full_params
-from zero.fsdp.precision import Uncast
-from zero.fsdp.summon import summons_of
+from zero.fsdp.model import models_of
+from zero.fsdp.precision import OwnHook
 from zero.fsdp.unit import Unit
 from zero.sdp.wrapper import Wrapper
 from zero.shards.placement import Placement
@@ -83,15 +82,15 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
 
     comm: the ranks among which `to` is one, if nothing is sharded.
     """
-    sharded = summons_of(module)
-    placements = [summons.placement for summons, _ in sharded]
+    sharded = models_of(module)
+    placements = [model.placement for model, _ in sharded]
     receives = all(map(recipient.receives, placements or [Placement(comm)]))
     for placement in placements or [Placement(comm)]:
         problem = recipient.problem(placement)
         if problem is not None:
             raise ValueError(problem)
-    for summons, units in sharded:
-        summons.refuse_moved()
+    for model, units in sharded:
+        model.refuse_moved()
         full_params.refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
         if receives:
             full_params.refuse_unreadable(units)
@@ -102,11 +101,11 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
         full = full_params.state_dict(module, [unit for _, units in sharded for unit in units])
         return recipient.move(full) if receives else {}
     copies: dict[Tensor, Tensor] = {}
-    for summons, units in sharded:
+    for model, units in sharded:
         for unit in units:
-            copies |= recipient.gather(unit, summons.placement)
+            copies |= recipient.gather(unit, model.placement)
         if receives:
-            copies |= {cast.tensor: recipient.copy(cast.tensor, cast.dtype) for cast in summons.cast_buffers}
+            copies |= {cast.tensor: recipient.copy(cast.tensor, cast.dtype) for cast in model.cast_buffers}
     if not receives:
         return {}
     for value in named.values():
@@ -119,7 +118,7 @@ def _named(module: nn.Module) -> dict[str, Any] | None:
     """Returns parameters and buffers by the names of state_dict(). Returns None if state_dict() has other tensors, has
     hooks of the user's, which must see full parameters, or is a wrapper's, which has full parameters."""
     for child in module.modules():
-        if isinstance(child, Wrapper) or not all(isinstance(h, (Refusal, Uncast)) for h in state_dict_hooks_of(child)):
+        if isinstance(child, Wrapper) or not all(isinstance(h, OwnHook) for h in state_dict_hooks_of(child)):
             return None
     try:
         named: dict[str, Any] = module.state_dict(keep_vars=True)

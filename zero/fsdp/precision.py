@@ -119,8 +119,12 @@ class CastBuffer(NamedTuple):
         return self.module.get_buffer(self.name)
 
 
+class OwnHook:
+    """A hook on a module's state_dict() that changes no value but as the module itself would: not the user's."""
+
+
 @dataclass
-class Uncast:
+class Uncast(OwnHook):
     """A hook after a module's state_dict() that casts a buffer to its original dtype, except for keep_vars=True."""
 
     name: str

@@ -69,7 +69,8 @@ class _Search:
         return {module for module in modules if self._nbytes(module) >= _SMALL}
 
     def _nbytes(self, module: nn.Module) -> int:
-        return sum(param.nbytes for param in module.parameters() if param not in self._left_out)
+        own = (param for param in module.parameters() if param not in self._left_out)
+        return sum(param.numel() * param.element_size() for param in own)  # nbytes is not defined for sparse ones
 
 
 def _members(container: nn.Module) -> list[nn.Module]:

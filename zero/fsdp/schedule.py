@@ -7,26 +7,20 @@ which its units ran last. Ranks whose orders differ raise when an all-gather arr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import in_a_backward
-from zero.comm import Comm
-from zero.features.autocast.casts import Casts
-from zero.features.compile.compiled import BETWEEN_UNITS, compiled_modules
-from zero.features.reads.reads import ForeignReads
-from zero.fsdp.backward import Backward
-from zero.fsdp.beside import Beside
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
-from zero.fsdp.index import Index
-from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Call, TrainingState, Unit
+
+if TYPE_CHECKING:
+    from zero.fsdp.model import Model
 
 
 class Schedule:
@@ -35,34 +29,29 @@ class Schedule:
     A unit is unsharded while its module runs, or a module inside it that holds parameters of the unit. So methods of
     the model other than forward find parameters unsharded, too, if they call modules.
 
-    backward: orders the backward of the same units.
-    `uncompiled`: whether the running forward runs uncompiled although modules are compiled.
+    `running`: units whose forward is running, from the outside in.
     """
 
-    def __init__(self, index: Index, comms: Sequence[Comm], prefetch: Prefetch, backward: Backward) -> None:
-        self.uncompiled = False
-        units = index.units
-        self._index, self._units, self._comms, self._prefetch, self._backward = index, units, comms, prefetch, backward
-        self._root = units[0]
-        self._casts, self._beside = Casts(units), Beside(units)
-        self._exchanges = [group.exchange for group in index.groups]
-        self._running: list[Unit] = []
-        """Units whose forward is running, from the outside in."""
+    def __init__(self, model: Model) -> None:
+        self._model, self._root, self._backward = model, model.root, model.backward
+        self._exchanges = [group.exchange for group in model.index.groups]
+        self.running: list[Unit] = []
         self._forwards_begun = 0
         """How many forwards of units have begun."""
         self._last_entered = self._root
         """The unit whose forward began last."""
-        self._searched_modes: set[bool] = set()
-        """The modes (`module.training`) in which a forward has searched for reads of other units."""
-        self._read_search = ExitStack()
+        self.traced = False
+        """Whether modules run as code that was traced, in which no reads are seen."""
         self._hooks: dict[nn.Module, list[RemovableHandle]] = {}
-        for unit in reversed(units):  # so that a unit around another is entered first
+
+    def install(self) -> None:
+        """Registers the hooks."""
+        for unit in reversed(self._model.units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
-                # Not traced: torch.compile would make different code of the module for each unit.
-                before = torch.compiler.disable(self._pre_forward(unit), reason=BETWEEN_UNITS)
-                after = torch.compiler.disable(self._post_forward(unit), reason=BETWEEN_UNITS)
-                if unit is self._root and module is not unit.module:
-                    before, after = _unless_traced_in(unit, before), _unless_traced_in(unit, after)
+                before: Callable[..., Any] = partial(self._pre_forward, unit)
+                after: Callable[..., Any] = partial(self._post_forward, unit)
+                for replace in self._model.events.hook:
+                    before, after = replace(unit, module, before), replace(unit, module, after)
                 self._hooks.setdefault(module, []).extend(
                     [
                         # Before the user's own, such as weight_norm's, which read parameters.
@@ -77,204 +66,148 @@ class Schedule:
             for hook in self._hooks.pop(module, []):
                 hook.remove()
 
-    def _reshard_unused(self, unit: Unit) -> None:
-        if unit.depth == 0 and unit.running_readers == 0 and unit.state is TrainingState.IDLE:
-            unit.reshard()
+    @property
+    def installed(self) -> bool:
+        return bool(self._hooks)
 
     # --------------------------------------------------------------------------------------------- forward
 
-    def _pre_forward(self, unit: Unit) -> Callable[..., Any]:
-        def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._backward.active and not in_a_backward():
-                self._abandon()
-            root = unit is self._root
-            if unit.state is TrainingState.BACKWARD:  # activation checkpointing computes the forward again
-                return unit.precision.cast_inputs(module, (args, kwargs), root=root) if module is unit.module else None
-            if unit.summoned:
-                _refuse_to_train_summoned(unit)
-                return None
+    def before_forward(self) -> None:
+        """Forgets a forward that KeyboardInterrupt has ended, which calls no hooks. Called before each forward."""
+        if self.running and not self._backward.active:
+            self.running.clear()
+            for abandoned in self._model.events.abandoned:
+                abandoned()
+            for unit in self._model.units:
+                unit.forget_forward()
+                unit.reshard()
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._backward.active and not in_a_backward():
+            self._abandon()
+        if unit.summoned:
+            _refuse_to_train_summoned(unit)
+            return None
+        if unit.state is TrainingState.IDLE:
             if module is not unit.module:
                 if unit.depth:
                     return None
                 unit.entry_module = module
             if unit.depth == 0:
                 self._enter(unit)
-            self._forwards_begun += 1
-            call = Call(self._forwards_begun, shares_casts=self._casts.shared)
-            unit.running.append(call)
-            args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=root)
-            self._expect_backward(unit, call, args, kwargs)
+            args, kwargs = self._begin(unit, module, args, kwargs)
             return args, kwargs
-
-        return pre_forward
+        if module is unit.module:  # activation checkpointing computes the forward again, and backward has unsharded it
+            return unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
+        return None
 
     def _enter(self, unit: Unit) -> None:
-        if not self._running:
-            self._casts.before_forward()
-            if not self._backward.active:
-                self._beside.begin()
-                for comm in self._comms:
-                    comm.begin_schedule()
-                if not self._backward.accumulates:
-                    for exchange in self._exchanges:
-                        exchange.expect_steps()
-        self._beside.expect(unit)
-        for other in (unit, *unit.reads):
-            self._backward.end_reads(other)
-            other.unshard()
-        for other in unit.reads:
-            other.running_readers += 1
-        self._running.append(unit)
+        """Collective. Unshards the unit, and what must be with it."""
+        events = self._model.events
+        if not self.running:
+            self._begin_forward()
+        self._model.streams.expect_computing(f"{unit.title} of FSDP runs")
+        for entering in events.entering:
+            entering(unit)
+        unit.companions = [other for companions in events.companions for other in companions(unit)]
+        for each in (unit, *unit.companions):
+            each.unshard(for_backward=self._backward.active)
+            each.users += 1
+        self.running.append(unit)
+        if not self._backward.active:
+            self._note_order(unit)
+
+    def _begin_forward(self) -> None:
+        for begins in self._model.events.forward_begins:
+            begins()
         if self._backward.active:
             return
-        if unit is self._root and unit.entry_module is None:
-            self._search_reads()
+        self._model.streams.begin()
+        for comm in self._model.comms:
+            comm.begin_schedule(together=comm is self._model.comms[0])  # among the first all forwards gather
+        if not self._backward.accumulates:
+            for exchange in self._exchanges:
+                exchange.expect_steps()
+
+    def _note_order(self, unit: Unit) -> None:
+        """Remembers which unit follows which, and launches the all-gather of the one that followed last time."""
         if unit is not self._root and unit is not self._last_entered:
             self._last_entered.after, unit.before = unit, self._last_entered
         self._last_entered = unit
-        if unit.after is not None and self._prefetch.before_forward:
+        if unit.after is not None and self._model.prefetch.before_forward:
             unit.after.unshard_ahead()
 
-    def before_forward(self) -> None:
-        """Forgets a forward that KeyboardInterrupt has ended, which calls no hooks. Called before each forward."""
-        if self._running and not self._backward.active:
-            self._read_search.close()
-            self._running.clear()
-            for unit in self._units:
-                unit.forget_forward()
-                unit.reshard()
+    def also_unshard(self, other: Unit) -> Unit:
+        """Collective. Unshards another unit for as long as the innermost running one runs. Returns that one."""
+        reader = self.running[-1] if self.running else self._root
+        other.unshard()
+        if other not in reader.companions:
+            reader.companions.append(other)
+            other.users += 1
+        return reader
 
-    def _expect_backward(self, unit: Unit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Expects a backward of the call, and registers hooks on its inputs for the end of that backward."""
-        if unit is self._root or not torch.is_grad_enabled():
-            return
-        if not (self._backward.active and unit.calls):  # else a checkpoint computes one of the expected calls again
-            unit.expect(call)
-        call.has_exit_hook = watch_inputs(unit, args, kwargs, partial(self._backward.post_backward, unit, call))
+    def _begin(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Counts a forward of the unit. Expects a backward, and registers hooks on inputs for the end of that backward.
 
-    def _post_forward(self, unit: Unit) -> Callable[..., Any]:
-        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if unit.state is TrainingState.BACKWARD or unit.summoned or not unit.depth:
-                return None
-            trains = torch.is_grad_enabled()
-            if module is not unit.module:
-                if unit.entry_module is not module:
-                    if trains:
-                        watch_inside(output, self._pre_backward(unit, unit.running[-1], inside=True))
-                    return None
-                unit.entry_module = None
-            call = unit.running.pop()
-            call.ended = self._forwards_begun
-            output = apart_from_parameters(unit, output)
-            needs_backward = trains and watch_outputs(unit, output, self._pre_backward(unit, call))
-            self._backward.awaited |= needs_backward
-            if unit.depth == 0:
-                stays = unit is self._root or unit.stays or self._first_in_backward(unit)
-                self._leave(unit, stays=needs_backward and stays)
-            return output
+        Returns the inputs in the dtype of computing.
+        """
+        self._forwards_begun += 1
+        call = Call(self._forwards_begun)
+        unit.running.append(call)
+        args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
+        if unit is not self._root and torch.is_grad_enabled():
+            if not (self._backward.active and unit.calls):  # else a checkpoint computes an expected call again
+                unit.expect(call)
+            call.has_exit_hook = watch_inputs(unit, args, kwargs, partial(self._backward.post_backward, unit, call))
+        return args, kwargs
 
-        return post_forward
+    def _post_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if unit.state is TrainingState.BACKWARD or unit.summoned or not unit.depth:
+            return None
+        trains = torch.is_grad_enabled()
+        if module not in (unit.module, unit.entry_module):
+            if trains:
+                watch_inside(output, partial(self._backward.reached_inside, unit, unit.running[-1]))
+            return None
+        unit.entry_module = None if module is unit.entry_module else unit.entry_module
+        call = unit.running.pop()
+        call.ended = self._forwards_begun
+        output = apart_from_parameters((unit, *unit.companions), output)
+        needs_backward = trains and watch_outputs(unit, output, partial(self._backward.reached, unit, call))
+        self._backward.awaited |= needs_backward
+        if unit.depth == 0:
+            stays = unit is self._root or unit.stays or self._first_in_backward(unit)
+            self._leave(unit, stays=needs_backward and stays)
+        return output
 
     def _first_in_backward(self, unit: Unit) -> bool:
         """Returns whether backward will reach the unit first, as it did last time, and would gather it ahead."""
-        return unit is self._root.before and self._prefetch.before_backward
+        return unit is self._root.before and self._model.prefetch.before_backward
 
     def _leave(self, unit: Unit, *, stays: bool) -> None:
         unit.inputs.clear()
-        if unit in self._running:
-            self._running.remove(unit)
-        for other in unit.reads:
-            other.running_readers -= 1
+        if unit in self.running:
+            self.running.remove(unit)
+        needed, unit.companions = (unit, *unit.companions), []
+        for each in needed:
+            each.users -= 1
+        for leaving in self._model.events.leaving:
+            leaving(unit)
         if unit is self._root:
-            self._read_search.close()
             unit.before = None if self._last_entered is unit else self._last_entered
-            for other in self._units:
+            for other in self._model.units:
                 if other.gathering:
-                    self._reshard_unused(other)  # gathered ahead, but it did not run this time
+                    other.reshard_unused()  # gathered ahead, but it did not run this time
         if not stays:
-            for other in (unit, *unit.reads):
-                self._reshard_unused(other)
-        if not self._running:
-            self._beside.settle()  # the user may write into shards from here on
-
-    def _search_reads(self) -> None:
-        """Searches the first forward in training and the first in evaluation for reads of other units' parameters, and
-        for writes into parameters.
-
-        Models that run compiled are not searched for reads. Their compiled modules lose the hooks of modules inside,
-        which are called through them alone: these hooks would break graphs.
-        """
-        training = self._root.module.training
-        if training in self._searched_modes:
-            return
-        self._searched_modes.add(training)
-        for unit in self._units:
-            unit.look_for_writes()
-        compiled = set() if self.uncompiled else compiled_modules(self._root.module)
-        if compiled:
-            self.remove_inner_hooks(compiled)
-        else:
-            self._read_search.enter_context(ForeignReads(self._index, self._add_read))
-
-    @property
-    def searches_next(self) -> bool:
-        due = self._root.module.training not in self._searched_modes
-        return due and bool(self._hooks) and not self._root.summoned
-
-    def remove_inner_hooks(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Removes the hooks from modules inside units, or from those of `modules`: units then call them.
-
-        Modules of the root that are in no other unit keep their hooks, unless the root is the only unit.
-        """
-        units = {unit.module for unit in self._units}
-        inner = {module for unit in self._units[1:] or self._units for module in unit.module.modules()}
-        chosen = inner if modules is None else inner.intersection(modules)
-        self.remove(chosen - units)
-
-    def _add_read(self, other: Unit) -> None:
-        """Notes that the innermost running unit reads parameters of `other`, which is unsharded with it from now on."""
-        if other in self._running:
-            return  # its forward is ending, and returns its output
-        reader = self._running[-1] if self._running else self._root
-        self._backward.end_reads(other)
-        other.unshard()
-        if other not in reader.reads:
-            reader.reads.append(other)
-            other.running_readers += 1
-            other.read_by_others = True
-
-    def expect_reads(self) -> None:
-        if not self._running:
-            self._backward.expect_reads()
-
-    # -------------------------------------------------------------------------------------------- backward
-
-    def _pre_backward(self, unit: Unit, call: Call, *, inside: bool = False) -> Callable[[Any], None]:
-        def pre_backward(_: Any) -> None:
-            if unit.state is TrainingState.BACKWARD and unit.expects(call):
-                return
-            if inside and unit.running:
-                return  # its forward takes a gradient, such as forces from an energy; its parameters are unsharded
-            self._backward.pre_backward(unit, call)
-
-        return pre_backward
+            for each in needed:
+                each.reshard_unused()
+        if not self.running:
+            self._model.streams.settle()  # the user may write into shards from here on
 
     def _abandon(self) -> None:
         """Forgets a forward or backward that an exception has ended, so that the model can be used again."""
-        self._read_search.close()
-        self._running.clear()
+        self.running.clear()
         self._backward.abandon()
-
-
-def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the hook, hidden from torch.compile while the unit runs."""
-
-    def unless_traced(*args: Any) -> Any:
-        if torch.compiler.is_compiling() and unit.depth and unit.entry_module is None:
-            return None
-        return hook(*args)
-
-    return unless_traced
 
 
 def _holders(unit: Unit) -> Iterator[nn.Module]:

@@ -12,9 +12,12 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from zero.comm.wire import as_wire
+from zero.fsdp.events import Events
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.shards.shard_group import GroupState, ShardGroup
+
+_AS_ONE_UNIT = "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
 
 
 class TrainingState(enum.Enum):
@@ -30,15 +33,14 @@ class Call:
     begun, ended: how many forwards of units had begun when this one began, and when it ended.
     has_exit_hook: whether a hook is called when its backward is complete; else that is complete at the end of backward.
     expected_round: the unit's round in which its backward was last expected; -1 once that is complete.
-    shares_casts: whether it may compute with parameters that autocast has cast in an earlier forward.
     """
 
     ended: float = math.inf
     has_exit_hook = True
     expected_round = -1
 
-    def __init__(self, begun: int, *, shares_casts: bool) -> None:
-        self.begun, self.shares_casts = begun, shares_casts
+    def __init__(self, begun: int) -> None:
+        self.begun = begun
 
 
 class Unit:
@@ -46,6 +48,11 @@ class Unit:
 
     stays: whether they stay unsharded from forward to backward.
     `params`: the parameters of all its shard groups.
+    `running`: its forwards that are running: more than one where a module calls itself.
+    `users`: units whose running forward needs its parameters, itself included. `companions`: those that it needs.
+    `before`, `after`: the units that ran before and after it in the last forward.
+    `calls`: forwards whose backward is expected or running. `earliest`: the smallest `begun` of these.
+    `events`: those of the model.
     """
 
     def __init__(
@@ -60,36 +67,31 @@ class Unit:
         self.name, self.module, self.groups = name, module, groups
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
+        self._wire = as_wire(precision.param_wire)
+        self.events = Events()
         self.state = TrainingState.IDLE
         self.entry_module: nn.Module | None = None
         """The module whose call began the running forward, if it is not the unit's own."""
         self.running: list[Call] = []
-        """Forwards that are running: more than one where a module calls itself."""
-        self.calls = 0
-        """Forwards whose backward is expected or running."""
-        self.earliest: float = math.inf
-        """The smallest `begun` of these forwards."""
-        self._shares_casts = False
-        self._round = 0
-        """Incremented when the expected backwards are forgotten, at the end of a backward."""
+        self.users = 0
+        self.companions: list[Unit] = []
         self.inputs: set[Node] = set()
         """The autograd nodes of the inputs of the running forwards."""
-        self.reads: list[Unit] = []
-        """Other units whose parameters the module reads."""
-        self.running_readers = 0
-        """Running forwards of other units that read parameters of this unit."""
-        self.read_by_others = False
-        """Whether other units read its parameters, so that its gradients are complete only at the end of backward."""
         self.before: Unit | None = None
         self.after: Unit | None = None
-        """The units that ran before and after it in the last forward."""
+        self.calls = 0
+        self.earliest: float = math.inf
+        self._round = 0
+        """Incremented when the expected backwards are forgotten, at the end of a backward."""
         self.gradients = UnitGradients(groups, wire=as_wire(precision.reduce_dtype))
         self._set_title()
-        self.skipped = False
-        """Whether the last backward through the unit was asked for particular gradients, and for none of these."""
 
     def _set_title(self) -> None:
         self.title = f"unit {self.name!r}" if self.name else "the root unit"
+        if self.groups:
+            channel = self.groups[0].exchange.gathered_by.channel  # the same ranks gather all groups
+            self._for_forward = channel(f"the gathering of {self.title} for forward", _AS_ONE_UNIT if self.name else "")
+            self._for_backward = channel(f"the gathering of {self.title} for backward")
 
     def move_below(self, prefix: str) -> None:
         """Renames the unit and its parameters for a larger model, which has the module below `prefix`."""
@@ -105,6 +107,8 @@ class Unit:
     def depth(self) -> int:
         return len(self.running)
 
+    # ------------------------------------------------------------------------------------------ expected backwards
+
     def expects(self, call: Call) -> bool:
         """Returns whether the backward of the call is expected or running."""
         return call.expected_round == self._round
@@ -115,7 +119,6 @@ class Unit:
             call.expected_round = self._round
             self.calls += 1
             self.earliest = min(self.earliest, call.begun)
-            self._shares_casts |= call.shares_casts
 
     def complete(self, call: Call) -> bool:
         """Counts the backward of the call as complete. Returns whether it was expected."""
@@ -128,17 +131,17 @@ class Unit:
     @property
     def completes_at_end(self) -> bool:
         """Whether its gradients are complete only at the end of backward."""
-        return self.read_by_others or self._shares_casts
+        return any(late(self) for late in self.events.late)
 
     def forget_calls(self) -> None:
         self.calls = 0
-        self._shares_casts = False
         self.earliest = math.inf
         self._round += 1
 
     def forget_forward(self) -> None:
         """Forgets forwards that an exception has ended."""
-        self.running_readers = 0
+        self.users = 0
+        self.companions = []
         self.running.clear()
         self.entry_module = None
         self.inputs.clear()
@@ -168,12 +171,11 @@ class Unit:
         """Whether all-gathers of its parameters overlap computing."""
         return any(group.overlaps for group in self.groups)
 
-    def unshard(self) -> None:
+    def unshard(self, *, for_backward: bool = False) -> None:
         """Collective. Unshards the parameters. Raises RuntimeError if an earlier all-gather of them failed."""
-        wire = as_wire(self.precision.param_wire)
-        for group in self.groups:
-            if group.state is GroupState.SHARDED:
-                group.launch_unshard(wire=wire)
+        for unsharding in self.events.unsharding:
+            unsharding(self)
+        self._launch_unshard(for_backward=for_backward)
         self.finish_unshard()
         if any(group.state is GroupState.LOST for group in self.groups):
             raise RuntimeError(
@@ -181,41 +183,43 @@ class Unit:
                 "for the first error, and initialise the process group again."
             )
 
-    def unshard_ahead(self) -> None:
+    def unshard_ahead(self, *, for_backward: bool = False) -> None:
         """Collective. Launches the all-gather of parameters that are needed later, if they are sharded."""
+        self._launch_unshard(for_backward=for_backward, ahead=True)
+
+    def _launch_unshard(self, *, for_backward: bool, ahead: bool = False) -> None:
         for group in self.groups:
             if group.state is GroupState.SHARDED:
-                group.launch_unshard(wire=as_wire(self.precision.param_wire), ahead=True)
+                channel = self._for_backward if for_backward else self._for_forward
+                group.launch_unshard(channel, wire=self._wire, ahead=ahead)
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are unsharded."""
         for group in self.groups:
             if group.gathering:
                 group.finish_unshard()
+                for unsharded in self.events.unsharded:
+                    unsharded(group)
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain."""
         self.finish_unshard()
         for group in self.groups:
             if group.state is GroupState.UNSHARDED:
+                for resharding in self.events.resharding:
+                    resharding(group)
                 group.reshard()
 
-    def look_for_writes(self) -> None:
-        """Makes the next `reshard` check for writes that torch does not count; see ShardGroup.look_for_writes."""
-        for group in self.groups:
-            group.look_for_writes()
-
-    def settle(self) -> None:
-        """Waits until the host may read and write the shards and their gradients."""
-        for group in self.groups:
-            group.settle()
+    def reshard_unused(self) -> None:
+        """Reshards, unless a running forward or backward needs the parameters."""
+        if not self.users and self.state is TrainingState.IDLE:
+            self.reshard()
 
     # -------------------------------------------------------------------------------------------- backward
 
     def enter_backward(self) -> None:
         """Prepares for full gradients, which autograd writes from here on. The parameters are unsharded."""
         self.state = TrainingState.BACKWARD
-        self.skipped = False
         self.gradients.enter_backward()
 
     def end_unreduced_backward(self) -> None:
@@ -235,19 +239,10 @@ class Unit:
         """Whether `param.grad` is the gradient of the shard, and no reduction into it is in flight."""
         return self.state is TrainingState.IDLE and not (self.gradients.reducing or self.readable or self.gathering)
 
-    def prepare_for_shard_gradient(self, param: nn.Parameter, name: str) -> None:
-        """Prepares `param.grad` for a gradient of the shard, which autograd is about to add to it.
-
-        Raises RuntimeError within the backward of the unit, where `param.grad` is the full gradient.
-        """
-        if not self.at_rest:
-            raise RuntimeError(
-                f"{name} got a gradient of this rank's shard within the backward of {self.title} of FSDP: something, "
-                "such as a penalty, was computed from it before the forward of the model. Compute it after: "
-                "loss = criterion(model(inputs), targets) + penalty."
-            )
-        self.settle()  # `param.grad` may be on its way to the memory of the CPU
-        self.gradients.prepare_for_shard_gradient(param)
+    def settle(self) -> None:
+        """Waits until the host may read and write the shards and their gradients."""
+        for group in self.groups:
+            group.settle()
 
     def interrupt(self) -> None:
         """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""

@@ -4,7 +4,7 @@
     in backward   `param.grad` is autograd's own full gradient; the shard's earlier gradient is in `_accumulated`
     no_sync       full gradients are in `_unreduced`; `param.grad` is this rank's shard of them, or of earlier ones
 
-Autograd adds gradients of results computed from parameters at rest, such as penalties, to `param.grad` at rest.
+Autograd adds gradients of results computed from parameters at rest to `param.grad` at rest.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class UnitGradients:
 
     # ---------------------------------------------------------------------------------------------- at rest
 
-    def prepare_for_shard_gradient(self, param: nn.Parameter) -> None:
+    def show_accumulated(self, param: nn.Parameter) -> None:
         """Puts the shard's accumulated gradient into `param.grad`, to which autograd is about to add another."""
         if param.grad is None:  # cleared
             self._unreduced.pop(param, None)

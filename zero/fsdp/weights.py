@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import named_as_compiled
-from zero.checks.guard import Guard
+from zero.checks.guard import guard_of
 from zero.comm import Comm
 from zero.fsdp import full_params
-from zero.fsdp.precision import CastBuffer
+from zero.fsdp.model import Model
 from zero.fsdp.summon import summon
 from zero.fsdp.unit import Unit
 from zero.sdp.wrapper import Wrapper
@@ -29,11 +29,19 @@ if TYPE_CHECKING:
 class Weights(Wrapper):
     """Saves, loads and summons the parameters of one model's units."""
 
-    _units: list[Unit]
-    _comm: Comm
-    _placement: Placement
-    _guard: Guard
-    _cast_buffers: Sequence[CastBuffer]
+    _model: Model
+
+    @property
+    def _units(self) -> Sequence[Unit]:
+        return self._model.units
+
+    @property
+    def _comm(self) -> Comm:
+        return self._model.comm
+
+    @property
+    def _placement(self) -> Placement:
+        return self._model.placement
 
     @property
     def shard_groups(self) -> list[ShardGroup]:
@@ -94,7 +102,7 @@ class Weights(Wrapper):
 
         Raises RuntimeError if parameters were moved, cast or given other data.
         """
-        self._guard.refuse_moved()
+        self._model.refuse_moved()
         return full_params.state_dict(self.module, self._units, *args, **kwargs)
 
     def _load_from_state_dict(
@@ -154,7 +162,7 @@ class Weights(Wrapper):
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
         """Lets `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
-        self._guard.track(optimizer)
+        guard_of(self._model).track(optimizer)
 
     def _stepping(self, optimizer: Optimizer) -> SteppedShards:
         self.reshard()
@@ -167,16 +175,16 @@ class Weights(Wrapper):
 
         Raises RuntimeError on this rank if its parameters were moved, cast or given other data.
         """
-        problem = self._guard.moved_problem()
+        problem = self._model.moved_problem()
         if problem is not None:
             raise RuntimeError(problem)
-        return full_params.local_state_dict(self.module, self._units, self._cast_buffers)
+        return full_params.local_state_dict(self.module, self._units, self._model.cast_buffers)
 
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Collective. Loads the result of `local_state_dict` of this rank, of the same model on as many ranks.
 
         Raises ValueError on every rank, and changes nothing, if any rank was given another state.
         """
-        problem = self._guard.moved_problem() or full_params.local_problem(self.module, self._units, state_dict)
+        problem = self._model.moved_problem() or full_params.local_problem(self.module, self._units, state_dict)
         self._comm.compare("the shards given to FSDP", [], problem)
         full_params.load_local_state_dict(self.module, self._units, state_dict)

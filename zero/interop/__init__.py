@@ -1,1 +1,1 @@
-""""""
+"""What belongs to torch: DistributedDataParallel, options of FSDP1, distributed checkpoints, living optimizers."""

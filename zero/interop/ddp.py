@@ -6,7 +6,7 @@ before it communicates, so all ranks can still refuse there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 from weakref import WeakSet
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import averaged_by, join_mark
 from zero.comm import Comm
+from zero.shards.refusals import Wrapping, refusals
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 _refusals: list[Callable[[nn.Module, Collection[str]], str | None]] = []
@@ -60,13 +61,11 @@ def evaluated(closure: Callable[[], Any], params: Collection[nn.Parameter], comm
             raise
 
 
-def ddp_within(module: nn.Module, without: Iterable[nn.Parameter] = ()) -> str | None:
-    """The error message for a module that contains a DistributedDataParallel; None if it contains none.
-
-    without: parameters that are not sharded; DistributedDataParallel may have these.
-    """
-    left_out = {*without}
-    for name, one in module.named_modules():
+def _ddp_within(wrapping: Wrapping) -> str | None:
+    """The error message for a module that contains a DistributedDataParallel; None if it contains none. It may have
+    parameters that are ignored."""
+    left_out = {*wrapping.ignored}
+    for name, one in wrapping.module.named_modules():
         if isinstance(one, DistributedDataParallel) and any(param not in left_out for param in _averaged(one)):
             which = f"{name!r} is" if name else "the module is"
             return (
@@ -91,3 +90,6 @@ def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> No
 
 
 register_module_module_registration_hook(_registered)
+
+
+refusals.append(_ddp_within)

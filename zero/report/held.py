@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm, Traffic, traffic
-from zero.fsdp.summon import summons_of
+from zero.fsdp.model import models_of
 from zero.fsdp.unit import Unit
 from zero.oss import OSS
 from zero.oss.shown_gradients import full_gradient
@@ -91,7 +91,7 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
     """
     optimizers = [prepared(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     inner = unwrapped(model)[0]
-    held = summons_of(inner)
+    held = models_of(inner)
     units = [unit for _, of_one in held for unit in of_one]
     sharding = [one for one in optimizers if isinstance(one, OSS)]
     stage = _stage(units, sharding)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm, Wire
-from zero.comm.streams import Streams
+from zero.comm.streams import ModelStreams
 from zero.comm.wire import PLAIN
 from zero.features.gathers.gathers import finish_all
 from zero.oss.optimizer import OSS
@@ -73,8 +73,7 @@ class Reducer:
         self._owners = [*owners.values()]
         self._numbers = {group: number for number, group in enumerate(owners)}
         self._places = {param: place for optimizer in self._optimizers for param, place in optimizer.places.items()}
-        streams = {group.streams for group in owners}
-        self._streams = [device_streams for device_streams in streams if isinstance(device_streams, Streams)]
+        self._streams = ModelStreams(group.streams for group in owners)
         self._largest_bucket = max(group.full.nbytes for group in owners)
         self._largest_param = max(param.nbytes for param in self._places)
 
@@ -94,17 +93,23 @@ class Reducer:
 
     def after_forward(self, output: Any) -> None:
         """Registers hooks on the outputs, where backward begins: so its end is known, also in a re-entrant backward."""
-        if self.active:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    hook = tensor.register_hook(partial(self._output_reached, nearest_leaf(tensor)))
-                    if tensor.is_leaf:  # it outlives the graph
-                        self._hooks_on_leaves.append(hook)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                reached = partial(self._output_reached, nearest_leaf(tensor), self.active)
+                hook = tensor.register_hook(reached)
+                if tensor.is_leaf:  # it outlives the graph
+                    self._hooks_on_leaves.append(hook)
 
-    def _output_reached(self, leaf: Node | None, _: Tensor) -> None:
-        """Begins a backward, unless this is an inner torch.autograd.grad, which writes no gradients into leaves."""
+    def _output_reached(self, leaf: Node | None, was_active: bool, _: Tensor) -> None:
+        """Begins a backward, unless this is an inner torch.autograd.grad, which writes no gradients into leaves.
+
+        was_active: whether gradients were to be reduced in the forward.
+        """
         if leaf is None or writes_into(leaf):
-            self._begin()
+            if was_active or self.active:
+                self._begin()
+            else:
+                self._hide_gradients()
 
     def _register_hooks(self) -> None:
         # A weak reference: the garbage collector does not find cycles through hooks of autograd.
@@ -147,8 +152,7 @@ class Reducer:
         group, index = self._places[param]
         number = self._numbers[group]
         bucket = self._buckets[number]
-        for streams in self._streams:
-            streams.expect_computing(f"the gradient of {group.names[index]} arrived")
+        self._streams.expect_computing(f"the gradient of {group.names[index]} arrived")
         if number < self._launched:
             bucket.refuse_late(index)
         gradient, param.grad = param.grad, None
@@ -162,8 +166,7 @@ class Reducer:
             finish_all(self._optimizers)  # the graph may be older than the last step
             self._begin_reducing()
             self._in_backward = True
-            for streams in self._streams:
-                streams.compute_here()
+            self._streams.compute_here()
             at_end_of_backward(self._finish)
 
     def _launch(self, *, incomplete: bool = False) -> None:

@@ -19,15 +19,14 @@ from zero._torch import children_of, named_as_compiled
 from zero.comm import Comm, Wire
 from zero.features.gathers.gathers import PendingGathers
 from zero.features.step_in_backward.optimizer import refuse, steps_in_backward
-from zero.interop.ddp import ddp_within, refuse_within_ddp
-from zero.interop.unwrapped import UNWRAPPED, refuse_steps
 from zero.oss.joining import NO_JOIN
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
 from zero.sdp.reducer import Reducer
-from zero.sdp.wrapper import Wrapper
+from zero.sdp.wrapper import UNWRAPPED, Wrapper, refuse_steps
 from zero.shards.announce import announce
 from zero.shards.arguments import on_two_devices, wire_of, wire_problem
+from zero.shards.refusals import Wrapping, refusal
 
 
 class ShardedDDP(Wrapper):
@@ -127,7 +126,7 @@ class ShardedDDP(Wrapper):
                     f"the optimizer has {len(foreign)} parameters that are not in the module, such as {foreign[0]}. "
                     "Build OSS from the parameters of the same module object that is wrapped."
                 )
-        problem = ddp_within(self._inner)
+        problem = refusal(Wrapping(self._inner))
         if problem is not None:
             return problem
         held = {param for optimizer in self._optimizers for group in optimizer.shard_groups for param in group.params}
@@ -271,18 +270,3 @@ def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[
         f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind}"
         for name, tensor, kind in tensors
     ]
-
-
-def _refuse_within_ddp(module: nn.Module, left_out: Collection[str]) -> str | None:
-    """Returns an error if DistributedDataParallel would wrap a parameter of a ShardedDDP. left_out: ignored names."""
-    held = {param for child in module.modules() if isinstance(child, ShardedDDP) for param in child.parameters()}
-    for name, param in module.named_parameters() if held else ():
-        if param in held and param.requires_grad and name not in left_out:
-            return (
-                f"DistributedDataParallel wraps {name!r}, whose gradient ShardedDDP reduces to its owner. Remove "
-                "DistributedDataParallel: ShardedDDP averages gradients itself."
-            )
-    return None
-
-
-refuse_within_ddp(_refuse_within_ddp)

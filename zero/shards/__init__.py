@@ -1,1 +1,1 @@
-""""""
+"""How all stages lay parameters out: flat buffers, sharded over ranks."""

@@ -57,15 +57,17 @@ class Exchange:
     def expect_steps(self) -> None:
         """Called on all ranks where the owners may have stepped their shards since the last gather."""
 
-    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire) -> Handle:
+    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire, channel: int | None = None) -> Handle:
         """Collective. Fills the full buffer.
 
         shard: this rank's shard, which keeps its precision whatever the wire; None if it lies in the buffer already.
+        channel: of `gathered_by`, by default "the gathering of" the group.
         """
+        channel = self._gather if channel is None else channel
         if shard is not None:
             own = full[self._own]
             own.copy_(shard.to(own.device, non_blocking=True))
-        return wire.gather(self.gathered_by, full, self._layout.bounds, self._gather, keeps_own=shard is None)
+        return wire.gather(self.gathered_by, full, self._layout.bounds, channel, keeps_own=shard is None)
 
     def reduce(self, messages: Sequence[Message], wire: Wire) -> Handle:
         """Collective. `wait` returns the averages for this rank's shard, flat, one message after another."""
@@ -129,7 +131,7 @@ class TwoLevels(Exchange):
     def expect_steps(self) -> None:
         self.stale = True
 
-    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire) -> Handle:
+    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire, channel: int | None = None) -> Handle:
         """See Exchange.gather; the shard must not lie in the buffer. wire: of the all-gather across nodes."""
         assert shard is not None
         if self.node_shard is None:
@@ -141,7 +143,7 @@ class TwoLevels(Exchange):
             across.gather(self._across, self.node_shard, self._slices, self._refresh, keeps_own=False).wait()
             self.stale = False
         full[self._own] = self.node_shard
-        return self.gathered_by.gather(full, self._bounds, self._gather)
+        return self.gathered_by.gather(full, self._bounds, self._gather if channel is None else channel)
 
     def reduce(self, messages: Sequence[Message], wire: Wire) -> Handle:
         """See Exchange.reduce; takes one message, the full buffer's gradients. wire: of both reductions."""

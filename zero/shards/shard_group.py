@@ -23,7 +23,6 @@ from zero.comm import Handle, Wire
 from zero.comm.streams import NONE, NoStreams, apart, streams_of
 from zero.comm.wire import PLAIN
 from zero.features.offload.stores import ShardStore
-from zero.features.writes.writes import Writes
 from zero.shards.exchange import exchange_among
 from zero.shards.layout import Layout, Span
 from zero.shards.placement import Placement
@@ -115,7 +114,7 @@ class ShardGroup:
         """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
         self._summoned: Tensor | None = None
-        self._writes = Writes(self.params)
+        self.gathered_as = PLAIN
         self._lay_out(other_dtype, computed_as)
 
     def _lay_out(self, other_dtype: bool, computed_as: torch.dtype) -> None:
@@ -133,13 +132,13 @@ class ShardGroup:
             for param, view in zip(self.params, self._full_views, strict=True):
                 view.copy_(param)
             self._bind(self._full_views)
-            own = self._own
+            own = self.own_of_full
             self.shard = store.place(own) if store else own.clone() if self.frees else own
         self.shard_views = self.views_of_shard(self.shard)
         if not self.frees:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
         alike = store is None and not other_dtype and self.exchange.gathered_by is self.comm
-        self._shard_in_full = self._options.shard_in_full and self.frees and alike
+        self.shard_in_full = self._options.shard_in_full and self.frees and alike
         if self._options.own_shard:
             if other_dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
@@ -162,7 +161,7 @@ class ShardGroup:
         self._full_channel = self._channel_of_full()
 
     def _channel_of_full(self) -> int:
-        return self.comm.channel(f"the full tensors of {self.label}")
+        return self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
 
     def _views_to_bind(self) -> list[Tensor]:
         views = self.shapes.views_of_full(self.full)
@@ -173,7 +172,8 @@ class ShardGroup:
         return self.shapes.views_of_shard(shard, self.spans)
 
     @property
-    def _own(self) -> Tensor:
+    def own_of_full(self) -> Tensor:
+        """This rank's segment of `full`."""
         return self.full[self.layout.segment(self.comm.rank)]
 
     # --------------------------------------------------------------------------------------------------- state
@@ -196,9 +196,12 @@ class ShardGroup:
         """Whether the parameters are full on this rank."""
         return self.state is GroupState.UNSHARDED or self._summoned is not None
 
-    def launch_unshard(self, *, wire: Wire = PLAIN, ahead: bool = False, conceal: bool = False) -> None:
+    def launch_unshard(
+        self, channel: int | None = None, *, wire: Wire = PLAIN, ahead: bool = False, conceal: bool = False
+    ) -> None:
         """Collective. Launches the all-gather of the shards into `full`.
 
+        channel: see Exchange.gather.
         wire: how shards are sent; `shard` keeps its precision.
         ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
         conceal: until `finish_unshard` the parameters are views of one NaN, which cannot be written to, so that old
@@ -216,14 +219,11 @@ class ShardGroup:
                 torch.no_grad(),
             ):
                 if self.frees:
-                    self._writes.wire = wire if self.comm.world > 1 else PLAIN
+                    self.gathered_as = wire if self.comm.world > 1 else PLAIN
                     self.full.untyped_storage().resize_(self.full.nbytes)
-                    self._handle = beside(
-                        self.exchange.gather(self.full, self.shard, wire), keeps=(self.full, self.exchange)
-                    )
-                    self._shard_used()
-                else:
-                    self._handle = beside(self.exchange.gather(self.full, None, wire), keeps=self.full)
+                gathered = self.exchange.gather(self.full, self.shard if self.frees else None, wire, channel)
+                self._handle = beside(gathered, keeps=(self.full, self.exchange))
+                self._shard_used()
         except BaseException:
             self._become(GroupState.LOST)
             raise
@@ -240,32 +240,22 @@ class ShardGroup:
             raise
         if self._bound is not self._full_views:
             self._bind(self._full_views)
-        if self._shard_in_full:
+        if self.shard_in_full:
             self.shard.untyped_storage().resize_(0)
         self._become(GroupState.UNSHARDED)
-        self._writes.gathered()
 
     def reshard(self) -> None:
-        """Binds the parameters to `shard`, and frees `full` (unless the group has one rank).
-
-        Keeps what was written into the full parameters: each element has its owner's value.
-        """
+        """Binds the parameters to `shard`, and frees `full` (unless the group has one rank)."""
         assert self._options.own_shard
         self._become(GroupState.SHARDED)
         with shown("reshard", self.label, self.comm.rank):
-            if self._shard_in_full:
+            if self.shard_in_full:
                 self.shard.untyped_storage().resize_(self.shard.nbytes)
                 with torch.no_grad():
-                    self.shard.copy_(self._own)
+                    self.shard.copy_(self.own_of_full)
             elif self.frees:
-                if self._writes.any(self._own, self.shard):
-                    self._writes.take_over(self._own, self.shard)
                 self._shard_used()
             self._leave_shard()
-
-    def look_for_writes(self) -> None:
-        """Makes the next `reshard` look for writes that torch does not count; see Writes.look."""
-        self._writes.look()
 
     def _leave_shard(self) -> None:
         self._bind(self.shard_views)

@@ -1,1 +1,1 @@
-""""""
+"""State of optimizers: gathered, loaded, described."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.comm import Comm
+from zero.comm import COLLECTION, Comm
 from zero.measure import param_groups
 from zero.shards.masters import settled
 from zero.shards.shard_group import ShardGroup
@@ -286,7 +286,7 @@ def _described(optimizer: Sharded, settle: bool) -> str:
             f"{type(optimizer.optim).__name__} keeps something in its state that is neither a tensor nor a plain value "
             f"({error}). Save each rank's own state_dict() instead of a consolidated one."
         )
-    optimizer.comm.compare("the states to consolidate", [], problem)
+    optimizer.comm.compare("the states to consolidate", [], problem, COLLECTION)
     return text
 
 

@@ -1,1 +1,6 @@
-""""""
+"""Several forwards in one torch.autocast; see casts.py."""
+
+from zero.features.autocast.casts import Casts
+from zero.fsdp.events import makers
+
+makers.append(Casts)

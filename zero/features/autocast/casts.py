@@ -6,27 +6,40 @@ first, so they come later in backward than all other gradients of the later forw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from zero.fsdp.events import ModelEvents
+from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 
 
-class Casts:
-    """Tracks autocast's casts of the parameters of these units.
+class Casts(ModelEvents):
+    """Tracks autocast's casts of the parameters of one model."""
 
-    `shared`: whether the running forward may compute with casts of an earlier one whose backward is still to come.
-    """
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._device = next(iter(model.index)).device.type
+        self._shared = False
+        """Whether the running forward may compute with casts of an earlier one whose backward is still to come."""
+        self._late: set[Unit] = set()
+        """Units that a forward has run with such casts."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
-        self._device = next(param for unit in units for param in unit.params).device.type
-        self.shared = False
-
-    def before_forward(self) -> None:
-        """Drops casts of forwards whose backward is over. Must be called before a forward of the model."""
-        expected = any(unit.calls for unit in self._units)
-        self.shared = expected and torch.is_autocast_enabled(self._device)
+    def forward_begins(self) -> None:
+        """Drops casts of forwards whose backward is over."""
+        expected = any(unit.calls for unit in self.model.units)
+        self._shared = expected and torch.is_autocast_enabled(self._device)
         if not expected:
             torch.clear_autocast_cache()
+
+    def entering(self, unit: Unit) -> None:
+        if self._shared:
+            self._late.add(unit)
+
+    def late(self, unit: Unit) -> bool:
+        return unit in self._late
+
+    def backward_ends(self, reduced: bool) -> None:
+        self._late.clear()
+
+    def abandoned(self) -> None:
+        self._late.clear()

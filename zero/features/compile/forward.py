@@ -1,4 +1,4 @@
-"""The forward of a model, which may be compiled as a whole or contain compiled modules.
+"""The forward of a model that may be compiled as a whole or contain compiled modules.
 
 The code that unshards and reshards units is never traced. A model that is compiled as a whole is therefore compiled
 unit by unit, in graphs that break where a unit begins and ends.
@@ -6,97 +6,138 @@ unit by unit, in graphs that break where a unit begins and ends.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero._torch import is_compiled
-from zero.features.compile.compiled import BETWEEN_UNITS, compiled_in_pieces, compiling_problem, refuse_capture
+from zero.features.compile.compiled import (
+    BETWEEN_UNITS,
+    compiled_in_pieces,
+    compiled_modules,
+    compiling_problem,
+    refuse_capture,
+)
 from zero.features.compile.tracing import Gradients, watch
-from zero.fsdp.backward import Backward
-from zero.fsdp.schedule import Schedule
+from zero.fsdp.events import ModelEvents
+from zero.fsdp.forward import Forward
+from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
-from zero.sdp.buffers import BufferSync
 
 
-class Forward:
-    """Synchronises the buffers of the module, and runs it.
-
-    units: the module's, the root first.
-    gradients: the gradients that torch.compile must not see while it traces the module.
-    warning: shown by the first forward, because an FSDP inside another one has none.
+class Compiling(ModelEvents):
+    """Runs the forward of one model.
 
     Raises RuntimeError for a use of torch.compile that FSDP cannot run, in the first forward in training and the first
     in evaluation, and while CUDA graphs are recorded.
 
     A model that is compiled as a whole runs its first forward in training and its first in evaluation uncompiled: in
-    these the schedule finds reads of other units' parameters, which it cannot see in traced code. It then removes the
-    hooks inside the units, which would break graphs.
+    these other features find what they cannot see in traced code, such as reads of other units' parameters. Then the
+    hooks inside the units are removed, which would break graphs.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[Unit],
-        schedule: Schedule,
-        backward: Backward,
-        gradients: Gradients,
-        buffers: BufferSync | None,
-        warning: str | None,
-    ) -> None:
-        self._module, self._schedule, self._backward = module, schedule, backward
-        self._gradients, self._buffers, self._warning = gradients, buffers, warning
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._searched_modes: set[bool] = set()
+        """The modes (`module.training`) in which a forward has begun."""
+        self._uncompiled = False
+        """Whether the running forward runs uncompiled although modules are compiled."""
         self._enters_by_units = False
-        self._inner = {unit.module for unit in units[1:]}
-        self._freed = {group.full.device for unit in units for group in unit.groups if group.frees}
+        self._inner = {unit.module for unit in model.units[1:]}
+        self._freed = {group.full.device for unit in model.units for group in unit.groups if group.frees}
+        self._gradients = Gradients([*model.index])
         watch()
-        self._begin: Callable[[bool], bool] = torch.compiler.disable(self._before, reason=BETWEEN_UNITS)
-        self._end: Callable[[], None] = torch.compiler.disable(self._after, reason=BETWEEN_UNITS)
-        self._run_uncompiled: Callable[..., Any] = torch.compiler.disable(self._uncompiled, reason=BETWEEN_UNITS)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective. Only this function of the class is traced, if the model is compiled from outside."""
-        if self._begin(torch.compiler.is_compiling()):
-            output = self._run_uncompiled(*args, **kwargs)
-        else:
-            output = self._module(*args, **kwargs)
-        self._end()
-        return output
+    # ------------------------------------------------------------------------------------------ the hooks of units
 
-    def _before(self, traced: bool) -> bool:
-        """Prepares a forward. Returns whether the module is to run uncompiled although it is compiled."""
+    def hook(self, unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Hides hooks from tracing: torch.compile would make different code of the module for each unit."""
+        hidden: Callable[..., Any] = torch.compiler.disable(function, reason=BETWEEN_UNITS)
+        if unit is self.model.root and module is not unit.module:
+            return _unless_traced_in(unit, hidden)
+        return hidden
+
+    def entering(self, unit: Unit) -> None:
+        """Notes the mode. Compiled modules lose the hooks of modules inside, which are called through them alone."""
+        if unit is not self.model.root or unit.entry_module is not None or self.model.backward.active:
+            return
+        training = unit.module.training
+        if training not in self._searched_modes:
+            self._searched_modes.add(training)
+            compiled = set() if self._uncompiled else compiled_modules(unit.module)
+            self.model.schedule.traced = bool(compiled)
+            if compiled:
+                self._remove_inner_hooks(compiled)
+
+    def _remove_inner_hooks(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Removes the hooks from modules inside units, or from those of `modules`: units then call them.
+
+        Modules of the root that are in no other unit keep their hooks, unless the root is the only unit.
+        """
+        units = self.model.units
+        inner = {module for unit in units[1:] or units for module in unit.module.modules()}
+        chosen = inner if modules is None else inner.intersection(modules)
+        self.model.schedule.remove(chosen - {unit.module for unit in units})
+
+    # ------------------------------------------------------------------------------------------ the model's forward
+
+    def forward(self, run: Forward) -> Callable[..., Any]:
+        begin: Callable[[Forward, bool], bool] = torch.compiler.disable(self._begin, reason=BETWEEN_UNITS)
+        end: Callable[[], None] = torch.compiler.disable(run.end, reason=BETWEEN_UNITS)
+        uncompiled: Callable[..., Any] = torch.compiler.disable(self._run_uncompiled, reason=BETWEEN_UNITS)
+        module = run.module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            """Of all this, only the code of this function is traced if the model is compiled from outside."""
+            if begin(run, torch.compiler.is_compiling()):
+                output = uncompiled(module, *args, **kwargs)
+            else:
+                output = module(*args, **kwargs)
+            end()
+            return output
+
+        return forward
+
+    def _begin(self, run: Forward, traced: bool) -> bool:
+        """Begins a forward. Returns whether the module is to run uncompiled although it is compiled."""
         watch()
-        if self._warning is not None:
-            warning, self._warning = self._warning, None
-            warnings.warn(warning, stacklevel=7)  # at the caller of the model
         refuse_capture(self._freed)
-        self._schedule.before_forward()
-        if self._schedule.searches_next:
-            problem = compiling_problem(self._module, self._inner, self._freed)
+        if self._searches_next:
+            problem = compiling_problem(self.model.module, self._inner, self._freed)
             if problem is not None:
                 raise RuntimeError(problem)
-        if self._buffers is not None:
-            self._buffers.before_forward()
-        if not traced and not is_compiled(self._module):
+        run.begin()
+        if not traced and not is_compiled(self.model.module):
             return False
-        if self._schedule.searches_next and not compiled_in_pieces(self._module):
+        if self._searches_next and not compiled_in_pieces(self.model.module):
             return True
         if not self._enters_by_units:
             self._enters_by_units = True
-            self._schedule.remove_inner_hooks()
+            self._remove_inner_hooks()
         return False
 
-    def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
-        self._schedule.uncompiled = True
+    @property
+    def _searches_next(self) -> bool:
+        due = self.model.module.training not in self._searched_modes
+        return due and self.model.schedule.installed and not self.model.root.summoned
+
+    def _run_uncompiled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._uncompiled = True
         try:
             with torch.compiler.set_stance("force_eager"):
-                return self._module(*args, **kwargs)
+                return module(*args, **kwargs)
         finally:
-            self._schedule.uncompiled = False
+            self._uncompiled = False
 
-    def _after(self) -> None:
-        if self._buffers is not None:
-            self._buffers.after_forward(reduced=self._backward.reduces)
+
+def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the hook, hidden from torch.compile while the unit runs."""
+
+    def unless_traced(*args: Any) -> Any:
+        if torch.compiler.is_compiling() and unit.depth and unit.entry_module is None:
+            return None
+        return hook(*args)
+
+    return unless_traced

@@ -11,7 +11,7 @@ from them have nodes of their own, and again before the parameters are unsharded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -19,14 +19,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from zero._torch import writes_into
+from zero.fsdp.events import ModelEvents
+from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 from zero.shards.shard_group import GroupState, ShardGroup
 
 
-class ReadsAtRest:
-    """Tracks the AccumulateGrad nodes of the parameters of one model between forward and backward."""
+class ReadsAtRest(ModelEvents):
+    """Tracks the AccumulateGrad nodes of the parameters of one model between forward and backward.
 
-    def __init__(self) -> None:
+    `skipped`: units of which the last backward was asked for particular gradients, and for none of theirs.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.skipped: set[Unit] = set()
         self._shard_nodes: dict[Unit, list[Node]] = {}
         """The nodes of reads at rest, for units whose parameters have these nodes now."""
         self._full_nodes: dict[Unit, list[Node]] = {}
@@ -38,18 +45,23 @@ class ReadsAtRest:
         self._reached: set[Unit] = set()
         """The units of `_skipped` that it has reached."""
 
-    def begin(self, units: Iterable[Unit]) -> None:
+    def listed(self) -> None:
         """Gives sharded parameters nodes for reads at rest. Unsharded parameters keep the nodes of the forward."""
-        for unit in units:
+        backward = self.model.backward
+        if not backward.awaited or backward.active or not torch.is_grad_enabled():
+            return
+        for unit in self.model.units:
             groups = [group for group in unit.groups if group.state is GroupState.SHARDED and group.comm.world > 1]
             if groups and unit not in self._shard_nodes:
                 self._record_full_nodes(unit)
                 self._shard_nodes[unit] = [node for group in groups for node in _new_nodes(unit, group)]
 
-    def end(self, unit: Unit) -> None:
+    def unsharding(self, unit: Unit) -> None:
         """Gives the parameters new nodes before the unit is unsharded. Results computed so far keep theirs."""
-        if unit in self._skipped:
-            self._reached.add(unit)
+        if self.model.backward.active:
+            self.skipped.discard(unit)
+            if unit in self._skipped:
+                self._reached.add(unit)
         if self._shard_nodes.pop(unit, None) is not None:
             self._reread.add(unit)
             for group in unit.groups:
@@ -69,12 +81,21 @@ class ReadsAtRest:
         executes = any(writes_into(node) for nodes in self._full_nodes.values() for node in nodes)
         self._skipped = set() if executes else {*self._full_nodes}
 
-    def backward_ends(self) -> None:
-        for unit in self._reached:
-            unit.skipped = True
-        self.forget()
+    def backward_ends(self, reduced: bool) -> None:
+        self.skipped |= self._reached
+        self.abandoned()
 
-    def forget(self) -> None:
+    def unstepped(self, unit: Unit) -> str | None:
+        if unit not in self.skipped or any(param.grad is not None for param in unit.params):
+            return None
+        return (
+            f"{unit.title} has no gradients: the last backward was asked for particular gradients (inputs=..., "
+            "autograd.grad), and parameters that the model gave between forward and backward are shards, not the full "
+            "parameters of the forward. Call backward() without inputs, and freeze by requires_grad_(False) what is "
+            "not trained; or list the parameters before the forward."
+        )
+
+    def abandoned(self) -> None:
         self._full_nodes.clear()
         self._reread.clear()
         self._skipped.clear()
@@ -100,8 +121,18 @@ def _new_nodes(unit: Unit, group: ShardGroup) -> Iterator[Node]:
 
 
 def _before_accumulation(unit: Unit, param: nn.Parameter, name: str, _: tuple[Tensor, ...]) -> None:
-    """Autograd calls this before it adds a gradient to `param.grad`."""
-    unit.prepare_for_shard_gradient(param, name)
+    """Autograd calls this before it adds a gradient of the shard to `param.grad`.
+
+    Raises RuntimeError within the backward of the unit, where `param.grad` is the full gradient.
+    """
+    if not unit.at_rest:
+        raise RuntimeError(
+            f"{name} got a gradient of this rank's shard within the backward of {unit.title} of FSDP: something, such "
+            "as a penalty, was computed from it before the forward of the model. Compute it after: "
+            "loss = criterion(model(inputs), targets) + penalty."
+        )
+    unit.settle()  # `param.grad` may be on its way to the memory of the CPU
+    unit.gradients.show_accumulated(param)
 
 
 def _renew_nodes(group: ShardGroup) -> None:

@@ -6,9 +6,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import uncompiled
+from zero.features.step_in_backward.units import StepsInBackward
 from zero.fsdp import FSDP
+from zero.fsdp.fsdp import running_model
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.shards.steps import Steps
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
@@ -32,7 +35,10 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
     """
     model = uncompiled(model)
     if isinstance(model, FSDP) and not isinstance(optimizer, OSS):
-        model.step_in_backward(optimizer)
+        running = running_model(model)
+        if type(running.steps) is not Steps:
+            raise ValueError("zero.step_in_backward was called before for this model.")
+        running.steps = StepsInBackward(optimizer, running)
         return
     if isinstance(model, ShardedDDP) and isinstance(optimizer, OSS):
         model.step_in_backward(optimizer)

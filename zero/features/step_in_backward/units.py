@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from zero.checks.guard import Guard
-from zero.features.step_in_backward.optimizer import InBackward, problem_of
+from zero.checks.guard import guard_of
+from zero.features.step_in_backward.optimizer import InBackward, problem_of, refuse
+from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
+from zero.shards.steps import Steps
 
 
-class StepsInBackward:
+class StepsInBackward(Steps):
     """Steps one optimizer of an FSDP's parameters in backward. See zero.step_in_backward.
 
     Raises ValueError for optimizers that may need all gradients at once, or that lack trained parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, guard: Guard, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer, model: Model) -> None:
         problem = problem_of(optimizer)
         held = {param for group in optimizer.param_groups for param in group["params"]}
-        missing = next((param for param in params if param.requires_grad and param not in held), None)
+        missing = next((param for param in model.index if param.requires_grad and param not in held), None)
         if problem is None and missing is not None:
             problem = (
                 "zero.step_in_backward was given an optimizer that lacks some trained parameters of the model, whose "
@@ -31,7 +32,7 @@ class StepsInBackward:
             )
         if problem is not None:
             raise ValueError(problem)
-        self._optimizer, self._guard = optimizer, guard
+        self._optimizer, self._guard = optimizer, guard_of(model)
         self._stepped: set[Unit] = set()
         """Units that were stepped in the running backward."""
         self._in_backward = InBackward(optimizer)
@@ -46,7 +47,10 @@ class StepsInBackward:
         self._stepped.clear()  # an error may have ended the last backward
         self._guard.before_steps_in_backward(self._optimizer)
 
-    def refuse_stepped(self, unit: Unit) -> None:
+    def refuse(self, what: str, remedy: str) -> None:
+        refuse(what, remedy)
+
+    def entering(self, unit: Unit) -> None:
         """Raises RuntimeError if the running backward has stepped the unit, which it now reaches again."""
         if unit in self._stepped:
             raise RuntimeError(
@@ -70,7 +74,7 @@ class StepsInBackward:
             for param in with_gradients:
                 param.grad = None
 
-    def end(self, units: Iterable[Unit]) -> None:
+    def end(self, units: Collection[Unit]) -> None:
         """Ends the backward, when all units are at rest: steps the remaining parameters."""
         for unit in units:
             self._step(unit)

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zero
-from zero.checks.guard import guarded
 from zero.fsdp import FSDP
+from zero.fsdp.model import sharded_params
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 
@@ -86,7 +86,7 @@ def sharded_before(module: nn.Module) -> FSDP | None:
         return module
     known = _sharded.get(module)
     wrapper = None if known is None else known()
-    if wrapper is None and not guarded().isdisjoint(module.parameters()):
+    if wrapper is None and not sharded_params().isdisjoint(module.parameters()):
         raise ValueError(
             f"the {type(module).__name__} is sharded by an FSDP that no longer exists, nor does the Trainer or Fabric "
             "that made it. Keep the first Trainer, or call zero.unwrap(trainer.strategy.model) before you drop it."

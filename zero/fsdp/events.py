@@ -1,0 +1,152 @@
+"""The seam at which features take part in the forward and backward of a model.
+
+A feature subclasses `ModelEvents`, overrides what it needs, and appends itself to `makers`; from then on each FSDP
+makes one. Here is one that counts all-gathers:
+
+    class Counts(ModelEvents):
+        unshards = 0
+
+        def unsharded(self, group):
+            self.unshards += 1
+
+    makers.append(Counts)
+
+The core calls only what is overridden, so that a feature costs nothing where it has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from zero.fsdp.forward import Forward
+    from zero.fsdp.model import Model
+    from zero.fsdp.unit import Unit
+    from zero.shards.shard_group import ShardGroup
+
+
+class ModelEvents:
+    """Does nothing. Methods are called on every rank alike. model: the FSDP's units, and who orders them."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    # ------------------------------------------------------------------------------------------- forward
+
+    def forward_begins(self) -> None:
+        """No unit is running: the forward of the model begins, or that of one unit by itself."""
+
+    def companions(self, unit: Unit) -> Iterable[Unit]:
+        """Returns other units that must be unsharded where this one computes, in forward and in backward."""
+        return ()
+
+    def entering(self, unit: Unit) -> None:
+        """A forward of the unit begins. Its parameters are still sharded."""
+
+    def leaving(self, unit: Unit) -> None:
+        """The outermost forward of the unit ends. Its parameters are still unsharded."""
+
+    # ------------------------------------------------------------------------------------------ parameters
+
+    def unsharding(self, unit: Unit) -> None:
+        """The unit is needed unsharded now, in forward or in backward; it may be already."""
+
+    def unsharded(self, group: ShardGroup) -> None:
+        """An all-gather of the group has ended, and its parameters are full."""
+
+    def resharding(self, group: ShardGroup) -> None:
+        """The full parameters of the group are about to be freed."""
+
+    def listed(self) -> None:
+        """The user lists the parameters of the FSDP while no unit is running."""
+
+    # -------------------------------------------------------------------------------------------- backward
+
+    def late(self, unit: Unit) -> bool:
+        """Returns whether gradients of the unit may come after backward has passed all of its forwards."""
+        return False
+
+    def backward_begins(self) -> None:
+        """Backward has reached the first unit."""
+
+    def backward_ends(self, reduced: bool) -> None:
+        """Collective. All units are sharded, and gradients are reduced, except under no_sync."""
+
+    def unstepped(self, unit: Unit) -> str | None:
+        """Returns an error message if the unit must not be stepped with the gradients that it has; else None."""
+        return None
+
+    def abandoned(self) -> None:
+        """An exception has ended a forward or backward, which is forgotten."""
+
+    def scaling(self) -> AbstractContextManager[Any]:
+        """Returns a context in which the FSDP scales all gradients by one number, the same on every rank."""
+        return nullcontext()
+
+    # ---------------------------------------------------------------------------------- how the model is called
+
+    def hook(self, unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what is registered on a module in place of a hook that unshards or reshards the unit."""
+        return function
+
+    def forward(self, run: Forward) -> Callable[..., Any]:
+        """Returns what the FSDP calls in its forward in place of `run`."""
+        return run
+
+    def dismissed(self, *, unwrapped: bool) -> None:
+        """The FSDP has ended: it was unwrapped, or handed its units to the FSDP around it."""
+
+
+class Events:
+    """The events of one model, each as the list of the methods that are overridden."""
+
+    _METHODS = (
+        "forward_begins",
+        "companions",
+        "entering",
+        "leaving",
+        "unsharding",
+        "unsharded",
+        "resharding",
+        "listed",
+        "late",
+        "backward_begins",
+        "backward_ends",
+        "unstepped",
+        "abandoned",
+        "scaling",
+        "hook",
+        "forward",
+        "dismissed",
+    )
+    forward_begins: list[Callable[[], None]]
+    companions: list[Callable[[Unit], Iterable[Unit]]]
+    entering: list[Callable[[Unit], None]]
+    leaving: list[Callable[[Unit], None]]
+    unsharding: list[Callable[[Unit], None]]
+    unsharded: list[Callable[[ShardGroup], None]]
+    resharding: list[Callable[[ShardGroup], None]]
+    listed: list[Callable[[], None]]
+    late: list[Callable[[Unit], bool]]
+    backward_begins: list[Callable[[], None]]
+    backward_ends: list[Callable[[bool], None]]
+    unstepped: list[Callable[[Unit], str | None]]
+    abandoned: list[Callable[[], None]]
+    scaling: list[Callable[[], AbstractContextManager[Any]]]
+    hook: list[Callable[[Unit, nn.Module, Callable[..., Any]], Callable[..., Any]]]
+    forward: list[Callable[[Forward], Callable[..., Any]]]
+    dismissed: list[Callable[..., None]]
+
+    def __init__(self, listeners: Iterable[ModelEvents] = ()) -> None:
+        listeners = [*listeners]
+        for name in self._METHODS:
+            does_nothing = vars(ModelEvents)[name]
+            vars(self)[name] = [getattr(one, name) for one in listeners if getattr(type(one), name) is not does_nothing]
+
+
+makers: list[Callable[[Any], ModelEvents]] = []
+"""Called with the `Model` of each new FSDP."""
