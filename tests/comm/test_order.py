@@ -69,19 +69,22 @@ def test_operations_are_compared_one_by_one_only_where_the_schedule_is_new():
     assert ranks.run(comparisons_of_each_step, 2) == [[4, 1, 3, 1, 1]] * 2
 
 
-def comparisons_without_agreement(rank: int, world: int) -> list[int]:
+def comparisons_without_agreement(rank: int, world: int, together: bool) -> list[int]:
     """As of an evaluation, which has forwards alone."""
     with between_hosts(), counted() as seen:
         steps = Steps()
         for _ in range(4):
-            steps.comm.begin_schedule()
+            steps.comm.begin_schedule(together=together)
             steps.gather(0)
             steps.gather(1)
     return seen
 
 
-def test_schedules_settle_without_agreements_too():
-    assert [len(seen) for seen in ranks.run(comparisons_without_agreement, 2)] == [2, 2]
+@pytest.mark.parametrize(("together", "of_the_first_operation"), [(False, 0), (True, 3)])
+def test_schedules_settle_without_agreements_too(together, of_the_first_operation):
+    """If ranks begin them together, one that begins another schedule alone must not send it into others' backward."""
+    for seen in ranks.run(comparisons_without_agreement, 2, args=(together,)):
+        assert len(seen) == 2 + of_the_first_operation
 
 
 def test_each_operation_is_compared_where_the_environment_says_so():
@@ -191,8 +194,25 @@ def test_logs_are_compared_where_both_have_entries():
     order = Order(0, 2)
     names = [order.channel(name) for name in ("a", "b", "c")]
     a, b, c = names
-    assert order.difference({0: (2, [a, b]), 1: (3, [a, b, c])}) is None
-    assert order.difference({0: (3, [b, c]), 1: (2, [a, c])}) == "rank 0 is in b, but rank 1 in c"
+    assert order.difference({0: (2, [a, b]), 1: (3, [a, b, c])}) == {}
+    assert order.difference({0: (3, [b, c]), 1: (2, [a, c])}) == {0: b, 1: c}
+
+
+def test_a_remedy_is_told_where_all_operations_out_of_step_have_it():
+    order = Order(0, 2)
+    first, second = order.channel("expert 1", "Do this."), order.channel("expert 2", "Do this.")
+    other, another = order.channel("expert 3", "Do that."), order.channel("a step")
+    step = "Each of these is collective: call it on every rank, in the same order."
+    for channels, end in [
+        ((first, second), f"{step} Do this."),
+        ((first, other), step),
+        ((first, another), step),
+        ((another, first), step),
+    ]:
+        text = refusal(lambda here=channels[0], there=channels[1]: order.refuse_differing(here, {0: here, 1: there}))
+        assert text.endswith(end), text
+        order.broken = None
+    assert "moved different numbers of bytes. Each of these" in refusal(lambda: order.out_of_step({}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

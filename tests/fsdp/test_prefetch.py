@@ -61,9 +61,9 @@ def events(model: zero.FSDP, told: list[str]) -> Any:
     """Notes gatherings as they are launched, and the forwards of blocks."""
     launch = ShardGroup.launch_unshard
 
-    def noted(group: ShardGroup, **options: Any) -> None:
+    def noted(group: ShardGroup, *args: Any, **options: Any) -> None:
         told.append("gather " + group.label.split(".")[-1].strip("'"))
-        launch(group, **options)
+        launch(group, *args, **options)
 
     hooks = [
         block.linear.register_forward_pre_hook(lambda *_, number=number: told.append(f"forward {number}"))

@@ -7,8 +7,9 @@ Transport   the interface of host_memory, process_group (Gloo, and backends that
 
 from zero.comm.comm import Comm
 from zero.comm.handle import Handle
+from zero.comm.order import COLLECTION
 from zero.comm.quantised import Int8
 from zero.comm.settings import configure
 from zero.comm.traffic import Traffic, traffic
 
-__all__ = ["Comm", "Handle", "Int8", "Traffic", "configure", "traffic"]
+__all__ = ["COLLECTION", "Comm", "Handle", "Int8", "Traffic", "configure", "traffic"]

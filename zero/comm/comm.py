@@ -130,28 +130,33 @@ class Comm:
 
     # ---------------------------------------------------------------------------------- comparing the ranks
 
-    def channel(self, name: str) -> int:
-        """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order."""
-        return self._order.channel(name)
+    def channel(self, name: str, remedy: str = "") -> int:
+        """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order.
 
-    def begin_schedule(self) -> None:
-        """Marks the start of a sequence of operations that may have run before in the same order, such as a forward."""
-        self._order.begin()
+        remedy: a sentence for the user, if ranks are out of step in operations that all have this remedy.
+        """
+        return self._order.channel(name, remedy)
+
+    def begin_schedule(self, *, together: bool = False) -> None:
+        """Marks the start of a sequence of operations that may have run before in the same order, such as a forward.
+
+        together: all ranks begin it at the same point, and can compare its first operation."""
+        self._order.begin(together=together)
 
     def agree(self, channel: int, *, flag: bool = False) -> bool:
         """Collective. Raises RuntimeError on every rank unless all ranks call it with the same channel after the same
         operations. Returns whether any rank has the flag."""
         if self.world > 1:
             flag = self._link.transport().compare(channel, flag=flag)
-            self._order.begin()
+            self._order.agreed()
         return flag
 
-    def compare(self, what: str, lines: Sequence[str], problem: str | None = None) -> None:
+    def compare(self, what: str, lines: Sequence[str], problem: str | None = None, channel: int = COMPARISON) -> None:
         """Collective. Raises ValueError on every rank if any rank has a `problem`, or if the signature `lines` differs
         between ranks. Otherwise it costs one exchange of 32 bytes."""
         texts = [as_text(lines, problem)]
         if self.world > 1:
-            self.agree(COMPARISON)
+            self.agree(channel)
             digests = self._exchange(hashlib.sha256(texts[0].encode()).digest())
             if problem is not None or len(set(digests)) > 1:
                 texts = self.all_gather_text(texts[0])

@@ -4,7 +4,8 @@ Every rank appends each operation to a log: its channel, and the number of bytes
 compare every operation, because that costs nothing there. Over other transports they compare
 
     one operation    before its launch, if it follows the operations before it for the first time: in the first steps,
-                     and after any change of the schedule. ZERO_CHECK=each in the environment compares every operation.
+                     and after any change of the schedule; and the first of a forward that follows another forward
+                     without a backward. ZERO_CHECK=each in the environment compares every operation.
     the log          at the end of a backward, and before stepped parameters are gathered (`Comm.agree`). No result that
                      the ranks disagree on is applied.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from zero.comm.handle import Handle
 from zero.comm.settings import compares_each
@@ -52,6 +53,8 @@ class Order:
         self._each = compares_each()
         self._position = 0
         """The position in the schedule: a digest of the operations since it began."""
+        self._agreed, self._unsettled = True, False
+        """Whether ranks have agreed since the schedule began; whether they must compare the next operation."""
         self._settled: set[int] = set()
         """Positions at which all ranks have compared their operations."""
         self._log: deque[int] = deque(maxlen=TAIL)
@@ -62,15 +65,21 @@ class Order:
             "a comparison of what the ranks were given",
             "a sum over the ranks",
             "a broadcast",
-            "a collection",
+            "the collection of full tensors or state",
             "a gather",
             "a reduction",
         ]
+        self._remedies: dict[int, str] = {}
 
-    def channel(self, name: str) -> int:
-        """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order."""
+    def channel(self, name: str, remedy: str = "") -> int:
+        """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order.
+
+        remedy: a sentence for the user, if ranks are out of step in operations that all have this remedy.
+        """
         self._names.append(name)
-        return len(self._names) - 1
+        channel = len(self._names) - 1
+        self._remedies[channel] = remedy
+        return channel
 
     def name(self, channel: int) -> str:
         """Returns the name of a channel, for errors."""
@@ -78,9 +87,21 @@ class Order:
 
     # ------------------------------------------------------------------------------------------- the log
 
-    def begin(self) -> None:
-        """Marks the start of a schedule that may have run before, such as a forward."""
+    def begin(self, *, together: bool = False) -> None:
+        """Marks the start of a schedule that may have run before, such as a forward.
+
+        together: all ranks begin it at the same point. If they have not agreed since such a schedule before, they
+            compare its first operation. Otherwise a rank that begins a forward alone could send it to other ranks'
+            backward, and Gloo ends a process that receives more than it expects.
+        """
         self._position = 0
+        if together:
+            self._unsettled, self._agreed = not self._agreed, False
+
+    def agreed(self) -> None:
+        """Marks the end of a schedule, where all ranks have compared their logs."""
+        self._position = 0
+        self._agreed = True
 
     def record(self, channel: int) -> None:
         """Appends an operation to the log that other ranks read while they wait, without its bytes."""
@@ -92,7 +113,9 @@ class Order:
         self.record(channel)
         self.digest = hash((self.digest, channel, nbytes))
         self._position = hash((self._position, channel, nbytes))
-        return self._each or self._position not in self._settled
+        compares = self._each or self._unsettled or self._position not in self._settled
+        self._unsettled = False
+        return compares
 
     def settle(self) -> None:
         """Marks the last operation as compared: all ranks have reached it with the same log."""
@@ -111,16 +134,15 @@ class Order:
         """The number of operations since the last comparison, and the channels of the last TAIL of them."""
         return self._length, [*self._log]
 
-    def difference(self, histories: Mapping[int, tuple[int, Sequence[int]]]) -> str | None:
-        """Returns the first difference of histories (by rank) where they overlap, in words for the user, if any."""
+    def difference(self, histories: Mapping[int, tuple[int, Sequence[int]]]) -> dict[int, int]:
+        """Returns the channels, by rank, of the first difference of histories (by rank) where they overlap, if any."""
         logs = {rank: dict(zip(range(n - len(log), n), log, strict=True)) for rank, (n, log) in histories.items()}
         first, *others = sorted(logs)
         differing = [i for rank in others for i in logs[first].keys() & logs[rank] if logs[first][i] != logs[rank][i]]
         if not differing:
-            return None
+            return {}
         i = min(differing)
-        operations = [f"rank {rank} in {self.name(logs[rank][i])}" for rank in others if i in logs[rank]]
-        return f"rank {first} is in {self.name(logs[first][i])}, but {', '.join(operations)}"
+        return {rank: log[i] for rank, log in sorted(logs.items()) if i in log}
 
     # ------------------------------------------------------------------------------------------- failures
 
@@ -130,16 +152,22 @@ class Order:
 
     def refuse_differing(self, channel: int, channels: Mapping[int, int]) -> None:
         """Raises RuntimeError if another rank's channel, in `channels` by rank, differs from this rank's `channel`."""
-        differing = [f"rank {rank} in {self.name(other)}" for rank, other in channels.items() if other != channel]
+        differing = {rank: other for rank, other in channels.items() if other != channel}
         if differing:
-            self.out_of_step(f"rank {self._rank} is in {self.name(channel)}, but {', '.join(differing)}")
+            self.out_of_step({self._rank: channel, **differing})
 
-    def out_of_step(self, difference: str) -> None:
-        """Raises RuntimeError. difference: which operation each rank is in."""
+    def out_of_step(self, channels: Mapping[int, int]) -> NoReturn:
+        """Raises RuntimeError. channels: by rank, where they differ; empty if only the bytes of operations do."""
+        difference = "their last operations moved different numbers of bytes"
+        if channels:
+            first, *others = channels
+            operations = ", ".join(f"rank {rank} in {self.name(channels[rank])}" for rank in others)
+            difference = f"rank {first} is in {self.name(channels[first])}, but {operations}"
+        remedies = {self._remedies.get(channel, "") for channel in channels.values()}
         reason = (
-            f"ranks are out of step: {difference}. All ranks must run the same modules in the same order and take the "
-            "same steps. If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
-        )
+            f"ranks are out of step: {difference}. Each of these is collective: call it on every rank, in the same "
+            f"order. {remedies.pop() if len(remedies) == 1 else ''}"
+        ).rstrip()
         self.mark_broken(reason)
         raise RuntimeError(reason)
 
@@ -166,7 +194,8 @@ class Order:
         operation = "a transfer" if channel is None else self.name(channel)
         reason = (
             f"rank {self._rank} failed in {operation}: another rank of the group of {self._world} has stopped, or did "
-            f"not reach this operation{self.absent()}. Look for the first error on any rank. ({error})"
+            f"not reach this operation{self.absent()}. Look for the first error on any rank. If there is none, the "
+            f"call is collective: call it on every rank. ({error})"
         )
         self.mark_broken(reason)
         return reason

@@ -290,7 +290,7 @@ def refuse_differing_logs(transport: Transport, order: Order) -> None:
     for rank, history in enumerate(received):
         length, *channels = array("q", history)
         histories[rank] = length, [channel for channel in channels if channel >= 0]
-    order.out_of_step(order.difference(histories) or "their last operations moved different numbers of bytes")
+    order.out_of_step(order.difference(histories))
 
 
 def _never_drop(group: object) -> None:

@@ -52,7 +52,7 @@ class Watchdog:
             raise RuntimeError(failure)
         if first is not None and first[0] == self._order.comparisons:
             difference = self._order.difference({0: first[1], self._rank: self._order.history})
-            if difference is not None:
+            if difference:
                 self._order.out_of_step(difference)
 
     def _exchange(self, report: str) -> tuple[str | None, _Report | None]:

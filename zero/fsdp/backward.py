@@ -110,7 +110,7 @@ class Backward:
         self._reads_at_rest.end(unit)
         if self.steps is not None:
             self.steps.refuse_stepped(unit)
-        unit.unshard()
+        unit.unshard(for_backward=True)
         if self._reducing is unit:  # backward has reached it again
             self._finish_reduce()
         unit.enter_backward()
@@ -126,7 +126,7 @@ class Backward:
         """Launches the all-gather of the unit that backward is expected to reach next, unless it is in backward."""
         following = unit.before
         if following is not None and following.calls and following.state is TrainingState.IDLE:
-            following.unshard_ahead()
+            following.unshard_ahead(for_backward=True)
 
     def _complete(self, unit: Unit, *, at_end: bool = False) -> None:
         """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction.

@@ -113,14 +113,14 @@ class Schedule:
             if not self._backward.active:
                 self._beside.begin()
                 for comm in self._comms:
-                    comm.begin_schedule()
+                    comm.begin_schedule(together=comm is self._comms[0])  # among the first all forwards gather
                 if not self._backward.accumulates:
                     for exchange in self._exchanges:
                         exchange.expect_steps()
         self._beside.expect(unit)
         for other in (unit, *unit.reads):
             self._backward.end_reads(other)
-            other.unshard()
+            other.unshard(for_backward=self._backward.active)
         for other in unit.reads:
             other.running_readers += 1
         self._running.append(unit)

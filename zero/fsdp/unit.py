@@ -15,6 +15,8 @@ from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.oss.shard_group import GroupState, ShardGroup
 
+_AS_ONE_UNIT = "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
+
 
 class TrainingState(enum.Enum):
     """Whether a backward is computing gradients of a unit."""
@@ -89,6 +91,10 @@ class Unit:
 
     def _set_title(self) -> None:
         self.title = f"unit {self.name!r}" if self.name else "the root unit"
+        if self.groups:
+            channel = self.groups[0].exchange.gathered_by.channel  # the same ranks gather all groups
+            self._for_forward = channel(f"the gathering of {self.title} for forward", _AS_ONE_UNIT if self.name else "")
+            self._for_backward = channel(f"the gathering of {self.title} for backward")
 
     def move_below(self, prefix: str) -> None:
         """Renames the unit and its parameters for a larger model, which has the module below `prefix`."""
@@ -167,12 +173,9 @@ class Unit:
         """Whether all-gathers of its parameters overlap computing."""
         return any(group.overlaps for group in self.groups)
 
-    def unshard(self) -> None:
+    def unshard(self, *, for_backward: bool = False) -> None:
         """Collective. Unshards the parameters. Raises RuntimeError if an earlier all-gather of them failed."""
-        wire = self.precision.param_wire
-        for group in self.groups:
-            if group.state is GroupState.SHARDED:
-                group.launch_unshard(wire=wire)
+        self._launch_unshard(for_backward=for_backward)
         self.finish_unshard()
         if any(group.state is GroupState.LOST for group in self.groups):
             raise RuntimeError(
@@ -180,11 +183,15 @@ class Unit:
                 "for the first error, and initialise the process group again."
             )
 
-    def unshard_ahead(self) -> None:
+    def unshard_ahead(self, *, for_backward: bool = False) -> None:
         """Collective. Launches the all-gather of parameters that are needed later, if they are sharded."""
+        self._launch_unshard(for_backward=for_backward, ahead=True)
+
+    def _launch_unshard(self, *, for_backward: bool, ahead: bool = False) -> None:
         for group in self.groups:
             if group.state is GroupState.SHARDED:
-                group.launch_unshard(wire=self.precision.param_wire, ahead=True)
+                channel = self._for_backward if for_backward else self._for_forward
+                group.launch_unshard(channel, wire=self.precision.param_wire, ahead=ahead)
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are unsharded."""

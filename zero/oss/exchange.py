@@ -61,25 +61,27 @@ class Exchange:
     def expect_steps(self) -> None:
         """Called on all ranks where the owners may have stepped their shards since the last gather."""
 
-    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire) -> Handle:
+    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire, channel: int | None = None) -> Handle:
         """Collective. Fills the full buffer.
 
         shard: this rank's shard, which keeps its precision whatever the wire; None if it lies in the buffer already.
+        channel: of `gathered_by`, by default "the gathering of" the group.
         """
+        channel = self._gather if channel is None else channel
         if shard is not None:
             own = full[self._own]
             own.copy_(shard.to(own.device, non_blocking=True))
         comm, bounds = self.gathered_by, self._layout.bounds
         if isinstance(wire, torch.dtype):
             if comm.world > 1 and full.is_floating_point() and wire.itemsize < full.element_size():
-                return self._gather_as(wire, full)
+                return self._gather_as(wire, full, channel)
             wire = None
-        return comm.gather(full, bounds, self._gather, sent_as=wire, keeps_own=shard is None)
+        return comm.gather(full, bounds, channel, sent_as=wire, keeps_own=shard is None)
 
-    def _gather_as(self, dtype: torch.dtype, full: Tensor) -> Handle:
+    def _gather_as(self, dtype: torch.dtype, full: Tensor, channel: int) -> Handle:
         sent = full.new_empty(full.numel(), dtype=dtype)
         sent[self._own] = full[self._own]
-        handle = self.gathered_by.gather(sent, self._layout.bounds, self._gather)
+        handle = self.gathered_by.gather(sent, self._layout.bounds, channel)
 
         def finish() -> None:
             handle.wait()
@@ -150,7 +152,7 @@ class TwoLevels(Exchange):
     def expect_steps(self) -> None:
         self.stale = True
 
-    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire) -> Handle:
+    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire, channel: int | None = None) -> Handle:
         """See Exchange.gather; the shard must not lie in the buffer. wire: of the all-gather across nodes."""
         assert shard is not None
         if self.node_shard is None:
@@ -162,7 +164,7 @@ class TwoLevels(Exchange):
             self._across.gather(self.node_shard, self._slices, self._refresh, sent_as=quantised).wait()
             self.stale = False
         full[self._own] = self.node_shard
-        return self.gathered_by.gather(full, self._bounds, self._gather)
+        return self.gathered_by.gather(full, self._bounds, self._gather if channel is None else channel)
 
     def reduce(self, messages: Sequence[Message], wire: Int8 | None) -> Handle:
         """See Exchange.reduce; takes one message, the full buffer's gradients. wire: of both reductions."""

@@ -156,7 +156,7 @@ class ShardGroup:
         self._full_channel = self._channel_of_full()
 
     def _channel_of_full(self) -> int:
-        return self.comm.channel(f"the full tensors of {self.label}")
+        return self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
 
     def _views_to_bind(self) -> list[Tensor]:
         views = self.shapes.views_of_full(self.full)
@@ -190,9 +190,12 @@ class ShardGroup:
         """Whether the parameters are full on this rank."""
         return self.state is GroupState.UNSHARDED or self._summoned is not None
 
-    def launch_unshard(self, *, wire: Wire = None, ahead: bool = False, conceal: bool = False) -> None:
+    def launch_unshard(
+        self, channel: int | None = None, *, wire: Wire = None, ahead: bool = False, conceal: bool = False
+    ) -> None:
         """Collective. Launches the all-gather of the shards into `full`.
 
+        channel: see Exchange.gather.
         wire: a narrower dtype, or a quantisation, in which shards are sent; `shard` keeps its precision.
         ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
         conceal: until `finish_unshard` the parameters are views of one NaN, which cannot be written to, so that old
@@ -212,12 +215,9 @@ class ShardGroup:
                 if self.frees:
                     self._writes.quantised = self._rounding(wire)
                     self.full.untyped_storage().resize_(self.full.nbytes)
-                    self._handle = beside(
-                        self.exchange.gather(self.full, self.shard, wire), keeps=(self.full, self.exchange)
-                    )
-                    self._shard_used()
-                else:
-                    self._handle = beside(self.exchange.gather(self.full, None, wire), keeps=self.full)
+                gathered = self.exchange.gather(self.full, self.shard if self.frees else None, wire, channel)
+                self._handle = beside(gathered, keeps=(self.full, self.exchange))
+                self._shard_used()
         except BaseException:
             self._become(GroupState.LOST)
             raise

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.comm import Comm
+from zero.comm import COLLECTION, Comm
 from zero.measure import param_groups
 from zero.oss import leaves
 from zero.oss.masters import settled
@@ -287,7 +287,7 @@ def _described(optimizer: Sharded, settle: bool) -> str:
             f"{type(optimizer.optim).__name__} keeps something in its state that is neither a tensor nor a plain value "
             f"({error}). Save each rank's own state_dict() instead of a consolidated one."
         )
-    optimizer.comm.compare("the states to consolidate", [], problem)
+    optimizer.comm.compare("the states to consolidate", [], problem, COLLECTION)
     return text
 
 
