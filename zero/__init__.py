@@ -6,6 +6,7 @@ from zero.checks import guard, state_dicts  # noqa: F401 - they register themsel
 from zero.comm import Traffic, traffic
 from zero.features import plug_in
 from zero.features.int8 import Int8
+from zero.features.offload import CPUOffload, DiskOffload
 from zero.features.step_in_backward.call import step_in_backward
 from zero.features.uneven import join
 from zero.fsdp import (
@@ -13,8 +14,6 @@ from zero.fsdp import (
     MEMORY_FIRST,
     SPEED_FIRST,
     BackwardPrefetch,
-    CPUOffload,
-    DiskOffload,
     MixedPrecision,
     Prefetch,
     ShardingStrategy,

@@ -15,9 +15,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import ranks
 import zero
 from sidebyside import data
-from zero.features.offload.stores import as_offload
+from zero.features.offload.homes import as_offload
 from zero.fsdp.prefetch import as_prefetch
 from zero.interop.torch_options import from_torch
+from zero.shards.home import take_home
 
 WIDTH = 6
 BF16 = torch.bfloat16
@@ -172,13 +173,16 @@ def test_a_model_trains_with_the_names_of_fsdp1():
     ids=str,
 )
 def test_names_of_fsdp1_say_what_is_gathered_ahead(given, own):
-    assert from_torch(given, None, None, [], []).prefetch == own
+    assert from_torch(given, None, [], []).prefetch == own
 
 
 def test_names_of_fsdp1_say_where_shards_lie():
-    given = {"cpu_offload": fsdp.CPUOffload(offload_params=True)}
-    assert from_torch(given, None, None, [], []).offload == zero.CPUOffload()
-    assert from_torch({"cpu_offload": False}, None, zero.CPUOffload(), [], []).offload == zero.CPUOffload()
+    for given in (
+        {"cpu_offload": fsdp.CPUOffload(offload_params=True)},
+        {"cpu_offload": False, "offload": zero.CPUOffload()},
+    ):
+        home, problem = take_home(given)
+        assert home.apart and problem is None and not given
 
 
 def ignored(rank: int, world: int) -> list[bool]:

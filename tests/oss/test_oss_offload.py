@@ -296,4 +296,4 @@ def others(rank: int, world: int, path: Path) -> None:
 
 
 def test_offload_on_one_rank_only_is_refused_on_every_rank(tmp_path):
-    ranks.expect_error(others, 2, ValueError, "offload DiskOffload", "offload NoneType", args=(tmp_path,))
+    ranks.expect_error(others, 2, ValueError, "offload DiskOffload", "shards on the device", args=(tmp_path,))

@@ -310,41 +310,6 @@ def test_what_owners_write_into_their_parts_reaches_every_rank(own_shard):
     ranks.run(_steps, 3, args=(own_shard,))
 
 
-def _written_while_whole(rank, world):
-    params = odd_parameters()
-    values = [param.detach().clone() for param in params.values()]
-    group = group_of(params, own_shard=True)
-
-    def write(value):
-        with torch.no_grad():
-            for param in params.values():
-                param.fill_(value)
-
-    gathered(group)
-    write(5)
-    group.reshard()
-    values = [torch.full_like(value, 5) for value in values]
-    assert_is_part(group, values)
-
-    for keep, value in ((False, 6), (True, 7)):
-        group.summon()
-        assert group.state is GroupState.SUMMONED
-        for param, expected in zip(group.params, values, strict=True):
-            assert torch.equal(param, expected)
-        write(value)
-        group.dismiss(keep=keep)
-        assert not group.summoned
-        if keep:
-            values = [torch.full_like(value_, value) for value_ in values]
-        assert_is_part(group, values)
-    gathered(group)
-    assert {float(x) for param in params.values() for x in param.detach().flatten()} == {7.0}
-
-
-def test_what_is_written_into_whole_parameters_lasts_but_where_a_summons_ends_without():
-    ranks.run(_written_while_whole, 2)
-
-
 def _summoned_from_half(rank, world):
     params = odd_parameters()
     values = [param.detach().clone() for param in params.values()]

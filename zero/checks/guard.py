@@ -6,7 +6,7 @@ optimizer; the hook here checks the step if the optimizer holds parameters of an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -26,8 +26,8 @@ from zero.measure.kinds import Finding, Kind
 from zero.measure.numbers import differs
 from zero.measure.param_groups import SHARD_MARK
 from zero.sdp.wrapper import refuse_steps
+from zero.shards.home import Home
 from zero.shards.partition import optimizer_problem
-from zero.shards.slices import step_alone
 from zero.state.user_optimizer import StateHooks, SteppedShards, refuse_other_shards
 
 _registered: list[Any] = []
@@ -97,8 +97,8 @@ class Guard(ModelEvents):
         if closure is None:
             self._check(optimizer, params)
         self._measured.before_step(optimizer)
-        if self.model.disk is not None:
-            self.model.disk.before_step(optimizer, params, closure=closure is not None)
+        for home, own in self._by_home(params).items():
+            home.before_step(optimizer, own, closure=closure is not None)
         return None if closure is None else partial(self._call_and_check, closure, optimizer, params)
 
     def _call_and_check(self, closure: Callable[[], Any], optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Any:
@@ -123,8 +123,8 @@ class Guard(ModelEvents):
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._measured.after_step(optimizer)
-        if self.model.disk is not None:
-            self.model.disk.stepped(optimizer, self._sharded_params(optimizer))
+        for home, params in self._by_home(self._sharded_params(optimizer)).items():
+            home.stepped(optimizer, params)
 
     def before_steps_in_backward(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError for state of other parameters than the optimizer's."""
@@ -135,11 +135,14 @@ class Guard(ModelEvents):
 
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Steps only these parameters, without calling hooks."""
-        if self.model.disk is None:
-            step_alone(optimizer, params)
-        else:
-            self.model.disk.step(optimizer, params)
-            self.model.disk.stepped(optimizer, params)
+        for home, own in self._by_home(params).items():
+            home.step(optimizer, own)
+
+    def _by_home(self, params: Iterable[nn.Parameter]) -> dict[Home, list[nn.Parameter]]:
+        found: dict[Home, list[nn.Parameter]] = {}
+        for param in params:
+            found.setdefault(self._index[param].group.home, []).append(param)
+        return found
 
     def _optimizer_problem(self, findings: dict[str, Finding]) -> str | None:
         """Returns an error message if the optimizer cannot step shards, else None. Does not look at cut parameters."""

@@ -1,6 +1,5 @@
 """ZeRO stage 3: parameters, gradients and optimizer state are sharded."""
 
-from zero.features.offload.stores import CPUOffload, DiskOffload
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import MEMORY_FIRST, SPEED_FIRST, BackwardPrefetch, Prefetch
@@ -11,8 +10,6 @@ __all__ = [
     "MEMORY_FIRST",
     "SPEED_FIRST",
     "BackwardPrefetch",
-    "CPUOffload",
-    "DiskOffload",
     "MixedPrecision",
     "Prefetch",
     "ShardingStrategy",

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.features.offload.disk import Disk
-from zero.features.offload.stores import CPUOffload, DiskOffload, Room
 from zero.fsdp.choice import Choice
 from zero.fsdp.full_params import restore_module
 from zero.fsdp.materialise import Materialiser
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Unit
+from zero.shards.home import Home
 from zero.shards.partition import Partition, lay_out
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup
@@ -28,21 +27,21 @@ class Options:
 
     stays: whether they stay unsharded from forward to backward.
     synced: whether all ranks start from the first rank's values.
-    offload: where shards are stored, if not on the device that computes.
+    home: where shards lie.
     """
 
     partition: Partition
     precision: MixedPrecision
     stays: bool
     synced: bool
-    offload: CPUOffload | DiskOffload | None
+    home: Home
     prefetch: Prefetch
 
     def signature(self) -> str:
         """Returns the options that must be the same on every rank, as text."""
         return (
             f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
-            f"offload {type(self.offload).__name__}, {self.prefetch}"
+            f"{self.home.alike}, {self.prefetch}"
         )
 
 
@@ -53,7 +52,6 @@ class Builder:
     whether it has failed on any. If it has, the units that were sharded before are gathered again.
 
     param_init_fn: initialises modules that were built on the meta device.
-    `disk`: stores the shards, if they are in files.
     `cast_buffers`, `hooks`: the buffers that mixed precision has cast, and its hooks on modules.
     """
 
@@ -65,9 +63,6 @@ class Builder:
         param_init_fn: Callable[[nn.Module], None] | None,
     ) -> None:
         self._choice, self._placement, self._options = choice, placement, options
-        store = options.offload.store() if options.offload else None
-        self.disk = store if isinstance(store, Disk) else None
-        self._room = Room(store) if store else None
         self._materialiser = Materialiser(choice.module, param_init_fn, initialises=placement.first)
         self._loads = [0] * placement.comm.world
         self.cast_buffers: list[CastBuffer] = []
@@ -83,7 +78,7 @@ class Builder:
         """
         units: list[Unit] = []
         try:
-            self._can_fail = self._on_any_rank(self._room is not None or self._materialiser.pending)
+            self._can_fail = self._on_any_rank(self._options.home.apart or self._materialiser.pending)
             self._materialiser.materialise_buffers()
             for name, owned in self._choice.owned().items():
                 units.append(self._unit(name, owned))
@@ -130,7 +125,7 @@ class Builder:
                 self._placement,
                 cut="whole" if self._options.partition == "whole" else "even",
                 loads=self._loads,
-                options=GroupOptions(True, dtype, shard_in_full, self._room),
+                options=GroupOptions(True, dtype, shard_in_full, self._options.home),
                 label=title,
             )
         ]
@@ -148,7 +143,5 @@ class Builder:
         """Collective, if building can fail. Raises ValueError on every rank if it has failed on any."""
         if not self._can_fail:
             return
-        problem = self._materialiser.problem
-        if problem is None and self._room is not None:
-            problem = self._room.problem(f"the shards of {title}", self._options.offload)
+        problem = self._materialiser.problem or self._options.home.problem(f"the shards of {title}")
         self._placement.compare("the units of FSDP", [], problem)

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero._torch import children_of
 from zero.comm import Comm
-from zero.features.offload.stores import CPUOffload, DiskOffload
 from zero.fsdp import unit_sizes
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
@@ -30,6 +29,7 @@ from zero.oss.joining import NO_JOIN
 from zero.sdp.buffers import BufferSync
 from zero.shards import norm
 from zero.shards.announce import announce
+from zero.shards.home import take_home
 from zero.shards.partition import Partition, partition_problem
 from zero.shards.placement import Placement
 from zero.shards.refusals import Wrapping, refusal
@@ -74,8 +74,6 @@ class FSDP(Weights):
         MixedPrecision has the same meaning as in PyTorch; keep_low_precision_grads is refused.
     prefetch: which units are gathered ahead, and how many are in flight; see Prefetch, MEMORY_FIRST, SPEED_FIRST. A
         BackwardPrefetch, zero's or PyTorch's, stands for a Prefetch with it.
-    offload: where shards are stored at rest: CPUOffload or DiskOffload. PyTorch's CPUOffload() offloads nothing;
-        its CPUOffload(offload_params=True) is zero's CPUOffload.
     param_init_fn: initialises a module that was built on the meta device, instead of its `reset_parameters`. Units get
         memory one at a time. Rank 0 initialises the values, and the other ranks receive them.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
@@ -115,7 +113,6 @@ class FSDP(Weights):
         reshard_after_forward: bool | None = True,
         mixed_precision: MixedPrecision | None = None,
         prefetch: Prefetch | BackwardPrefetch | None = None,
-        offload: CPUOffload | DiskOffload | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,
@@ -127,10 +124,13 @@ class FSDP(Weights):
         strategy, placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
         with placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
-            asked = from_torch(of_torch, prefetch, offload, ignored_modules, ignored_parameters)
+            home, wrong = take_home(of_torch)
+            if wrong is not None:
+                raise ValueError(wrong)
+            asked = from_torch(of_torch, prefetch, ignored_modules, ignored_parameters)
             precision = as_precision(mixed_precision)
             stays = strategy.keeps_parameters or reshard_after_forward is False
-            options = Options(partition, precision, stays, sync_module_states, asked.offload, asked.prefetch)
+            options = Options(partition, precision, stays, sync_module_states, home, asked.prefetch)
         asked.move(module)
         nested = _nested_in(module)
         choice = Choice(module, nested, _parameters_of(nested), asked.ignored)
@@ -150,7 +150,6 @@ class FSDP(Weights):
             ignored=asked.ignored_modules,
             partition=partition,
             cast_buffers=cast_buffers,
-            disk=builder.disk,
         )
         self.broadcast_buffers = broadcast_buffers
         name, warns = type(module).__name__, placement.comm.world > 1 and placement.first
@@ -291,7 +290,7 @@ def _parameters_of(nested: dict[str, FSDP]) -> set[nn.Parameter]:
 
 def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placement: Placement) -> str | None:
     """Returns an error message if the module cannot be wrapped with these options, else None."""
-    frees = placement.comm.world > 1 or options.offload is not None or options.precision.param_dtype is not None
+    frees = placement.comm.world > 1 or options.home.apart or options.precision.param_dtype is not None
     units = [module for name, module in choice.units.items() if name]
     units += [unit.module for fsdp in nested.values() for unit in fsdp._units[1:]]
     return (

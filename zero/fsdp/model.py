@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import nn
@@ -45,10 +44,9 @@ class Model:
         ignored: Sequence[nn.Module] = (),
         partition: Partition = "auto",
         cast_buffers: Sequence[CastBuffer] = (),
-        disk: Any = None,
     ) -> None:
         self.module, self.units, self.placement, self.ignored = module, units, placement, ignored
-        self.partition, self.cast_buffers, self.disk = partition, cast_buffers, disk
+        self.partition, self.cast_buffers = partition, cast_buffers
         self.index = Index(units)
         self.root = units[0]
         self.comm: Comm = placement.comm

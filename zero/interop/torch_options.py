@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from zero._torch import buffers_of
-from zero.features.offload.stores import CPUOffload, DiskOffload, as_offload
 from zero.fsdp.prefetch import Prefetch, as_prefetch
+from zero.shards.home import homes
 
 NAMES = (
     "backward_prefetch",
-    "cpu_offload",
     "device_id",
     "forward_prefetch",
     "ignored_states",
@@ -32,7 +31,6 @@ class TorchOptions:
     """
 
     prefetch: Prefetch
-    offload: CPUOffload | DiskOffload | None
     ignored_modules: list[nn.Module]
     ignored_parameters: list[nn.Parameter]
     device: torch.device | None
@@ -58,11 +56,10 @@ class TorchOptions:
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:
     """Raises TypeError for arguments that neither zero's nor PyTorch's FSDP has."""
-    unknown = sorted(given.keys() - {*NAMES})
+    unknown = sorted(given.keys() - {*NAMES, *homes})
     if unknown:
-        raise TypeError(
-            f"FSDP got an unexpected argument {unknown[0]!r}. Of PyTorch's own names it takes {', '.join(NAMES)}."
-        )
+        known = ", ".join(sorted({*NAMES, *homes}))
+        raise TypeError(f"FSDP got an unexpected argument {unknown[0]!r}. Besides its own names it takes {known}.")
 
 
 def refuse_number_of_ranks(reshard_after_forward: Any) -> None:
@@ -78,7 +75,6 @@ def refuse_number_of_ranks(reshard_after_forward: Any) -> None:
 def from_torch(
     given: Mapping[str, Any],
     prefetch: Any,
-    offload: Any,
     ignored_modules: Iterable[nn.Module],
     ignored_parameters: Iterable[nn.Parameter],
 ) -> TorchOptions:
@@ -91,7 +87,6 @@ def from_torch(
     modules, params = _ignored(given.get("ignored_states"))
     return TorchOptions(
         _prefetch(given, prefetch),
-        _offload(given, offload),
         [*ignored_modules, *modules],
         [*ignored_parameters, *params],
         _device(given.get("device_id")),
@@ -114,13 +109,6 @@ def _prefetch(given: Mapping[str, Any], own: Any) -> Prefetch:
         forward_prefetch=given.get("forward_prefetch", default.forward_prefetch),
         limit=None if given.get("limit_all_gathers", True) else 3,
     )
-
-
-def _offload(given: Mapping[str, Any], own: Any) -> CPUOffload | DiskOffload | None:
-    asked = given.get("cpu_offload") or None  # PyTorch takes False for none
-    if asked is not None and own is not None:
-        raise ValueError("offload and cpu_offload both say where shards are stored. Pass one of them.")
-    return as_offload(own if asked is None else asked)
 
 
 def _ignored(states: Iterable[Any] | None) -> tuple[list[nn.Module], list[nn.Parameter]]:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from zero.checks.numbers import Agreed
 from zero.comm import Comm, Wire
-from zero.features.offload.stores import CPUOffload, DiskOffload, Room, offload_of
 from zero.interop.from_optimizer import from_optimizer
 from zero.measure.kinds import Finding, Kind, finding_of, known, title
 from zero.measure.named import build
@@ -20,6 +19,7 @@ from zero.measure.param_groups import called, described_options, options
 from zero.oss.stepping import Stepping
 from zero.shards.announce import announce
 from zero.shards.arguments import as_groups, describe, devices_of, master_problem, named_params, wire_of, wire_problem
+from zero.shards.home import take_home
 from zero.shards.masters import Masters
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
@@ -55,10 +55,7 @@ class OSS(Stepping):
         owner's copy keeps its precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
-    offload: zero.CPUOffload() or zero.DiskOffload(path): shards (float32 or master_dtype if parameters are narrower),
-        their gradients and the optimizer state are in the memory of the CPU, or in files, and are stepped there (J. Ren
-        et al., "ZeRO-Offload", 2021, section 4). The device keeps parameters and, with ShardedDDP, buckets of gradients
-        in flight.
+    defaults: also options of features, which lay stepped tensors elsewhere; see zero.shards.home.
 
     If data ends earlier on some ranks than on others, train inside `with zero.join(ddp, optimizer):`, or torch's
     `with Join([ddp, optimizer]):`. There each forward must be followed by a backward and, except under no_sync, a step.
@@ -78,15 +75,14 @@ class OSS(Stepping):
         granularity: int | None = None,
         broadcast_fp16: bool | torch.dtype | Wire = False,
         master_dtype: torch.dtype | None = None,
-        offload: CPUOffload | DiskOffload | None = None,
         **defaults: Any,
     ) -> None:
         self._comm = Comm(group)
         groups, problem = as_groups(params)
         self._wire, wrong_wire = wire_of(broadcast_fp16, "broadcast_fp16")
-        self._offload, wrong_offload = offload_of(offload)
+        self._home, wrong_home = take_home(defaults)
         problem = problem or partition_problem(partition, granularity) or wrong_wire or master_problem(master_dtype)
-        problem = problem or wrong_offload or wire_problem(named_params(groups), self._wire, "broadcast_fp16")
+        problem = problem or wrong_home or wire_problem(named_params(groups), self._wire, "broadcast_fp16")
         self._built, self._built_by = False, (optim, defaults)
         self._partition, self._granularity = partition, granularity
         found, unfit = (None, None) if problem else self._look_at(groups)
@@ -94,7 +90,7 @@ class OSS(Stepping):
         writes_frozen = found is not None and found.writes_frozen
         signature = [
             f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
-            f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}, offload {type(self._offload).__name__}",
+            f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}, {self._home.alike}",
             f"defaults {described_options(defaults)}",
             f"cut {self._cut}, as the optimizer was found to need it",
             f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
@@ -103,7 +99,7 @@ class OSS(Stepping):
         problem = problem or self._comm.device_problem(devices_of(groups)) or unfit
         self._comm.compare("the parameters given to OSS", [*signature, *describe(groups)], problem)
         agreed = Agreed(self._comm, expected=found.writes_numbers) if found and known(optim) is None else None
-        self._master_dtype = torch.float32 if self._offload is not None and master_dtype is None else master_dtype
+        self._master_dtype = torch.float32 if self._home.apart and master_dtype is None else master_dtype
         super().__init__(groups, agreed, writes_frozen=writes_frozen)
         self._shards = self._laid_out()
         self.optim = self._build_inner(optim, defaults)
@@ -205,17 +201,21 @@ class OSS(Stepping):
         return value
 
     def _laid_out(self, numel: int | None = None) -> OwnedShards:
-        self._room = None if self._offload is None else Room(self._offload.store())
-        masters = Masters(self._master_dtype, self._room)
-        shards = OwnedShards(self._comm, cut=self._cut, granularity=self._granularity, masters=masters)
+        shards = OwnedShards(
+            self._comm,
+            cut=self._cut,
+            granularity=self._granularity,
+            masters=Masters(self._master_dtype),
+            home=self._home,
+        )
         shards.add(self.param_groups, numel)
         self._refuse_full()
         return shards
 
     def _refuse_full(self) -> None:
-        """Collective with offload. Raises ValueError on every rank if the store of any rank is full."""
-        if self._room is not None:
-            self._comm.compare("the shards of OSS", [], self._room.problem("the shards of OSS", self._offload))
+        """Collective with a home apart. Raises ValueError on every rank if that of any rank is full."""
+        if self._home.apart:
+            self._comm.compare("the shards of OSS", [], self._home.problem("the shards of OSS"))
 
     def set_bucket_size(self, numel: int) -> None:
         """Collective. Lays the parameters out again, in shard groups of at most `numel` elements, or of one parameter.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zero._torch import add_all
 from zero.comm import Comm
 from zero.interop.torch_checkpoint import asked_by_torch_checkpoint
+from zero.shards.home import Home
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.places import Place
 from zero.shards.shard_group import ShardGroup
@@ -24,6 +25,7 @@ class ShardedOptimizer(Optimizer):
     optim: Optimizer
     _comm: Comm
     _shards: OwnedShards
+    _home: Home
     _cut: Literal["even", "whole"]
     _granularity: int | None
 
@@ -69,9 +71,9 @@ class ShardedOptimizer(Optimizer):
         return self._shards.masters.of_more_bits
 
     @property
-    def offloads(self) -> bool:
-        """Whether the stepped tensors are offloaded to the memory of the CPU or to files."""
-        return self._shards.masters.store is not None
+    def steps_apart(self) -> bool:
+        """Whether the stepped tensors lie elsewhere than the parameters."""
+        return self._home.apart
 
     @property
     def cuts_parameters(self) -> bool:
@@ -162,7 +164,7 @@ class ShardedOptimizer(Optimizer):
     def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
         """Converts gradients of this rank's shard to the dtype and device of `part`.
 
-        With offload from a GPU the copy is complete after `arrive`.
+        A copy to another device is complete after `arrive`.
         """
         return self._shards.masters.bring(group, sums)
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp import CPUOffload, MixedPrecision
+from zero.features.offload import CPUOffload
+from zero.fsdp import MixedPrecision
 from zero.plan.calibrate import calibrate
 from zero.plan.calls import misfit
 from zero.plan.hardware import write_toml

@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_two_devices, without_values
 from zero.comm.traffic import rehearsed_traffic
-from zero.features.offload.stores import ShardStore
-from zero.fsdp import CPUOffload, MixedPrecision
+from zero.features.offload import CPUOffload
+from zero.fsdp import MixedPrecision
 from zero.plan.attributes import plain_tensors, restored
 from zero.plan.calls import misfit
 from zero.plan.meter import Meter
 from zero.plan.trace import Trace
 from zero.plan.workspace import LSTM_LAYER, with_workspace
 from zero.sdp.tensors import tensors_in
-from zero.shards.slices import step_alone
+from zero.shards.home import Home
 
 
 class Rehearsal(Meter):
@@ -74,23 +73,18 @@ torch can copy to and from it in a rehearsal."""
 class Offloaded(CPUOffload):
     """Shards are on the host, and only what is on the model's device is counted."""
 
-    def store(self) -> ShardStore:
+    def home(self) -> Home:
         return _Host()
 
 
-class _Host:
+class _Host(Home):
+    apart = True
+
     def place(self, shard: Tensor) -> Tensor:
         return shard.to(_HOST)
 
     def has(self, shard: Tensor) -> bool:
         return on_host(shard)
-
-    def used(self, shard: Tensor) -> None: ...
-
-    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        step_alone(optimizer, params)
-
-    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None: ...
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from zero.features.int8 import Int8
-from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision
+from zero.features.offload import CPUOffload, DiskOffload
+from zero.fsdp import MixedPrecision
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
 from zero.shards.partition import Partition
 

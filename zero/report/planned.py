@@ -35,7 +35,7 @@ def planned_for(
     if len(optimizers) != 1:
         return None
     optimizer = optimizers[0]
-    if steps_in_backward(optimizer) or (isinstance(optimizer, OSS) and optimizer.offloads):
+    if steps_in_backward(optimizer) or (isinstance(optimizer, OSS) and optimizer.steps_apart):
         return None
     inside = optimizer.optim if isinstance(optimizer, OSS) else optimizer
     shards, *replicas = comms

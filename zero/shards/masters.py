@@ -1,8 +1,8 @@
 """Tensors that the optimizer steps in place of this rank's shards, flat and as long as the shard.
 
 master weights    of a wider dtype than the parameters, which are the rounded masters
-offloaded copies  in the memory of the CPU or in files (offload.py), with their gradients and optimizer state: master
-                  weights, or copies of shards whose dtype is wide enough
+copies elsewhere  in a home apart from the device (home.py), with their gradients and optimizer state: master weights,
+                  or copies of shards whose dtype is wide enough
 
 After a step they are copied into the parameters. Before a step, elements of the parameters that were written since
 (loaded weights) replace those of the masters.
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from zero.comm.streams import apart
-from zero.features.offload.stores import ShardStore
 from zero.shards.shard_group import ShardGroup
 
 _CHUNK = 2**22
@@ -25,10 +24,10 @@ _CHUNK = 2**22
 
 
 class Masters:
-    """The stepped tensors of groups whose dtype is narrower than `dtype`; with `store`, of all groups outside of it."""
+    """The stepped tensors of groups whose dtype is narrower than `dtype`, and of all groups whose home is elsewhere."""
 
-    def __init__(self, dtype: torch.dtype | None, store: ShardStore | None = None) -> None:
-        self._dtype, self.store = dtype, store
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
         self._stepped: dict[ShardGroup, Tensor] = {}
         self._on_their_way: dict[ShardGroup, Any] = {}
         """Events after the last copy of gradients that are on their way to the CPU."""
@@ -38,13 +37,10 @@ class Masters:
         shard = group.shard
         if self._is_wider(group):
             shard = shard.to(self._dtype)
-        elif self.store is None or self.store.has(shard):
+        elif not group.home.apart or group.home.has(shard):
             return shard
-        if self.store is not None:
-            shard = self.store.place(shard)
-            group.use_streams()
-        self._stepped[group] = shard
-        return shard
+        self._stepped[group] = group.home.place(shard)
+        return self._stepped[group]
 
     def _is_wider(self, group: ShardGroup) -> bool:
         return (
@@ -78,7 +74,7 @@ class Masters:
             for own, shard in _chunks(stepped, group.shard):
                 now = shard.to(own.device)
                 torch.where(_written(now, own), now.to(own.dtype), own, out=own)
-            self._used(stepped)
+            group.home.used(stepped)
 
     def write(self, groups: Iterable[ShardGroup]) -> None:
         """Copies the stepped tensors into this rank's shards of the parameters, rounded."""
@@ -86,7 +82,7 @@ class Masters:
             if group in self._stepped:
                 for own, shard in _chunks(self._stepped[group], group.shard):
                     shard.copy_(own)  # the host may write into masters from here on
-                self._used(self._stepped[group])
+                group.home.used(self._stepped[group])
 
     # ----------------------------------------------------------------------------------------------- elsewhere
 
@@ -103,10 +99,6 @@ class Masters:
         """Makes the host wait for the gradients that `bring` has copied."""
         if group in self._on_their_way:
             self._on_their_way.pop(group).synchronize()
-
-    def _used(self, stepped: Tensor) -> None:
-        if self.store is not None:
-            self.store.used(stepped)
 
 
 def settled(master: Tensor, shard: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ from zero.measure.kinds import ELEMENTWISE
 from zero.measure.named import groups_made
 from zero.measure.param_groups import options
 from zero.shards.arguments import names
+from zero.shards.home import DEVICE, Home
 from zero.shards.masters import Masters
 from zero.shards.partition import bucket_limit, lay_out
 from zero.shards.placement import Placement
 from zero.shards.places import Place, places_in
-from zero.shards.shard_group import ShardGroup
-from zero.shards.slices import step_alone, step_in_slices
+from zero.shards.shard_group import GroupOptions, ShardGroup
+from zero.shards.slices import step_in_slices
 
 
 class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
@@ -36,6 +37,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         cut: Literal["even", "whole"],
         granularity: int | None,
         masters: Masters,
+        home: Home = DEVICE,
     ) -> None:
         self._comm, self._cut, self._granularity = comm, cut, granularity
         self._loads = [0] * comm.world
@@ -45,7 +47,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         self._trained: set[ShardGroup] = set()
         self.shard_groups: list[ShardGroup] = []
         self.places: dict[nn.Parameter, Place] = {}
-        self.masters = masters
+        self.masters, self._home = masters, home
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
         """Lays out the parameters of the groups, balanced with the shards that each rank owns.
@@ -64,6 +66,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             loads=self._loads,
             limit=bucket_limit(params) if numel is None else None,
             limit_numel=numel,
+            options=GroupOptions(home=self._home),
         )
         self.shard_groups += added
         self.places.update(places_in(added))
@@ -129,10 +132,9 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         )
 
     def step(self, optimizer: Optimizer, **options: Any) -> None:
-        """Steps these shards. Steps offloaded shards group by group, while gradients of the next group are on their
-        way, if the optimizer treats each element by itself."""
-        store = self.masters.store
-        if store is None:
+        """Steps these shards. Those in a home apart are stepped group by group, while gradients of the next group are
+        on their way, if the optimizer treats each element by itself."""
+        if not self._home.apart:
             step_in_slices(optimizer, **options)
             return
         by_group = type(optimizer) in ELEMENTWISE and not options
@@ -145,16 +147,12 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             if not by_group:
                 step_in_slices(optimizer, **options)
         finally:
-            store.stepped(optimizer, [self._shards[param] for param in self._owned])
+            self._home.stepped(optimizer, [self._shards[param] for param in self._owned])
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
         """Steps the shards of one group only. The optimizer treats each element by itself."""
         self.masters.arrive(flat)
-        own = [self._shards[flat.params[index]] for index in flat.spans]
-        if self.masters.store is None:
-            step_alone(optimizer, own)
-        else:
-            self.masters.store.step(optimizer, own)
+        self._home.step(optimizer, [self._shards[flat.params[index]] for index in flat.spans])
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
         """Clears the gradients of these groups, or of all."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from zero.comm import Handle, Wire
 from zero.comm.streams import NONE, NoStreams, apart, streams_of
 from zero.comm.wire import PLAIN
-from zero.features.offload.stores import ShardStore
 from zero.shards.exchange import exchange_among
+from zero.shards.home import DEVICE, Home
 from zero.shards.layout import Layout, Span
 from zero.shards.placement import Placement
 from zero.shards.shapes import Shapes, is_copy, with_own_storage
@@ -68,14 +68,14 @@ class GroupOptions:
         other groups are UNSHARDED except while they gather. The other options are for groups with a shard of their own.
     compute_dtype: the dtype of `full`, if it is not the parameters'.
     shard_in_full: `shard` is freed while the group is UNSHARDED, and copied from `full` at the reshard: less memory if
-        groups stay unsharded for long. Ignored if the dtypes differ, with a store, and at two levels.
-    store: the memory for `shard`, if not the device's.
+        groups stay unsharded for long. Ignored if the dtypes differ, with a home apart, and at two levels.
+    home: where the tensors lie that are stepped; at stage 3 the shard itself.
     """
 
     own_shard: bool = False
     compute_dtype: torch.dtype | None = None
     shard_in_full: bool = False
-    store: ShardStore | None = None
+    home: Home = DEVICE
 
 
 IN_PLACE = GroupOptions()
@@ -107,10 +107,10 @@ class ShardGroup:
         self.shapes = Shapes(params, layout)
         self.spans: dict[int, Span] = {span.index: span for span in layout.spans(self.comm.rank)}
         """The elements that this rank owns, by position of the parameter."""
-        self._options, self._store = options, options.store
+        self._options, self.home = options, options.home
         computed_as = options.compute_dtype or params[0].dtype
         other_dtype = computed_as != params[0].dtype
-        self.frees = options.own_shard and (self.comm.world > 1 or options.store is not None or other_dtype)
+        self.frees = options.own_shard and (self.comm.world > 1 or options.home.apart or other_dtype)
         """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
         self._summoned: Tensor | None = None
@@ -119,25 +119,24 @@ class ShardGroup:
 
     def _lay_out(self, other_dtype: bool, computed_as: torch.dtype) -> None:
         """Allocates `full` and `shard`, copies the parameters, and binds them to the copy."""
-        first, store, layout = self.params[0], self._store, self.layout
+        first, home, layout = self.params[0], self.home, self.layout
         self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
         """Whether transfers overlap with computing."""
         self.packs = self.overlaps or self.exchange.packs
         """Whether gradients are reduced as one message in the order of the layout."""
-        beside = store is not None or self.overlaps
-        self.streams: NoStreams = streams_of(self.full) if beside else NONE
+        self.streams: NoStreams = streams_of(self.full) if home.apart or self.overlaps else NONE
         self._full_views = self._views_to_bind()
         with torch.no_grad():
             for param, view in zip(self.params, self._full_views, strict=True):
                 view.copy_(param)
             self._bind(self._full_views)
             own = self.own_of_full
-            self.shard = store.place(own) if store else own.clone() if self.frees else own
+            self.shard = (home.place(own) if home.apart else own.clone()) if self.frees else own
         self.shard_views = self.views_of_shard(self.shard)
         if not self.frees:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
-        alike = store is None and not other_dtype and self.exchange.gathered_by is self.comm
+        alike = not home.apart and not other_dtype and self.exchange.gathered_by is self.comm
         self.shard_in_full = self._options.shard_in_full and self.frees and alike
         if self._options.own_shard:
             if other_dtype:
@@ -145,11 +144,6 @@ class ShardGroup:
                 self._full_views = self._views_to_bind()
             self._become(GroupState.SHARDED)
             self._leave_shard()
-
-    def use_streams(self) -> None:
-        """Runs transfers on the device's streams even where those of the process group do not overlap: what is stepped
-        in place of the shards lies in the memory of the CPU."""
-        self.streams = streams_of(self.full)
 
     def __repr__(self) -> str:
         return f"ShardGroup({len(self.params)} x {self.full.dtype}, {self.state.value}, {self.layout.world} ranks)"
@@ -264,8 +258,8 @@ class ShardGroup:
             self.full.untyped_storage().resize_(0)
 
     def _shard_used(self) -> None:
-        if self._store is not None:
-            self._store.used(self.shard)
+        if self.frees:
+            self.home.used(self.shard)
 
     def bring_to_shard(self, gradients: Tensor) -> Tensor:
         """Converts gradients to the dtype and device of `shard`. A copy to the CPU is complete after `settle`."""

@@ -17,21 +17,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.measure.kinds import ELEMENTWISE
+from zero.shards.home import Home
 from zero.shards.slices import only, unhooked
 
 
-class Disk:
-    """Files in one directory, and the tensors that are mapped to them."""
+class Disk(Home):
+    """Files in one directory, and the tensors that are mapped to them. offload: named in the error for a full disk."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    apart, alike = True, "offload DiskOffload"
+
+    def __init__(self, path: Path, offload: object = None) -> None:
+        self._path, self._offload = path, offload
+        self._full: str | None = None
         self._mapped: dict[int, mmap.mmap] = {}
         """By address of the mapping, so that views of a tensor are found, too."""
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self._set_aside: dict[nn.Parameter, Tensor] = {}
 
     def place(self, shard: Tensor) -> Tensor:
-        """Copies the shard into a file. Raises OSError where the disk is full."""
+        try:
+            return self.map(shard)
+        except OSError as error:  # other ranks wait until this one says so: `problem`
+            self._full = str(error)
+            return shard.clone()
+
+    def problem(self, what: str) -> str | None:
+        if self._full is None:
+            return None
+        return f"there is no room for {what} in {self._offload}: {self._full}. Free some, or choose another directory."
+
+    def map(self, shard: Tensor) -> Tensor:
+        """Copies a tensor into a file. Raises OSError where the disk is full."""
         if not shard.numel():
             return shard.cpu()
         self._path.mkdir(parents=True, exist_ok=True)
@@ -58,6 +74,7 @@ class Disk:
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         with only(optimizer, params):
             self.before_step(optimizer, params, closure=False)
+        self.stepped(optimizer, params)
 
     def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
         """Steps these parameters one by one. The optimizer's own step then steps all others."""
@@ -101,7 +118,7 @@ class Disk:
             if isinstance(value, Tensor) and value.dim() and kept.get(key) is not value:
                 if key in kept:
                     self._mapped.pop(_address(kept[key]), None)
-                state[key] = kept[key] = self.place(value)
+                state[key] = kept[key] = self.map(value)
             if key in kept:
                 self.used(kept[key])
         self.used(param.data)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from zero.fsdp import SPEED_FIRST, BackwardPrefetch, CPUOffload, DiskOffload, Prefetch
+from zero.features.offload import CPUOffload, DiskOffload
+from zero.fsdp import SPEED_FIRST, BackwardPrefetch, Prefetch
 from zero.integrations.accelerate.keys import Keys, count, flag, names, one_of
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}

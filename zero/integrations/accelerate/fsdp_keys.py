@@ -10,7 +10,8 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from zero.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, Prefetch
+from zero.features.offload import CPUOffload
+from zero.fsdp import BackwardPrefetch, MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.integrations.accelerate.keys import Keys, count, flag, names, one_of
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from zero.features.int8 import Int8
-from zero.features.offload.stores import as_offload
-from zero.fsdp import CPUOffload, DiskOffload, MixedPrecision, Prefetch
+from zero.features.offload import CPUOffload, DiskOffload
+from zero.features.offload.homes import as_offload
+from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.strategy import as_strategy

@@ -1,65 +1,22 @@
 """Offload: shards and optimizer state in the memory of the CPU or in files.
 
 At stage 3 the parameters' shards are offloaded, at stages 1 and 2 the tensors that the optimizer steps in their place
-(masters.py). Only all-gathers and steps read them.
+(zero/shards/masters.py). Only all-gathers and steps read them.
 
 (S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5; J. Ren et al., ZeRO-Offload, 2021.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from zero.features.offload.disk import Disk
-from zero.shards.slices import step_alone
-
-
-class ShardStore(Protocol):
-    """Memory for offloaded shards."""
-
-    def place(self, shard: Tensor) -> Tensor:
-        """Copies the shard into the store. Raises OSError where that is full."""
-
-    def has(self, shard: Tensor) -> bool:
-        """Whether a tensor is in the store already."""
-
-    def used(self, shard: Tensor) -> None:
-        """Called after a stored tensor was read or written, when it will not be used for a while."""
-
-    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Steps only these parameters, which are in the store. The optimizer treats each element by itself."""
-
-    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Called after an optimizer has stepped these parameters without `step`."""
-
-
-class Room:
-    """Wraps a store and keeps the error when it is full, so that the ranks can compare. `full`: that error."""
-
-    def __init__(self, store: ShardStore) -> None:
-        self.store = store
-        self.full: str | None = None
-        self.has, self.used, self.step, self.stepped = store.has, store.used, store.step, store.stepped
-
-    def place(self, shard: Tensor) -> Tensor:
-        try:
-            return self.store.place(shard)
-        except OSError as error:
-            self.full = str(error)
-            return shard.clone()
-
-    def problem(self, what: str, offload: object) -> str | None:
-        """The error message if the store was full; None if not. what: the shards in the message."""
-        if self.full is None:
-            return None
-        return f"there is no room for {what} in {offload}: {self.full}. Free some, or choose another directory."
+from zero.shards.home import DEVICE, Home
 
 
 @dataclass(frozen=True)
@@ -74,8 +31,8 @@ class CPUOffload:
 
     pin_memory: bool = True
 
-    def store(self) -> ShardStore:
-        return _CPU(self.pin_memory)
+    def home(self) -> Home:
+        return HostMemory(self)
 
 
 @dataclass(frozen=True)
@@ -97,8 +54,8 @@ class DiskOffload:
 
     path: str | Path
 
-    def store(self) -> Disk:
-        return Disk(Path(self.path))
+    def home(self) -> Home:
+        return Disk(Path(self.path), self)
 
 
 def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
@@ -119,32 +76,25 @@ def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
     )
 
 
-def offload_of(given: Any) -> tuple[CPUOffload | DiskOffload | None, str | None]:
-    """See `as_offload`; returns the error message instead of raising it."""
-    try:
-        return as_offload(given), None
-    except ValueError as error:
-        return None, str(error)
+def home_of(given: Any) -> Home:
+    """The home for the option's value. Raises ValueError for unknown values."""
+    offload = as_offload(given)
+    return DEVICE if offload is None else offload.home()
 
 
-@dataclass
-class _CPU:
+class HostMemory(Home):
     """The memory of the CPU."""
 
-    pin_memory: bool
+    apart, alike = True, "offload CPUOffload"
+
+    def __init__(self, offload: CPUOffload) -> None:
+        self._pin_memory = offload.pin_memory
 
     def place(self, shard: Tensor) -> Tensor:
         if shard.device.type == "cpu":
             return shard.clone()
-        there = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=self.pin_memory)
+        there = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=self._pin_memory)
         return there.copy_(shard)
 
     def has(self, shard: Tensor) -> bool:
         return shard.device.type == "cpu"
-
-    def used(self, shard: Tensor) -> None: ...
-
-    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        step_alone(optimizer, params)
-
-    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None: ...

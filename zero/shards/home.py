@@ -1,0 +1,78 @@
+"""The seam at which the tensors that an optimizer steps lie elsewhere than on the device that computes.
+
+At stage 3 these are the shards, at stages 1 and 2 what stands in their place (masters.py). A feature subclasses `Home`
+and puts a maker into `homes`, under the name of the option by which users ask for it:
+
+    class InFloat64(Home):                     # an example: as a home that is of no use
+        apart = True
+
+        def place(self, shard):
+            return shard.double()
+
+    homes["exact"] = lambda given: InFloat64() if given else DEVICE      # OSS(..., exact=True), FSDP(..., exact=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero.shards.slices import step_alone
+
+
+class Home:
+    """The device that computes.
+
+    `apart`: whether stepped tensors lie elsewhere.
+    `alike`: the text of what must be the same on every rank.
+    """
+
+    apart = False
+    alike = "shards on the device"
+
+    def place(self, shard: Tensor) -> Tensor:
+        """Returns the tensor that is stepped in place of the shard: a copy, if it lies elsewhere."""
+        return shard
+
+    def has(self, shard: Tensor) -> bool:
+        """Whether a tensor lies here already."""
+        return True
+
+    def used(self, shard: Tensor) -> None:
+        """Called after a placed tensor was read or written, when it will not be used for a while."""
+
+    def problem(self, what: str) -> str | None:
+        """Returns the error message if there was no room for a tensor, else None. what: the shards in the message."""
+        return None
+
+    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Steps only these parameters, which lie here. The optimizer treats each element by itself."""
+        step_alone(optimizer, params)
+
+    def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
+        """Called before the user steps these parameters, and perhaps others. May step some of them already."""
+
+    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Called after an optimizer has stepped these parameters without `step`."""
+
+
+DEVICE = Home()
+
+homes: dict[str, Callable[[Any], Home]] = {}
+"""By option of OSS and FSDP: returns the home for the option's value, or raises ValueError."""
+
+
+def take_home(options: dict[str, Any]) -> tuple[Home, str | None]:
+    """Takes the options that ask for a home out of arguments; returns the home, and an error message for a value."""
+    asked = {name: options.pop(name) for name in homes if name in options}
+    given = [name for name, value in asked.items() if value not in (None, False)]
+    if len(given) > 1:
+        return DEVICE, f"{given[0]} and {given[1]} both say where shards are stored. Pass one of them."
+    try:
+        found = [homes[name](value) for name, value in asked.items()]
+    except ValueError as error:
+        return DEVICE, str(error)
+    return next((home for home in found if home.apart), DEVICE), None
