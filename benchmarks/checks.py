@@ -38,6 +38,7 @@ from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
 from zero.checks.guard import Guard
+from zero.fsdp.model import Model
 from zero.checks.scaling import Scaling
 from zero.checks.step_checks import StepChecks
 from zero.comm import Comm
@@ -71,7 +72,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (Scaling, "compare", _none),
     (Guard, "before_step", lambda guard, optimizer, closure: closure),
     (Guard, "after_step", _none),
-    (Guard, "refuse_moved", _none),
+    (Model, "refuse_moved", _none),
     (StepChecks, "refuse_moved", _none),
     (StepChecks, "refuse_edits", _none),
     (StepChecks, "refuse_replaced", _none),

@@ -49,7 +49,8 @@ def furthest(int8, share):
     """Of each element, how far off it may be: by 1/254 of the largest one of its block, and by rounding."""
     numbers = torch.arange(len(share)) // int8.block
     largest = torch.zeros(len(share)).scatter_reduce(0, numbers, share.float().abs(), "amax").clamp(min=2.0**-118)
-    return largest[numbers] * ((1 + 2**-14) / 254 + torch.finfo(share.dtype).eps / 2)
+    info = torch.finfo(share.dtype)
+    return largest[numbers] * ((1 + 2**-14) / 254 + info.eps / 2) + info.smallest_normal * info.eps / 2
 
 
 @settings(deadline=None, max_examples=60)

@@ -34,7 +34,6 @@ class Schedule:
 
     def __init__(self, model: Model) -> None:
         self._model, self._root, self._backward = model, model.root, model.backward
-        self._exchanges = [group.exchange for group in model.index.groups]
         self.running: list[Unit] = []
         self._forwards_begun = 0
         """How many forwards of units have begun."""
@@ -125,9 +124,6 @@ class Schedule:
         self._model.streams.begin()
         for comm in self._model.comms:
             comm.begin_schedule(together=comm is self._model.comms[0])  # among the first all forwards gather
-        if not self._backward.accumulates:
-            for exchange in self._exchanges:
-                exchange.expect_steps()
 
     def _note_order(self, unit: Unit) -> None:
         """Remembers which unit follows which, and launches the all-gather of the one that followed last time."""

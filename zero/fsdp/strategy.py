@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero.comm import Comm
-from zero.shards.placement import Levels, Placement
+from zero.shards.placement import Placement, optimizer_shardings
 
 
 class ShardingStrategy(enum.Enum):
@@ -49,7 +49,7 @@ def place(
 
     process_group: one group, or for hybrid strategies a pair: the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
-    optimizer_sharding: "group" shards the optimizer as the parameters, "all" over all ranks of a hybrid strategy.
+    optimizer_sharding: a key of `optimizer_shardings`; "group" shards the optimizer as the parameters.
     """
     groups = [process_group]
     if device_mesh is not None:
@@ -60,31 +60,16 @@ def place(
         if device_mesh is not None and process_group is not None:
             raise ValueError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
         known = as_strategy(strategy)
-        return known, _at_levels(_placed(known, groups), known, optimizer_sharding), None
+        return known, _shared_out(_placed(known, groups), known, optimizer_sharding), None
     except ValueError as error:
         return ShardingStrategy.FULL_SHARD, Placement(Comm(groups[0] if groups else None)), str(error)
 
 
-def _at_levels(placement: Placement, strategy: ShardingStrategy, optimizer_sharding: Any) -> Placement:
-    if optimizer_sharding == "group":
-        return placement
-    if optimizer_sharding != "all":
-        raise ValueError(f"optimizer_sharding={optimizer_sharding!r} is unknown. Choose 'group' or 'all'.")
-    if not strategy.hybrid or placement.replicas is None:
-        raise ValueError(
-            f"optimizer_sharding='all' is for hybrid strategies, not for {strategy.name}, which shards the optimizer's "
-            "state as parameters. Choose HYBRID_SHARD with groups to shard within and to replicate across."
-        )
-    levels = Levels(placement.comm, placement.replicas)
-    return Placement(_all_of(levels), levels=levels)
-
-
-def _all_of(levels: Levels) -> Comm:
-    """Collective over all ranks of the job. Returns the group of all ranks of both levels."""
-    within, across = levels.within, levels.across
-    if within.world == 1 or across.world == 1:
-        return across if within.world == 1 else within
-    return Comm(within.link.joined(across.link))
+def _shared_out(placement: Placement, strategy: ShardingStrategy, optimizer_sharding: Any) -> Placement:
+    if optimizer_sharding not in optimizer_shardings:
+        known = " or ".join(map(repr, optimizer_shardings))
+        raise ValueError(f"optimizer_sharding={optimizer_sharding!r} is unknown. Choose {known}.")
+    return optimizer_shardings[optimizer_sharding](placement, strategy.name)
 
 
 def _placed(strategy: ShardingStrategy, groups: list[Any]) -> Placement:

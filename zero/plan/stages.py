@@ -253,7 +253,7 @@ def _held(built: Built) -> dict[str, int]:
     stepped = [param for group in built.stepped.param_groups for param in group["params"]]
     groups = built.groups
     params = [*built.model.parameters(), *(group.full for group in groups if group.full.untyped_storage().nbytes())]
-    params += [group.exchange.node_shard for group in groups if group.exchange.node_shard is not None]
+    params += [kept for group in groups for kept in group.exchange.kept]
     both = [*params, *stepped]
     gradients = [gradient for param in both if (gradient := full_gradient(param)) is not None]
     state = [

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.features.step_in_backward.optimizer import steps_in_backward
+from zero.features.two_levels.two_levels import TwoLevels
 from zero.fsdp.unit import Unit
 from zero.interop.from_optimizer import arguments
 from zero.measure.param_groups import described_options
 from zero.oss import OSS
 from zero.plan import Cost, Options, Sizes, plan
-from zero.shards.exchange import TwoLevels
 
 _CACHED = 16
 _planned: dict[tuple[object, ...], Cost | None] = {}

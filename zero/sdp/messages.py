@@ -1,7 +1,7 @@
 """The messages by which the gradients of one shard group are reduced to their owners.
 
 InOneMessage  one message of all gradients in the layout's order, where transfers overlap with computing (the number of
-              launches does not depend on the number of ranks), or reduce at two levels
+              launches does not depend on the number of ranks), or where the exchange asks for it
 ByOwner       one message for each large gradient, from the memory in which autograd wrote it, and one message of all
               small gradients, ordered by owner: no large gradient is copied
 """

@@ -2,17 +2,8 @@
 
     Exchange    shards are gathered among the ranks that own them, and gradients are averaged over these ranks
     Replicated  averages are averaged over the replicate group, too (hybrid sharding)
-    TwoLevels   parameters are gathered within a node; the optimizer's shards are cut over all ranks
 
-At two levels a rank keeps
-
-    node shard  its contribution to an all-gather within the node: 1/S of the buffer, in the buffer's dtype
-    shard       its optimizer's shard: 1/W, a slice of the node shard; the ranks at the same place in other nodes own
-                the other slices
-
-All-gathers stay within the node. Once a step an all-gather across nodes updates the node shards. Gradients are reduced
-within the node first, then across nodes. (S. Wang et al., "ZeRO++", 2023, section 4.2: secondary shards; Z. Zhang et
-al., "MiCS", 2022, section 3.4: hierarchical communication.)
+A Placement makes the exchanges of its groups.
 """
 
 from __future__ import annotations
@@ -22,10 +13,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero.comm import Comm, Handle, Wire
-from zero.comm.packing import lengths
 from zero.comm.transport import Message
 from zero.shards.layout import Layout
-from zero.shards.placement import Levels, Placement
 
 
 class Exchange:
@@ -34,11 +23,11 @@ class Exchange:
     label: the name of the group in error messages.
     `gathered_by`: the ranks among which the full buffer is gathered and gradients are reduced first.
     `packs`: whether `reduce` needs gradients as one message in the order of the layout.
-    `node_shard`: see above; None until the first gather, and without two levels.
+    `kept`: tensors that it holds between gathers, besides the shard.
     """
 
     packs = False
-    node_shard: Tensor | None = None
+    kept: Sequence[Tensor] = ()
 
     def __init__(self, comm: Comm, layout: Layout, label: str) -> None:
         self.gathered_by, self._layout = comm, layout
@@ -53,9 +42,6 @@ class Exchange:
     def comms(self) -> list[Comm]:
         """The groups of ranks over which gradients are reduced, one after another."""
         return [self.gathered_by]
-
-    def expect_steps(self) -> None:
-        """Called on all ranks where the owners may have stepped their shards since the last gather."""
 
     def gather(self, full: Tensor, shard: Tensor | None, wire: Wire, channel: int | None = None) -> Handle:
         """Collective. Fills the full buffer.
@@ -98,71 +84,3 @@ class Replicated(Exchange):
             return averages.mul_(1 / self._replicas.world)
 
         return Handle(average)
-
-
-class TwoLevels(Exchange):
-    """Gathers within a node from node shards, and reduces within the node and across nodes.
-
-    `stale`: whether owners may have stepped their slices of the node shard since these were gathered; the same on all
-    ranks.
-    """
-
-    packs = True
-
-    def __init__(self, levels: Levels, layout: Layout, label: str) -> None:
-        self._across = levels.across
-        super().__init__(levels.within, layout, label)
-        slices = self._across.world
-        self._bounds = layout.bounds[::slices]
-        first = levels.within.rank * slices
-        own = layout.bounds[first : first + slices + 1]
-        self._own = slice(own[0], own[-1])
-        self._slices = [bound - own[0] for bound in own]
-        self.stale = True
-
-    def rename(self, label: str) -> None:
-        super().rename(f"{label} within the node")
-        self._refresh = self._across.channel(f"the gathering across nodes of {label}")
-        self._averaging = self._across.channel(f"the reduction across nodes of {label}")
-
-    def comms(self) -> list[Comm]:
-        return [self.gathered_by, self._across]
-
-    def expect_steps(self) -> None:
-        self.stale = True
-
-    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire, channel: int | None = None) -> Handle:
-        """See Exchange.gather; the shard must not lie in the buffer. wire: of the all-gather across nodes."""
-        assert shard is not None
-        if self.node_shard is None:
-            self.node_shard = full.new_empty(self._slices[-1])
-        if self.stale:
-            low, high = self._slices[self._across.rank : self._across.rank + 2]
-            self.node_shard[low:high] = shard.to(full.device, non_blocking=True)
-            across = wire.across()
-            across.gather(self._across, self.node_shard, self._slices, self._refresh, keeps_own=False).wait()
-            self.stale = False
-        full[self._own] = self.node_shard
-        return self.gathered_by.gather(full, self._bounds, self._gather if channel is None else channel)
-
-    def reduce(self, messages: Sequence[Message], wire: Wire) -> Handle:
-        """See Exchange.reduce; takes one message, the full buffer's gradients. wire: of both reductions."""
-        [(gradients, _)] = messages
-        node = [(gradients, lengths(self._bounds))]
-        within = wire.reduce(self.gathered_by, node, 1 / self.gathered_by.world, self._reduction)
-
-        def average() -> Tensor:
-            slices = [(within.wait(), lengths(self._slices))]
-            averages: Tensor = wire.reduce(self._across, slices, 1 / self._across.world, self._averaging).wait()
-            return averages
-
-        return Handle(average)
-
-
-def exchange_among(placement: Placement, layout: Layout, label: str) -> Exchange:
-    """The exchange for a placement."""
-    if placement.levels is not None:
-        return TwoLevels(placement.levels, layout, label)
-    if placement.replicas is not None:
-        return Replicated(placement.comm, placement.replicas, layout, label)
-    return Exchange(placement.comm, layout, label)

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm import Comm
+from zero.shards.exchange import Exchange, Replicated
+from zero.shards.layout import Layout
 
 
-@dataclass(frozen=True)
-class Levels:
-    """within: the ranks of this node, among which parameters are gathered. across: those of all nodes that have this
-    rank's place. The ranks of both, in the order of `Comm.grid`, own the shards of a layout."""
-
-    within: Comm
-    across: Comm
-
-
-@dataclass(frozen=True)
 class Placement:
     """comm: the ranks that each own a shard. replicas: the ranks that own the same shard (None: nobody else).
 
-    levels: parameters are gathered within nodes, where what is stepped is sharded over all ranks.
+    A subclass may own shards over other ranks than it gathers parameters among.
     """
 
-    comm: Comm
-    replicas: Comm | None = None
-    levels: Levels | None = None
+    def __init__(self, comm: Comm, replicas: Comm | None = None) -> None:
+        self.comm, self.replicas = comm, replicas
+
+    def exchange(self, layout: Layout, label: str) -> Exchange:
+        """Returns how the shards of a group travel. label: the name of the group in error messages."""
+        if self.replicas is not None:
+            return Replicated(self.comm, self.replicas, layout, label)
+        return Exchange(self.comm, layout, label)
 
     def all_groups(self) -> list[Comm]:
         """Through which a rank reaches all others, one after another."""
-        if self.levels is not None:
-            return [self.levels.within, self.levels.across]
         return [self.comm] if self.replicas is None else [self.comm, self.replicas]
 
     @property
@@ -50,10 +44,7 @@ class Placement:
     def owner(self, rank: int) -> int:
         """Which rank of `comm` is rank `rank` of all that the model is spread over, counted node by node; of replicas
         the one in the same node."""
-        if self.levels is None:
-            return rank % self.comm.world
-        node, place = divmod(rank, self.levels.within.world)
-        return place * self.levels.across.world + node
+        return rank % self.comm.world
 
     def has(self, rank: int) -> bool:
         """Whether rank `rank` of all is in `comm`."""
@@ -86,3 +77,8 @@ class Placement:
         """Collective. Overwrites the tensors of all ranks by those of the first."""
         for comm in self.all_groups():
             comm.broadcast(tensors)
+
+
+optimizer_shardings: dict[str, Callable[[Placement, str], Placement]] = {"group": lambda placement, strategy: placement}
+"""By the option of FSDP: returns another placement for that of a strategy, which is given by its name, too. Collective
+over all ranks of the job. May raise ValueError."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from zero.comm import Handle, Wire
 from zero.comm.streams import NONE, NoStreams, apart, streams_of
 from zero.comm.wire import PLAIN
-from zero.shards.exchange import exchange_among
 from zero.shards.home import DEVICE, Home
 from zero.shards.layout import Layout, Span
 from zero.shards.placement import Placement
@@ -68,7 +67,8 @@ class GroupOptions:
         other groups are UNSHARDED except while they gather. The other options are for groups with a shard of their own.
     compute_dtype: the dtype of `full`, if it is not the parameters'.
     shard_in_full: `shard` is freed while the group is UNSHARDED, and copied from `full` at the reshard: less memory if
-        groups stay unsharded for long. Ignored if the dtypes differ, with a home apart, and at two levels.
+        groups stay unsharded for long. Ignored if the dtypes differ, with a home apart, and where the exchange
+        gathers among other ranks than own shards.
     home: where the tensors lie that are stepped; at stage 3 the shard itself.
     """
 
@@ -100,7 +100,7 @@ class ShardGroup:
     ) -> None:
         self.params, self.names, self.layout, self.comm = list(params), list(names), layout, placement.comm
         self.label = label or f"a bucket of {len(names)} parameters, from {names[0]}"
-        self.exchange = exchange_among(placement, layout, self.label)
+        self.exchange = placement.exchange(layout, self.label)
         self._full_channel = self._channel_of_full()
         self.state = GroupState.UNSHARDED
         self._next = _NEXT_WITH_OWN_SHARD if options.own_shard else _NEXT_IN_PLACE
