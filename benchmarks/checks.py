@@ -38,11 +38,11 @@ from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
 from zero.checks.guard import Guard
-from zero.fsdp.model import Model
 from zero.checks.scaling import Scaling
 from zero.checks.step_checks import StepChecks
 from zero.comm import Comm
 from zero.comm.order import Order
+from zero.fsdp.model import Model
 from zero.oss.joining import Joining
 from zero.sdp.reducer import Reducer
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import random
 import re
 import subprocess
 import sys
@@ -120,6 +121,26 @@ def test_accelerate_launch_with_fsdp_config_and_a_file_for_deepspeed(tmp_path: P
     assert result.stdout.count("UNITS 4") == 2  # the root and three blocks
 
 
+WORDS = [
+    "a",
+    "rank",
+    "holds",
+    "one",
+    "shard",
+    "of",
+    "each",
+    "parameter",
+    "and",
+    "gathers",
+    "the",
+    "others",
+    "when",
+    "their",
+    "module",
+    "computes",
+]
+
+
 def example(rank: int, world: int, name: str, runs: list[list[str]], output: str) -> list[str]:
     """What rank 0 prints in each run. The model that the last one saved loads."""
     from transformers import GPT2LMHeadModel
@@ -128,6 +149,7 @@ def example(rank: int, world: int, name: str, runs: list[list[str]], output: str
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.__file__ = f"{output}/pages/examples/{name}.py"  # it trains on the pages above it
     printed = []
     for arguments in runs:
         with launched(rank, world), contextlib.redirect_stdout(io.StringIO()) as told:
@@ -143,6 +165,8 @@ def example(rank: int, world: int, name: str, runs: list[list[str]], output: str
 @pytest.mark.parametrize("name", ["accelerate_train", "trainer_train"])
 def test_an_example_trains_and_goes_on_at_another_stage(name: str, tmp_path: Path) -> None:
     (tmp_path / "deepspeed.yaml").write_text(DEEPSPEED)
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "page.md").write_text(" ".join(random.Random(0).choices(WORDS, k=12_000)))
     runs = [
         ["--config", str(tmp_path / "deepspeed.yaml"), "--steps", "20"],
         ["--stage", "3", "--resume", "--steps", "24"],

@@ -47,6 +47,10 @@ class ModelEvents:
     def entering(self, unit: Unit) -> None:
         """A forward of the unit begins. Its parameters are still sharded."""
 
+    def gradients_may_be_late(self) -> bool:
+        """Returns whether gradients of the forward of a unit that begins may come after backward has passed it."""
+        return False
+
     def leaving(self, unit: Unit) -> None:
         """The outermost forward of the unit ends. Its parameters are still unsharded."""
 
@@ -108,6 +112,7 @@ class Events:
         "forward_begins",
         "companions",
         "entering",
+        "gradients_may_be_late",
         "leaving",
         "unsharding",
         "unsharded",
@@ -126,6 +131,7 @@ class Events:
     forward_begins: list[Callable[[], None]]
     companions: list[Callable[[Unit], Iterable[Unit]]]
     entering: list[Callable[[Unit], None]]
+    gradients_may_be_late: list[Callable[[], bool]]
     leaving: list[Callable[[Unit], None]]
     unsharding: list[Callable[[Unit], None]]
     unsharded: list[Callable[[ShardGroup], None]]

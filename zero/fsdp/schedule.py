@@ -148,7 +148,8 @@ class Schedule:
         Returns the inputs in the dtype of computing.
         """
         self._forwards_begun += 1
-        call = Call(self._forwards_begun)
+        late = any(may_be_late() for may_be_late in self._model.events.gradients_may_be_late)
+        call = Call(self._forwards_begun, late=late)
         unit.running.append(call)
         args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
         if unit is not self._root and torch.is_grad_enabled():

@@ -33,14 +33,15 @@ class Call:
     begun, ended: how many forwards of units had begun when this one began, and when it ended.
     has_exit_hook: whether a hook is called when its backward is complete; else that is complete at the end of backward.
     expected_round: the unit's round in which its backward was last expected; -1 once that is complete.
+    late: whether its gradients may come after backward has passed the unit.
     """
 
     ended: float = math.inf
     has_exit_hook = True
     expected_round = -1
 
-    def __init__(self, begun: int) -> None:
-        self.begun = begun
+    def __init__(self, begun: int, *, late: bool) -> None:
+        self.begun, self.late = begun, late
 
 
 class Unit:
@@ -81,6 +82,8 @@ class Unit:
         self.after: Unit | None = None
         self.calls = 0
         self.earliest: float = math.inf
+        self._late = False
+        """Whether one of these is late."""
         self._round = 0
         """Incremented when the expected backwards are forgotten, at the end of a backward."""
         self.gradients = UnitGradients(groups, wire=as_wire(precision.reduce_dtype))
@@ -119,6 +122,7 @@ class Unit:
             call.expected_round = self._round
             self.calls += 1
             self.earliest = min(self.earliest, call.begun)
+            self._late |= call.late
 
     def complete(self, call: Call) -> bool:
         """Counts the backward of the call as complete. Returns whether it was expected."""
@@ -131,10 +135,11 @@ class Unit:
     @property
     def completes_at_end(self) -> bool:
         """Whether its gradients are complete only at the end of backward."""
-        return any(late(self) for late in self.events.late)
+        return self._late or any(late(self) for late in self.events.late)
 
     def forget_calls(self) -> None:
         self.calls = 0
+        self._late = False
         self.earliest = math.inf
         self._round += 1
 

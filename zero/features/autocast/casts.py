@@ -10,7 +10,6 @@ import torch
 
 from zero.fsdp.events import ModelEvents
 from zero.fsdp.model import Model
-from zero.fsdp.unit import Unit
 
 
 class Casts(ModelEvents):
@@ -21,8 +20,6 @@ class Casts(ModelEvents):
         self._device = next(iter(model.index)).device.type
         self._shared = False
         """Whether the running forward may compute with casts of an earlier one whose backward is still to come."""
-        self._late: set[Unit] = set()
-        """Units that a forward has run with such casts."""
 
     def forward_begins(self) -> None:
         """Drops casts of forwards whose backward is over."""
@@ -31,15 +28,5 @@ class Casts(ModelEvents):
         if not expected:
             torch.clear_autocast_cache()
 
-    def entering(self, unit: Unit) -> None:
-        if self._shared:
-            self._late.add(unit)
-
-    def late(self, unit: Unit) -> bool:
-        return unit in self._late
-
-    def backward_ends(self, reduced: bool) -> None:
-        self._late.clear()
-
-    def abandoned(self) -> None:
-        self._late.clear()
+    def gradients_may_be_late(self) -> bool:
+        return self._shared
