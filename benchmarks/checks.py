@@ -32,18 +32,18 @@ import torch
 from tqdm import tqdm
 
 import zero.oss.gradients
-import zero.oss.stepping
+import zero.oss.step
 import zero.sdp.bucket
 from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
 from zero.checks.guard import Guard
 from zero.checks.scaling import Scaling
-from zero.checks.step_checks import StepChecks
+from zero.checks.step_checks import Gradients, Moved
 from zero.comm import Comm
 from zero.comm.order import Order
 from zero.fsdp.model import Model
-from zero.oss.joining import Joining
+from zero.interop.ddp import DDPChecks
 from zero.sdp.reducer import Reducer
 
 OUT = Path(__file__).parent / "out"
@@ -73,12 +73,12 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (Guard, "before_step", lambda guard, optimizer, closure: closure),
     (Guard, "after_step", _none),
     (Model, "refuse_moved", _none),
-    (StepChecks, "refuse_moved", _none),
-    (StepChecks, "refuse_edits", _none),
-    (StepChecks, "refuse_replaced", _none),
-    (Joining, "before_step", _none),
+    (Moved, "changed", _none),
+    (Gradients, "gradients", _none),
+    (DDPChecks, "changed", _none),
+    (DDPChecks, "gradients", _none),
     (Reducer, "_refuse_replaced", _none),
-    (zero.oss.stepping, "refuse_unreduced", _none),
+    (zero.oss.step, "refuse_unreduced", _none),
     (zero.oss.gradients, "refuse_sparse", _none),
     (zero.sdp.bucket, "refuse_sparse", _none),
 ]

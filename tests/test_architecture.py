@@ -19,19 +19,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["_torch", "measure", "comm", "shards", "oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
-STILL_TIED = {
-    "zero/fsdp/choice.py",
-    "zero/fsdp/fsdp.py",
-    "zero/fsdp/weights.py",
-    "zero/oss/joining.py",
-    "zero/oss/optimizer.py",
-    "zero/oss/scaler.py",
-    "zero/oss/sharded_optimizer.py",
-    "zero/oss/stepping.py",
-    "zero/sdp/reducer.py",
-    "zero/sdp/sharded_ddp.py",
-}
-"""Files of the core that still import what is around it; each entry that goes is a seam that stands."""
 COMMUNICATING = "zero/comm/"
 KNOWS_TORCH = "zero/_torch/"
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -83,7 +70,7 @@ def layer(name: str) -> int:
 def upward_imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     own = layer(".".join(path.with_suffix("").parts))
     for node, name, _ in imports(path, tree):
-        if name.split(".")[0] == "zero" and layer(name) > own and path.as_posix() not in STILL_TIED:
+        if name.split(".")[0] == "zero" and layer(name) > own:
             yield node, f"{LAYERS[own]} must not import {name}: imports go down only"
 
 

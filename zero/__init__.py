@@ -2,12 +2,12 @@
 
 from zero import checkpoint, comm
 from zero._torch import warn_if_untested
-from zero.checks import guard, state_dicts  # noqa: F401 - they register themselves
+from zero.checks import guard, state_dicts, step_checks  # noqa: F401 - they register themselves
 from zero.comm import Traffic, traffic
 from zero.features import plug_in
 from zero.features.int8 import Int8
 from zero.features.offload import CPUOffload, DiskOffload
-from zero.features.step_in_backward.call import step_in_backward
+from zero.features.step_in_backward import step_in_backward
 from zero.features.uneven import join
 from zero.fsdp import (
     FSDP,
@@ -18,7 +18,7 @@ from zero.fsdp import (
     Prefetch,
     ShardingStrategy,
 )
-from zero.interop import within_ddp  # noqa: F401 - it registers itself
+from zero.interop import ddp, from_optimizer, torch_options, within_ddp  # noqa: F401 - they register themselves
 from zero.oss import OSS, GradScaler
 from zero.plan import plan
 from zero.report import Report, report
@@ -26,6 +26,7 @@ from zero.scripts import ParameterCount, count_parameters, full_state_dict, grad
 from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.shards.announce import show_as_asked
+from zero.state import saved  # noqa: F401 - it registers itself
 
 plug_in()
 show_as_asked()

@@ -16,6 +16,7 @@ import ranks
 import zero
 from sidebyside import data
 from zero.features.offload.homes import as_offload
+from zero.fsdp.options import Asked
 from zero.fsdp.prefetch import as_prefetch
 from zero.interop.torch_options import from_torch
 from zero.shards.home import take_home
@@ -173,7 +174,9 @@ def test_a_model_trains_with_the_names_of_fsdp1():
     ids=str,
 )
 def test_names_of_fsdp1_say_what_is_gathered_ahead(given, own):
-    assert from_torch(given, None, [], []).prefetch == own
+    asked = Asked()
+    from_torch(dict(given), asked)
+    assert asked.resolved_prefetch == own
 
 
 def test_names_of_fsdp1_say_where_shards_lie():

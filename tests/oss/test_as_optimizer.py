@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.optim import SGD, Adam, Optimizer
 
 import ranks
@@ -227,16 +226,6 @@ def _ignored(rank, world):
 
 def test_a_closure_that_the_optimizer_ignores_is_not_called():
     ranks.run(_ignored, 2)
-
-
-def _closure_inside_a_join(rank, world):
-    model, optimizer = at_stage(1, built(linear), Extragradient, lr=0.1, partition="even")
-    with Join([model, optimizer]):
-        optimizer.step(lambda: 0.0)
-
-
-def test_inside_a_join_optimizers_that_call_closures_are_refused():
-    ranks.expect_error(_closure_inside_a_join, 2, RuntimeError, "Join", "closure", timeout=15)
 
 
 INNER = {"sgd": (partial(SGD, **MOMENTUM), {}), "extragradient": (partial(Extragradient, lr=0.1), {"scale": 0.7})}

@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 import zero
 from simulated.world import Simulated
-from zero.features.step_in_backward.optimizer import steps_in_backward
 from zero.fsdp import MixedPrecision
+from zero.shards.steps import stepped_by
 
 WIDTH, BLOCKS, RANK, WORLD = 8, 3, 1, 4
 
@@ -199,7 +199,7 @@ def _fail(gradient: Tensor) -> None:
 
 
 def stepped_in_backward(model: nn.Module, optimizer: Any) -> None:
-    if not steps_in_backward(optimizer):
+    if optimizer not in stepped_by:
         zero.step_in_backward(model, optimizer)
     step(model, optimizer)
 

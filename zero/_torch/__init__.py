@@ -29,7 +29,6 @@ from zero._torch.modules import (
 )
 from zero._torch.optimizers import (
     GradScaler,
-    SteppedByScaler,
     call_stepped,
     follow,
     takes_state_hooks,
@@ -76,7 +75,6 @@ __all__ = [
     "GradScaler",
     "NEEDS_VALUES",
     "NEWEST_TESTED",
-    "SteppedByScaler",
     "VALUE_OF",
     "abort",
     "add_all",

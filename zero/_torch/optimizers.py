@@ -62,21 +62,6 @@ def follow(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     optimizer.step = marked  # type: ignore[method-assign]
 
 
-class SteppedByScaler:
-    """An optimizer that is called when torch.amp.GradScaler is about to step it, or to skip the step.
-
-    At that point the scaler reads a private attribute: whether the optimizer unscales gradients itself.
-    """
-
-    def scaler_steps(self) -> None:
-        """To be overridden. May raise."""
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        self.scaler_steps()
-        return False
-
-
 class GradScaler(torch.amp.GradScaler):
     """torch's, with a public name for the method that subclasses replace. It has none itself."""
 

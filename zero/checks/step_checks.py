@@ -1,88 +1,114 @@
-"""Checks before a step of OSS changes anything."""
+"""What is checked around the steps of OSS. Stage 3, whose optimizer is the user's own, has its checks in guard.py."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from torch.optim import Optimizer
+from torch import Tensor
 
-from zero.comm import Comm
-from zero.interop.ddp import replaced
+from zero.checks.scaling import Scaling
 from zero.measure.built import working_by
-from zero.shards.owned_shards import OwnedShards
-from zero.shards.shard_group import ShardGroup
+from zero.measure.numbers import Written, differs
+from zero.oss import OSS
+from zero.shards.steps import StepCheck, checks
 
 
-class StepChecks:
-    """The checks of one OSS."""
+class Moved(StepCheck):
+    """Parameters that no longer lie in their shard groups, and groups that no longer hold their parameters."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._edited = comm.channel("a step of OSS that it refuses, as its param_groups were edited")
-        self._moved = comm.channel("a step of OSS that it refuses, as parameters were moved or given other data")
-        self._steps_without_gradients = 0
-        self._looked_around = False
+    optimizer: OSS
 
-    def refuse_moved(self, groups: Sequence[ShardGroup]) -> None:
-        """Raises RuntimeError for parameters that no longer lie in these groups."""
-        for group in groups:
+    def changed(self) -> str | None:
+        for group in self.optimizer.shard_groups:
             name = group.reclaim()
             if name is not None:
-                raise RuntimeError(
+                return (
                     f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
                     "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
                 )
+        return self.optimizer.shards.edited(self.optimizer.param_groups)
 
-    def refuse_moved_anywhere(self, groups: Sequence[ShardGroup]) -> None:
-        """See refuse_moved; the other ranks raise, too, in the operation in which they wait for this one."""
-        try:
-            self.refuse_moved(groups)
-        except RuntimeError:
-            with suppress(RuntimeError):
-                self._comm.agree(self._moved)
-            raise
 
-    def refuse_edits(self, shards: OwnedShards, param_groups: list[dict[str, Any]]) -> None:
-        """Raises RuntimeError, on every rank, where the groups no longer hold the parameters that were laid out."""
-        problem = shards.edited(param_groups)
-        if problem is not None:
-            with suppress(RuntimeError):
-                self._comm.agree(self._edited)  # so that ranks without a problem raise, too
-            raise RuntimeError(problem)
+class Gradients(StepCheck):
+    """Optimizers around OSS that look for gradients in parameters, and steps without any."""
 
-    def refuse_wrapped(self, outer: Optimizer, inner: Optimizer) -> None:
-        """Raises RuntimeError for an optimizer around OSS that keeps state of parameters: these have no gradients.
+    optimizer: OSS
 
-        Looks in the first step only.
-        """
-        if self._looked_around:
-            return
+    def __init__(self, optimizer: OSS) -> None:
+        super().__init__(optimizer)
+        self._steps_without = 0
+        self._looked_around = False
+
+    def gradients(self, found: bool) -> str | None:
+        self._steps_without = 0 if found else self._steps_without + 1
+        if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
+            warnings.warn(f"In two steps one after another {NO_GRADIENT}", stacklevel=_TO_USER)
+        return self._wrapped() if self.optimizer.gradients_arrive_sharded and not self._looked_around else None
+
+    def _wrapped(self) -> str | None:
+        """Returns an error message for an optimizer around OSS that keeps state of parameters. Looks once."""
         self._looked_around = True
-        for one in working_by(outer):
-            name, kind = type(one).__name__, type(inner).__name__
-            raise RuntimeError(
+        for one in working_by(self.optimizer):
+            name, kind = type(one).__name__, type(self.optimizer.optim).__name__
+            return (
                 f"{name} steps by OSS and keeps state of its own for the parameters. With ShardedDDP gradients are "
                 f"with their owners only, so ranks would do different things. Put {name} inside: "
                 f"OSS(params, lambda params, **options: {name}({kind}(params, **options)))."
             )
+        return None
 
-    def refuse_replaced(self, shards: OwnedShards, *, found_gradients: bool) -> None:
-        """Raises RuntimeError if a module under DistributedDataParallel replaced the parameters; otherwise warns at the
-        second step without gradients.
 
-        One such step is normal: a first step for a scheduler, a skipped batch.
-        """
-        self._steps_without_gradients = 0 if found_gradients else self._steps_without_gradients + 1
-        if found_gradients:
-            return
-        problem = (
-            "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
-            "assign=False, and build OSS after replacing any."
-        )
-        if replaced(shards):
-            raise RuntimeError(problem)
-        if self._steps_without_gradients == 2:
-            warnings.warn(f"In two steps one after another {problem}", stacklevel=5)
+NO_GRADIENT = (
+    "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
+    "assign=False, and build OSS after replacing any."
+)
+
+_TO_USER = 8
+"""Frames from the warning to the code that calls `step`."""
+
+
+class Numbers(StepCheck):
+    """Numbers that the optimizer writes into its groups, and that all ranks that step parameters of a group must write
+    alike. Torch's own write none. If the optimizer was not seen to write any, nothing is sent until it does; that must
+    be on all ranks."""
+
+    optimizer: OSS
+
+    def __init__(self, optimizer: OSS) -> None:
+        super().__init__(optimizer)
+        self._expected = optimizer.finding is not None and optimizer.finding.writes_numbers
+        self._written: Written | None = None
+
+    def begins(self) -> None:
+        if self.optimizer.finding is not None:
+            self._written = Written(self.optimizer.optim)
+
+    def numbers(self) -> Tensor | None:
+        if self._written is None:
+            return None
+        self._expected = self._expected or self._written.anything(self.optimizer.optim)
+        return self._written.as_tensor(self.optimizer.optim) if self._expected else None
+
+    def judge(self, maxima: Tensor) -> str | None:
+        return differs(maxima, self.optimizer.optim)
+
+
+class ScaledInHooks(StepCheck):
+    """Hooks that scale gradients of shards by another number on each rank."""
+
+    optimizer: OSS
+
+    def __init__(self, optimizer: OSS) -> None:
+        super().__init__(optimizer)
+        self._scaling = Scaling(optimizer.comm, "clip_grad_norm(max_norm) of the optimizer")
+
+    @contextmanager
+    def around_hook(self) -> Iterator[None]:
+        self._scaling.remember(self.optimizer.shards.values())
+        yield
+        self._scaling.compare(None)
+
+
+checks += [Moved, Gradients, Numbers, ScaledInHooks]

@@ -18,18 +18,17 @@ from zero.fsdp.choice import Choice
 from zero.fsdp.forward import Forward, refuse_forward
 from zero.fsdp.full_params import restore_module
 from zero.fsdp.model import Model, sharded_params
+from zero.fsdp.options import Asked, refuse_number_of_ranks, refuse_unknown, translate
 from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.unit import Unit
 from zero.fsdp.weights import Weights
 from zero.fsdp.wrap import Policy
-from zero.interop.torch_options import from_torch, refuse_number_of_ranks, refuse_unknown
-from zero.oss.joining import NO_JOIN
 from zero.sdp.buffers import BufferSync
 from zero.shards import norm
 from zero.shards.announce import announce
-from zero.shards.home import take_home
+from zero.shards.home import homes, take_home
 from zero.shards.partition import Partition, partition_problem
 from zero.shards.placement import Placement
 from zero.shards.refusals import Wrapping, refusal
@@ -116,22 +115,24 @@ class FSDP(Weights):
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,
-        **of_torch: Any,
+        **more: Any,
     ) -> None:
         super().__init__()
         self.module = module
-        refuse_unknown(of_torch)
+        refuse_unknown(more, known={*homes})
+        asked = Asked(prefetch, [*ignored_modules], [*ignored_parameters])
         strategy, placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
         with placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
-            home, wrong = take_home(of_torch)
+            home, wrong = take_home(more)
             if wrong is not None:
                 raise ValueError(wrong)
-            asked = from_torch(of_torch, prefetch, ignored_modules, ignored_parameters)
+            translate(more, asked)
             precision = as_precision(mixed_precision)
             stays = strategy.keeps_parameters or reshard_after_forward is False
-            options = Options(partition, precision, stays, sync_module_states, home, asked.prefetch)
-        asked.move(module)
+            options = Options(partition, precision, stays, sync_module_states, home, asked.resolved_prefetch)
+        for change in asked.before:
+            change(module)
         nested = _nested_in(module)
         choice = Choice(module, nested, _parameters_of(nested), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
@@ -205,10 +206,6 @@ class FSDP(Weights):
             yield
         finally:
             backward.reduces = before
-
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Refuses torch's Join, which calls this on every rank before anything is sent. Raises RuntimeError."""
-        raise RuntimeError(NO_JOIN.format("FSDP"))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective. Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm.

@@ -10,17 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import named_as_compiled
-from zero.checks.guard import guard_of
 from zero.comm import Comm
 from zero.fsdp import full_params
 from zero.fsdp.model import Model
+from zero.fsdp.saved import states
 from zero.fsdp.summon import summon
 from zero.fsdp.unit import Unit
 from zero.sdp.wrapper import Wrapper
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
-from zero.state import optimizer_state as state
-from zero.state.user_optimizer import SteppedShards, refuse_other_shards
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -146,7 +144,8 @@ class Weights(Wrapper):
         the optimizer of the plain model, and by `load_optim_state_dict` at any number of ranks. This rank's shard is
         `optimizer.state_dict()`. Raises ValueError on every rank for state that cannot be consolidated.
         """
-        return state.consolidate(self._stepping(optimizer), None if to is None else self._placement.owner(to))
+        self.reshard()
+        return states[-1].full(self._model, optimizer, to)
 
     def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Loads a full state, the same on every rank: the plain optimizer's, or the result of `optim_state_dict`.
@@ -154,19 +153,12 @@ class Weights(Wrapper):
         Also loads this rank's own `optimizer.state_dict()`. Raises ValueError, and changes nothing, if the state does
         not fit.
         """
-        stepping = self._stepping(optimizer)
-        if refuse_other_shards(stepping, state_dict["param_groups"]):
-            optimizer.load_state_dict(state_dict)
-        else:
-            state.load(stepping, state_dict)
+        self.reshard()
+        states[-1].load(self._model, optimizer, state_dict)
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
         """Lets `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
-        guard_of(self._model).track(optimizer)
-
-    def _stepping(self, optimizer: Optimizer) -> SteppedShards:
-        self.reshard()
-        return SteppedShards(optimizer, self.shard_groups, self._comm)
+        states[-1].register(self._model, optimizer)
 
     def local_state_dict(self) -> dict[str, Any]:
         """Returns copies of this rank's shards and of all buffers, without communication, to save each rank separately.

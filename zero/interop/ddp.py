@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero._torch import averaged_by, join_mark
-from zero.comm import Comm
+from zero._torch import averaged_by, join_mark, living_joins_of
+from zero.checks.step_checks import NO_GRADIENT
 from zero.shards.refusals import Wrapping, refusals
+from zero.shards.steps import StepCheck, checks
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 _refusals: list[Callable[[nn.Module, Collection[str]], str | None]] = []
@@ -32,33 +32,56 @@ def refuse_within_ddp(refusal: Callable[[nn.Module, Collection[str]], str | None
     _refusals.append(refusal)
 
 
-def joining(params: Collection[nn.Parameter]) -> list[DistributedDataParallel]:
-    """The instances that average gradients of any of these parameters and that torch marks as inside of a Join."""
-    return [ddp for ddp in _alive if join_mark(ddp).enable and any(param in params for param in _averaged(ddp))]
+class DDPChecks(StepCheck):
+    """Parameters of an OSS that a DistributedDataParallel averages, or was built with."""
 
+    def changed(self) -> str | None:
+        """Returns an error message inside of torch's Join: ranks whose data has ended would not step their shards."""
+        if any(self._is_inside(ddp) for ddp in self._averaging()):
+            return (
+                "DistributedDataParallel is inside of torch's Join: ranks whose data has ended would not step what "
+                "they own. Write `with zero.join(ddp, optimizer):` in place of `with ddp.join():`."
+            )
+        return None
 
-def replaced(params: Collection[nn.Parameter]) -> bool:
-    """Whether a module had some of the parameters when it was put into a DistributedDataParallel, and has none now."""
-    return any(
-        any(param in params for param in averaged_by(ddp)) and not any(param in params for param in ddp.parameters())
-        for ddp in _alive
-    )
+    def gradients(self, found: bool) -> str | None:
+        """Returns an error message if a module had some of the parameters when it was put into a
+        DistributedDataParallel, and has none now."""
+        params = self.optimizer.shards
+        for ddp in _alive if not found else ():
+            had = any(param in params for param in averaged_by(ddp))
+            if had and not any(param in params for param in ddp.parameters()):
+                return NO_GRADIENT
+        return None
 
+    def closure_failed(self, error: Exception) -> None:
+        """Adds a note to an error of DistributedDataParallel's, which names connections and times (Python 3.11)."""
+        comm = self.optimizer.comm
+        if hasattr(error, "add_note") and self._averaging():
+            error.add_note(
+                f"Rank {comm.rank} was in the closure of a step of OSS. If the error is of DistributedDataParallel "
+                f"having waited for others, one of the group of {comm.world} has stopped or did not come to this "
+                "backward. Look for the first error of any rank."
+            )
 
-def evaluated(closure: Callable[[], Any], params: Collection[nn.Parameter], comm: Comm) -> Any:
-    """Returns the result of a step's closure. An error of DistributedDataParallel's, which names connections and times,
-    gets a note with what this rank waited for (Python 3.11)."""
-    with torch.enable_grad():
-        try:
-            return closure()
-        except RuntimeError as error:
-            if hasattr(error, "add_note") and any(param in params for ddp in _alive for param in _averaged(ddp)):
-                error.add_note(
-                    f"Rank {comm.rank} was in the closure of a step of OSS. If the error is of DistributedDataParallel "
-                    f"having waited for others, one of the group of {comm.world} has stopped or did not come to this "
-                    "backward. Look for the first error of any rank."
-                )
-            raise
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._ended: WeakKeyDictionary[DistributedDataParallel, object] = WeakKeyDictionary()
+        """Instances that torch still marks as inside of a Join that has ended, by that mark."""
+
+    def _averaging(self) -> list[DistributedDataParallel]:
+        params = self.optimizer.shards
+        return [ddp for ddp in _alive if any(param in params for param in _averaged(ddp))]
+
+    def _is_inside(self, ddp: DistributedDataParallel) -> bool:
+        """Whether the Join that marked it is still active: torch does not remove the mark. Looks once for each mark."""
+        mark = join_mark(ddp)
+        if not mark.enable or self._ended.get(ddp) is mark:
+            return False
+        if living_joins_of(ddp):
+            return True
+        self._ended[ddp] = mark
+        return False
 
 
 def _ddp_within(wrapping: Wrapping) -> str | None:
@@ -93,3 +116,4 @@ register_module_module_registration_hook(_registered)
 
 
 refusals.append(_ddp_within)
+checks.append(DDPChecks)

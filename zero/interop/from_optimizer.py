@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zero._torch import call_stepped
 from zero.comm import Comm
 from zero.measure.param_groups import called
+from zero.oss.optimizer import converters
 
 _Sharded = TypeVar("_Sharded", bound=Optimizer)
 
@@ -106,3 +107,6 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> NoReturn:
         f"this {type(optimizer).__name__} was given to OSS.from_optimizer, and would step full parameters on each rank "
         "by itself. Step the OSS that it returned."
     )
+
+
+converters.append(from_optimizer)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero._torch import buffers_of
-from zero.fsdp.prefetch import Prefetch, as_prefetch
-from zero.shards.home import homes
+from zero.fsdp.options import Asked, translators
+from zero.fsdp.prefetch import Prefetch
 
 NAMES = (
     "backward_prefetch",
@@ -23,81 +23,39 @@ NAMES = (
 )
 
 
-@dataclass(frozen=True)
-class TorchOptions:
-    """zero's options that PyTorch's names and zero's own resulted in.
-
-    device: the device that the module is moved to before it is sharded; None leaves it where it is.
-    """
-
-    prefetch: Prefetch
-    ignored_modules: list[nn.Module]
-    ignored_parameters: list[nn.Parameter]
-    device: torch.device | None
-
-    @property
-    def ignored(self) -> list[nn.Parameter]:
-        """All ignored parameters, including those of ignored modules."""
-        of_modules = (param for module in self.ignored_modules for param in module.parameters())
-        return [*dict.fromkeys([*of_modules, *self.ignored_parameters])]
-
-    def move(self, module: nn.Module) -> None:
-        """Moves parameters and buffers that have values to the device. Parameters remain the same objects."""
-        if self.device is None:
-            return
-        for param in module.parameters():
-            if not param.is_meta and param.device != self.device:
-                param.data = param.data.to(self.device)
-        for holder in module.modules():
-            for name, buffer in holder.named_buffers(recurse=False):
-                if not buffer.is_meta and buffer.device != self.device:
-                    buffers_of(holder)[name] = buffer.to(self.device)
-
-
-def refuse_unknown(given: Mapping[str, Any]) -> None:
-    """Raises TypeError for arguments that neither zero's nor PyTorch's FSDP has."""
-    unknown = sorted(given.keys() - {*NAMES, *homes})
-    if unknown:
-        known = ", ".join(sorted({*NAMES, *homes}))
-        raise TypeError(f"FSDP got an unexpected argument {unknown[0]!r}. Besides its own names it takes {known}.")
-
-
-def refuse_number_of_ranks(reshard_after_forward: Any) -> None:
-    """Raises ValueError for a number of ranks, which FSDP2 takes beside True, False and None."""
-    if not isinstance(reshard_after_forward, bool | None):
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward!r}: zero reshards parameters over all ranks (True) or keeps "
-            "them until backward (False), not over fewer ranks in between. Pass True or False, or shard within a "
-            "smaller group by sharding_strategy='HYBRID_SHARD'."
-        )
-
-
-def from_torch(
-    given: Mapping[str, Any],
-    prefetch: Any,
-    ignored_modules: Iterable[nn.Module],
-    ignored_parameters: Iterable[nn.Parameter],
-) -> TorchOptions:
-    """Merges options of PyTorch (`given`, by name) and zero's own (the other arguments).
+def from_torch(given: dict[str, Any], asked: Asked) -> None:
+    """Takes PyTorch's options out of `given`, and sets what they mean.
 
     Raises ValueError for options that zero does not have, and if two options set the same thing.
     """
-    if not isinstance(given.get("use_orig_params"), bool | None):
-        raise ValueError(f"use_orig_params={given['use_orig_params']!r}: leave it out. Parameters are always original.")
-    modules, params = _ignored(given.get("ignored_states"))
-    return TorchOptions(
-        _prefetch(given, prefetch),
-        [*ignored_modules, *modules],
-        [*ignored_parameters, *params],
-        _device(given.get("device_id")),
-    )
+    own = {name: given.pop(name) for name in NAMES if name in given}
+    if not isinstance(own.get("use_orig_params"), bool | None):
+        raise ValueError(f"use_orig_params={own['use_orig_params']!r}: leave it out. Parameters are always original.")
+    modules, params = _ignored(own.get("ignored_states"))
+    asked.prefetch = _prefetch(own, asked.prefetch)
+    asked.ignored_modules += modules
+    asked.ignored_parameters += params
+    device = _device(own.get("device_id"))
+    if device is not None:
+        asked.before.append(partial(_move, device))
 
 
-def _prefetch(given: Mapping[str, Any], own: Any) -> Prefetch:
+def _move(device: torch.device, module: nn.Module) -> None:
+    """Moves parameters and buffers that have values to the device. Parameters remain the same objects."""
+    for param in module.parameters():
+        if not param.is_meta and param.device != device:
+            param.data = param.data.to(device)
+    for holder in module.modules():
+        for name, buffer in holder.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != device:
+                buffers_of(holder)[name] = buffer.to(device)
+
+
+def _prefetch(given: Mapping[str, Any], own: Any) -> Any:
     """Returns the Prefetch. limit_all_gathers=True is the default limit, False the largest."""
     names = [name for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers") if name in given]
     if not names:
-        return as_prefetch(own)
+        return own
     if own is not None:
         raise ValueError(f"prefetch and {names[0]} both say what is gathered ahead. Pass one of them.")
     for name in names:
@@ -141,3 +99,6 @@ def _device(given: Any) -> torch.device | None:
             f"use. Call torch.cuda.set_device({device.index}) first."
         )
     return current
+
+
+translators.update(dict.fromkeys(NAMES, from_torch))

@@ -1,32 +1,53 @@
-"""Stage 1: OSS, an optimizer of which every rank keeps and steps a shard. stepping.py has its step."""
+"""Stage 1: OSS, an optimizer of which every rank keeps and steps a shard.
+
+It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its saved state (saved.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn, cast, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from zero.checks.numbers import Agreed
+from zero._torch import add_all
 from zero.comm import Comm, Wire
-from zero.interop.from_optimizer import from_optimizer
 from zero.measure.kinds import Finding, Kind, finding_of, known, title
 from zero.measure.named import build
 from zero.measure.param_groups import called, described_options, options
-from zero.oss.stepping import Stepping
+from zero.oss.gradients import refuse_unreduced, shares
+from zero.oss.saved import makers
+from zero.oss.shown_gradients import ShownGradients
+from zero.oss.step import Step
+from zero.shards import norm
 from zero.shards.announce import announce
-from zero.shards.arguments import as_groups, describe, devices_of, master_problem, named_params, wire_of, wire_problem
+from zero.shards.arguments import (
+    as_groups,
+    describe,
+    devices_of,
+    master_problem,
+    named_params,
+    wire_of,
+    wire_problem,
+)
 from zero.shards.home import take_home
 from zero.shards.masters import Masters
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
-from zero.state import optimizer_state as state
+from zero.shards.places import Place
+from zero.shards.refusals import NO_JOIN
+from zero.shards.shard_group import ShardGroup
+from zero.shards.steps import NO_STEPS, Steps, checks
+
+converters: list[Callable[..., OSS]] = []
+"""The last one makes an OSS of another optimizer."""
 
 
-class OSS(Stepping):
+class OSS(Optimizer):
     """Shards the state of an optimizer over the ranks of a process group (ZeRO stage 1; Rajbhandari et al.,
     "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1).
 
@@ -57,8 +78,7 @@ class OSS(Stepping):
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
     defaults: also options of features, which lay stepped tensors elsewhere; see zero.shards.home.
 
-    If data ends earlier on some ranks than on others, train inside `with zero.join(ddp, optimizer):`, or torch's
-    `with Join([ddp, optimizer]):`. There each forward must be followed by a backward and, except under no_sync, a step.
+    If data ends earlier on some ranks than on others, train inside `with zero.join(ddp, optimizer):`.
 
     Collective: the constructor, `add_param_group`, `step`, `clip_grad_norm`, `consolidate_state_dict`.
     Raises ValueError on every rank for parameters that cannot be sharded, for arguments that differ between ranks, and
@@ -77,14 +97,14 @@ class OSS(Stepping):
         master_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
-        self._comm = Comm(group)
+        self.comm = Comm(group)
         groups, problem = as_groups(params)
-        self._wire, wrong_wire = wire_of(broadcast_fp16, "broadcast_fp16")
+        self.wire, wrong_wire = wire_of(broadcast_fp16, "broadcast_fp16")
         self._home, wrong_home = take_home(defaults)
         problem = problem or partition_problem(partition, granularity) or wrong_wire or master_problem(master_dtype)
-        problem = problem or wrong_home or wire_problem(named_params(groups), self._wire, "broadcast_fp16")
+        problem = problem or wrong_home or wire_problem(named_params(groups), self.wire, "broadcast_fp16")
         self._built, self._built_by = False, (optim, defaults)
-        self._partition, self._granularity = partition, granularity
+        self._partition, self.granularity = partition, granularity
         found, unfit = (None, None) if problem else self._look_at(groups)
         self._cut = cut_for(partition, found, granularity)
         writes_frozen = found is not None and found.writes_frozen
@@ -96,17 +116,22 @@ class OSS(Stepping):
             f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
             f"parameters without gradients written by steps: {writes_frozen}",
         ]
-        problem = problem or self._comm.device_problem(devices_of(groups)) or unfit
-        self._comm.compare("the parameters given to OSS", [*signature, *describe(groups)], problem)
-        agreed = Agreed(self._comm, expected=found.writes_numbers) if found and known(optim) is None else None
+        problem = problem or self.comm.device_problem(devices_of(groups)) or unfit
+        self.comm.compare("the parameters given to OSS", [*signature, *describe(groups)], problem)
         self._master_dtype = torch.float32 if self._home.apart and master_dtype is None else master_dtype
-        super().__init__(groups, agreed, writes_frozen=writes_frozen)
-        self._shards = self._laid_out()
+        self.finding = None if known(optim) is not None else found
+        self.steps: Steps = NO_STEPS
+        self.gradients_arrive_sharded = False
+        self.shown_gradients = ShownGradients(self.part)
+        self.saved = makers[-1](self)
+        super().__init__(groups, {})
+        self.shards = self._laid_out()
+        self.stepper = Step(self, [make(self) for make in checks], writes_frozen=writes_frozen)
         self.optim = self._build_inner(optim, defaults)
         self.defaults = dict(self.optim.defaults)
-        self._share_options(self.optim.param_groups, self.param_groups)
+        self.stepper.share_options(self.optim.param_groups, self.param_groups)
         self._built = True
-        announce(f"OSS({called(optim)})", self._comm, self.shard_groups, sharded="optimizer state")
+        announce(f"OSS({called(optim)})", self.comm, self.shard_groups, sharded="optimizer state")
 
     # -------------------------------------------------------------------------------------- construction
 
@@ -115,58 +140,57 @@ class OSS(Stepping):
         cls, optimizer: Optimizer, group: torch.distributed.ProcessGroup | None = None, **options: Any
     ) -> OSS:
         """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.interop.from_optimizer."""
-        return from_optimizer(cls, optimizer, group, **options)
+        return converters[-1](cls, optimizer, group, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective. Shards the parameters of another group, balanced with the shards that each rank owns."""
         if not self._built:
             super().add_param_group(param_group)
             return
-        groups, problem = as_groups([param_group], seen=set(self._shards))
-        problem = (
-            problem or wire_problem(named_params(groups), self._wire, "broadcast_fp16") or self._look_at(groups)[1]
-        )
-        self._comm.compare("the parameters added to OSS", describe(groups), problem)
+        groups, problem = as_groups([param_group], seen=set(self.shards))
+        problem = problem or wire_problem(named_params(groups), self.wire, "broadcast_fp16")
+        problem = problem or self._look_at(groups)[1]
+        self.comm.compare("the parameters added to OSS", describe(groups), problem)
         super().add_param_group(groups[0])
         added = self.param_groups[-1]
-        self._shards.add([added])
+        self.shards.add([added])
         self._refuse_full()
-        given = self._shards.group(added)
+        given = self.shards.group(added)
         if "param_names" not in self.optim.param_groups[0]:
             given.pop("param_names", None)  # torch refuses groups of which only some have names
         self.optim.add_param_group(given)
         # Only of this group: a scheduler may have written into the others since the last step.
-        self._share_options(self.optim.param_groups[-1:], [added])
-        self.forget_full_state()
+        self.stepper.share_options(self.optim.param_groups[-1:], [added])
+        self.saved.forget()
 
     def _look_at(self, groups: list[dict[str, Any]]) -> tuple[Finding | None, str | None]:
         """Measures the optimizer with the groups' options; returns an error message if it cannot be sharded so."""
         optim, defaults = self._built_by
         found = known(optim)
-        if found is None and self._comm.world > 1:
-            found = finding_of(optim, defaults, [options(group) for group in groups], self._granularity)
+        if found is None and self.comm.world > 1:
+            found = finding_of(optim, defaults, [options(group) for group in groups], self.granularity)
         if found is None:
             return None, None
         name = title(optim)
         if self._built and found.kind is Kind.TENSORWISE and self._cut == "even":
-            return found, optimizer_problem(name, found, "even", self._granularity)
-        return found, optimizer_problem(name, found, self._partition, self._granularity)
+            return found, optimizer_problem(name, found, "even", self.granularity)
+        return found, optimizer_problem(name, found, self._partition, self.granularity)
 
     def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         inner, by_name, problem = None, False, None
         groups, named = (
-            [self._shards.group(group) for group in self.param_groups],
-            self._shards.named(self.param_groups),
+            [self.shards.group(group) for group in self.param_groups],
+            self.shards.named(self.param_groups),
         )
         try:
             inner, by_name = build(optim, groups, named, defaults)
         except Exception as error:  # every rank must know of any error before it waits for this rank
             problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
         made = len(inner.param_groups) if inner is not None else 0
-        self._comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
+        self.comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
         assert inner is not None
         if by_name:
-            self._shards.regroup(inner, self.param_groups)
+            self.shards.regroup(inner, self.param_groups)
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(inner, name, None)):
                 vars(inner)[name] = self._followed_by_gather(getattr(inner, name))
@@ -177,11 +201,11 @@ class OSS(Stepping):
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._refuse_changes()
-            self._shards.masters.refresh()
+            self.stepper.refuse_changes()
+            self.shards.masters.refresh()
             result = method(*args, **kwargs)
-            self._share_options(self.optim.param_groups, self.param_groups)
-            self._gather(self.shard_groups)
+            self.stepper.share_options(self.optim.param_groups, self.param_groups)
+            self.stepper.gather(self.shard_groups)
             self.finish_gathers()
             return result
 
@@ -202,9 +226,9 @@ class OSS(Stepping):
 
     def _laid_out(self, numel: int | None = None) -> OwnedShards:
         shards = OwnedShards(
-            self._comm,
+            self.comm,
             cut=self._cut,
-            granularity=self._granularity,
+            granularity=self.granularity,
             masters=Masters(self._master_dtype),
             home=self._home,
         )
@@ -215,32 +239,24 @@ class OSS(Stepping):
     def _refuse_full(self) -> None:
         """Collective with a home apart. Raises ValueError on every rank if that of any rank is full."""
         if self._home.apart:
-            self._comm.compare("the shards of OSS", [], self._home.problem("the shards of OSS"))
+            self.comm.compare("the shards of OSS", [], self._home.problem("the shards of OSS"))
 
     def set_bucket_size(self, numel: int) -> None:
         """Collective. Lays the parameters out again, in shard groups of at most `numel` elements, or of one parameter.
 
         Keeps the optimizer state, and clears gradients. Raises RuntimeError if param_groups were edited.
         """
-        self.finish_gathers()
-        self._checks.refuse_edits(self._shards, self.param_groups)
+        self.stepper.refuse_changes()
         # Some ranks may own no shard that has state; before the first step no rank does.
-        some_state = self.optim.state or (self.keeps_masters and self._shards.masters.differ())
-        somewhere = any(self._comm.all_gather_text("some" if some_state else ""))
-        full = state.consolidate(self, None, settle=False) if somewhere else None
-        self._shards = self._laid_out(numel)
+        some_state = self.optim.state or (self.keeps_masters and self.shards.masters.differ())
+        somewhere = any(self.comm.all_gather_text("some" if some_state else ""))
+        full = self.saved.gathered() if somewhere else None
+        self.shards = self._laid_out(numel)
         self.optim.state.clear()
         for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
-            inner["params"] = self._shards.group(outer)["params"]
+            inner["params"] = self.shards.group(outer)["params"]
         if full is not None:
-            state.load(self, full)
-
-    # ------------------------------------------------------------------------------------ what others need
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of the largest shard group: the size of a transfer."""
-        return max(flat.full.nbytes for flat in self.shard_groups)
+            self.saved.restore(full)
 
     def rename(self, given: dict[nn.Parameter, str]) -> None:
         """Collective. Sets the names of parameters in error messages.
@@ -251,4 +267,231 @@ class OSS(Stepping):
         for flat in self.shard_groups:
             flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
         in_order = [given.get(param, "") for group in self.param_groups for param in group["params"]]
-        self._comm.compare("the parameters given to OSS", in_order)
+        self.comm.compare("the parameters given to OSS", in_order)
+
+    # ---------------------------------------------------------------------------------------------- shards
+
+    @property
+    def shard_groups(self) -> list[ShardGroup]:
+        """The shard groups of the parameters, in the order in which backward is expected to reach them."""
+        return self.shards.shard_groups
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of the largest shard group: the size of a transfer."""
+        return max(flat.full.nbytes for flat in self.shard_groups)
+
+    @property
+    def places(self) -> Mapping[nn.Parameter, Place]:
+        """The group of each parameter, and its position there."""
+        return self.shards.places
+
+    def part(self, param: nn.Parameter) -> nn.Parameter:
+        """This rank's shard of a parameter, which the inner optimizer steps.
+
+        A view of the parameter's memory, or of the master weights. Empty if this rank owns nothing of the parameter.
+        Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step.
+        """
+        return self.shards[param]
+
+    @property
+    def keeps_masters(self) -> bool:
+        return self.shards.masters.of_more_bits
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether the stepped tensors lie elsewhere than the parameters."""
+        return self._home.apart
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether parameters are cut inside, as with partition "even"."""
+        return self._cut == "even"
+
+    def master(self, group: ShardGroup) -> Tensor | None:
+        """This rank's master weights of a shard group, flat, as long as its segment; None if it has none."""
+        return self.shards.masters.of(group)
+
+    def settled_master(self, group: ShardGroup) -> Tensor | None:
+        """The master weights for the next step: elements that were written into the parameters since replace theirs."""
+        return self.shards.masters.settled(group)
+
+    # ------------------------------------------------------------------------------------------ gradients
+
+    def expect_sharded_gradients(self) -> None:
+        """From now on ShardedDDP sets the gradients of shards; steps no longer take them from `param.grad`."""
+        self.gradients_arrive_sharded = True
+
+    def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
+        """Converts gradients of this rank's shard to the dtype and device of `part`.
+
+        A copy to another device is complete after `arrive`.
+        """
+        return self.shards.masters.bring(group, sums)
+
+    def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
+        """Sets the gradients of this rank's shards, or adds to them. gradients: by position of the parameter."""
+        known = [(self.part(group.params[i]), gradient) for i, gradient in gradients.items() if gradient is not None]
+        added = [(part.grad, gradient) for part, gradient in known if part.grad is not None]
+        if added:
+            self.arrive()
+            add_all(*zip(*added, strict=True))
+        for part, gradient in known:
+            if part.grad is None:
+                part.grad = gradient
+
+    def arrive(self) -> None:
+        """Waits for all copies of `bring`."""
+        for group in self.shard_groups:
+            self.shards.masters.arrive(group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the parameters and of this rank's shards."""
+        super().zero_grad(set_to_none)
+        self.optim.zero_grad(set_to_none)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Collective. Scales all gradients so that their norm, as one vector, is at most max_norm.
+
+        Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
+        """
+        total = self.grad_norm(norm_type)
+        full = [param.grad for param in self.shards if param.grad is not None]
+        norm.clip(self.shards.gradients() if self.gradients_arrive_sharded else full, total, float(max_norm))
+        return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Collective. Returns the norm of all gradients, as one vector, 0-dim, the same on every rank.
+
+        Call it between backward and step. norm_type: as of `clip_grad_norm`.
+        """
+        self.steps.refuse("the norm of all gradients", "Step after backward, or clip values in hooks.")
+        if self.gradients_arrive_sharded:
+            self.shown_gradients.drop_cleared()
+            refuse_unreduced(self.shard_groups)
+            owned = self.shards.gradients()
+        else:
+            owned = shares(self.shard_groups)
+        dtypes = {shard.dtype for shard in self.shards.values()}
+        return norm.total_norm(owned, self.comm, float(norm_type), self.shard_groups[0].full.device, dtypes)
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    @overload
+    def step(self, closure: None = None, **options: Any) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], **options: Any) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
+        """Collective. Steps this rank's shards and gathers all ranks' shards. Returns the closure's loss.
+
+        The closure is called before the step of torch's own optimizers. Other optimizers get it; each time that they
+        call it, parameters are gathered first. options: further arguments of the inner optimizer's step.
+
+        Raises RuntimeError on every rank if, on any, parameters were moved or replaced, no_sync left gradients
+        unreduced, param_groups were edited, the optimizer raised or wrote different numbers into its groups, or if
+        ranks do different things.
+        """
+        return cast("float | None", self.steps.step(self.stepper.run, closure, options))
+
+    def finish_gathers(self, groups: Sequence[ShardGroup] | None = None) -> None:
+        """Waits for all-gathers that outlived the step, of these shard groups or of all.
+
+        Raises RuntimeError if parameters were moved or replaced since the step.
+        """
+        gathering = [group for group in self.shard_groups if group.gathering and (groups is None or group in groups)]
+        problem = self.stepper.changed() if gathering else None
+        if problem is not None:
+            raise RuntimeError(problem)
+        for group in gathering:
+            group.finish_unshard()
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """See torch.optim.Optimizer. With ShardedDDP the hook is called with the inner optimizer, whose `param_groups`
+        hold this rank's shards with their gradients: `param.grad` is None.
+
+        The step raises RuntimeError on every rank if a hook scaled gradients differently on different ranks.
+        """
+        self.steps.refuse("a hook before the step", "Register it on the parameters, or step after backward.")
+
+        def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
+            if not self.gradients_arrive_sharded:
+                return hook(self, args, kwargs)
+            with self.stepper.around_hook():
+                return hook(self.optim, args, kwargs)
+
+        return super().register_step_pre_hook(with_gradients)
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Raises RuntimeError. torch's Join calls it on every rank before it sends anything."""
+        raise RuntimeError(NO_JOIN.format("OSS"))
+
+    # ---------------------------------------------------------------------------------------------- state
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The inner optimizer's state of this rank's shards, by parameter; only of parameters that have state.
+
+        The dictionary is new each time, its values are the inner optimizer's own. torch.distributed.checkpoint gets the
+        full state, which is collective.
+        """
+        if not hasattr(self, "optim"):
+            return {}
+        if self.comm.world > 1 and self.saved.asked_for_full:
+            return self.saved.of_params()
+        kept = self.optim.state
+        return {param: kept[shard] for param, shard in self.shards.items() if shard in kept}
+
+    @state.setter
+    def state(self, empty: object) -> None:
+        """Ignores the empty state that the base class's constructor sets."""
+
+    def consolidate_state_dict(self, to: int | None = 0, *, recipient_rank: int | None = None) -> None:
+        """Collective. Gathers the full state on rank `to` of the group (None: on all), for `state_dict` to return.
+
+        recipient_rank: FairScale's name for `to`.
+        """
+        self.saved.consolidate(to if recipient_rank is None else recipient_rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state in the plain optimizer's format if `consolidate_state_dict` gathered it here since the last
+        step, or if there is one rank; otherwise this rank's shard, which warns when it is pickled. Options are current.
+
+        Does not communicate and does not raise, except for torch.distributed.checkpoint, which gets the full state on
+        every rank: that is collective.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        found = self.saved.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a full state (of OSS at any world size, or of the plain optimizer) or this rank's own shard.
+
+        Does not change the dictionary. Raises ValueError if it does not fit.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self.saved.load_state_dict(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def take_shards(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
+
+        Keeps the tensors without copying them. Master weights are not among them: write into `master`.
+        """
+        self.saved.take(taken, groups)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "an OSS cannot be copied or pickled: its state is spread over the ranks. Save state_dict() after "
+            "consolidate_state_dict(), and build another OSS to load it into."
+        )

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from zero._torch import GradScaler as TorchGradScaler
 from zero.comm import Comm
-from zero.features.step_in_backward.optimizer import refuse, steps_in_backward
 from zero.oss.optimizer import OSS
+from zero.shards.steps import steps_of
 
 
 class GradScaler(TorchGradScaler):
@@ -34,8 +34,7 @@ class GradScaler(TorchGradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if steps_in_backward(optimizer):
-            refuse("a GradScaler", "Compute in bfloat16, which needs no scale.")
+        steps_of(optimizer).refuse("a GradScaler", "Compute in bfloat16, which needs no scale.")
         sharded = isinstance(optimizer, OSS) and optimizer.gradients_arrive_sharded
         stepped = optimizer.optim if isinstance(optimizer, OSS) and sharded else optimizer
         # With master weights, float16 gradients are widened before the step.

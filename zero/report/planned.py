@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
-from zero.features.step_in_backward.optimizer import steps_in_backward
 from zero.features.two_levels.two_levels import TwoLevels
 from zero.fsdp.unit import Unit
 from zero.interop.from_optimizer import arguments
 from zero.measure.param_groups import described_options
 from zero.oss import OSS
 from zero.plan import Cost, Options, Sizes, plan
+from zero.shards.steps import Steps, steps_of
 
 _CACHED = 16
 _planned: dict[tuple[object, ...], Cost | None] = {}
@@ -35,7 +35,7 @@ def planned_for(
     if len(optimizers) != 1:
         return None
     optimizer = optimizers[0]
-    if steps_in_backward(optimizer) or (isinstance(optimizer, OSS) and optimizer.steps_apart):
+    if type(steps_of(optimizer)) is not Steps or (isinstance(optimizer, OSS) and optimizer.steps_apart):
         return None
     inside = optimizer.optim if isinstance(optimizer, OSS) else optimizer
     shards, *replicas = comms

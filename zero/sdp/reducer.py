@@ -17,7 +17,6 @@ from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm, Wire
 from zero.comm.streams import ModelStreams
 from zero.comm.wire import PLAIN
-from zero.features.gathers.gathers import finish_all
 from zero.oss.optimizer import OSS
 from zero.oss.shown_gradients import ShownGradients
 from zero.sdp.bucket import GradBucket
@@ -163,7 +162,8 @@ class Reducer:
 
     def _begin(self) -> None:
         if not self._in_backward:
-            finish_all(self._optimizers)  # the graph may be older than the last step
+            for optimizer in self._optimizers:
+                optimizer.finish_gathers()  # the graph may be older than the last step
             self._begin_reducing()
             self._in_backward = True
             self._streams.compute_here()
@@ -206,7 +206,7 @@ class Reducer:
         if self._in_flight is not None:
             number, self._in_flight = self._in_flight, None
             self._buckets[number].finish()
-            self._owners[number].gradients_arrived(self._buckets[number].group)
+            self._owners[number].steps.reduced(self._buckets[number].group)
 
     def _finish(self) -> None:
         """Ends the backward. Called on every rank, whichever parameters it has used."""
@@ -216,7 +216,8 @@ class Reducer:
         self._finish_in_flight()
         self._end.reach(self._buckets)
         for optimizer in self._optimizers:
-            optimizer.backward_ends()
+            optimizer.arrive()
+            optimizer.steps.end(optimizer.shard_groups)
         self._show_gradients()
         self._launched = 0
         self._in_backward = False
@@ -231,7 +232,7 @@ class Reducer:
         self._hide_gradients()
         self._update_trained()
         for optimizer in self._optimizers:
-            optimizer.backward_begins()
+            optimizer.steps.begin()
 
     def _refuse_replaced(self) -> None:
         """Raises RuntimeError if a gradient is missing because its parameter was replaced in the module."""

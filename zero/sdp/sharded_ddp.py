@@ -8,8 +8,8 @@ A backward, on every rank:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +17,6 @@ from torch import nn
 
 from zero._torch import children_of, named_as_compiled
 from zero.comm import Comm, Wire
-from zero.features.gathers.gathers import PendingGathers
-from zero.features.step_in_backward.optimizer import refuse, steps_in_backward
-from zero.oss.joining import NO_JOIN
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
 from zero.sdp.reducer import Reducer
@@ -27,6 +24,21 @@ from zero.sdp.wrapper import UNWRAPPED, Wrapper, refuse_steps
 from zero.shards.announce import announce
 from zero.shards.arguments import on_two_devices, wire_of, wire_problem
 from zero.shards.refusals import Wrapping, refusal
+
+
+class Reading:
+    """The seam at which gathers of stepped parameters outlive the step, until the parameters are read: by default they
+    do not. A feature puts a maker into `readings`, under the option that asks for it."""
+
+    def in_forward(self) -> AbstractContextManager[Any]:
+        """Returns a context in which the module runs."""
+        return nullcontext()
+
+    def outside(self) -> None:
+        """The user may read parameters from here on."""
+
+
+readings: dict[str, Callable[[nn.Module, Sequence[OSS]], Reading]] = {}
 
 
 class ShardedDDP(Wrapper):
@@ -73,7 +85,7 @@ class ShardedDDP(Wrapper):
         overlap_param_gather: bool = False,
     ) -> None:
         super().__init__()
-        self._gathers: PendingGathers | None = None
+        self._reading = Reading()
         self.module = module
         self._optimizers: list[OSS] = (
             [*sharded_optimizer] if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
@@ -86,6 +98,8 @@ class ShardedDDP(Wrapper):
         wire, problem = wire_of(reduce_fp16, "reduce_fp16")
         problem = problem or self._misfit(names) or on_two_devices(module.named_parameters())
         problem = problem or wire_problem(module.named_parameters(), wire, "reduce_fp16")
+        if overlap_param_gather and "overlap_param_gather" not in readings:
+            problem = problem or "overlap_param_gather=True needs a feature that is missing: zero/features/gathers."
         self._comm.compare("the models given to ShardedDDP", signature, problem)
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
@@ -98,7 +112,7 @@ class ShardedDDP(Wrapper):
             optimizer.rename(names)
         self._reducer = Reducer(module, self._optimizers, self._comm, wire)
         if overlap_param_gather:
-            self._gathers = PendingGathers(module, self._optimizers)
+            self._reading = readings["overlap_param_gather"](module, self._optimizers)
         self._announce(names)
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
@@ -162,7 +176,7 @@ class ShardedDDP(Wrapper):
         self._reducer.before_forward()
         if self._buffer_sync is not None:
             self._buffer_sync.before_forward()
-        with nullcontext() if self._gathers is None else self._gathers.finished_as_read():
+        with self._reading.in_forward():
             output = self._inner(*args, **kwargs)
         if self._buffer_sync is not None:
             self._buffer_sync.after_forward(reduced=self._reducer.active)
@@ -176,8 +190,8 @@ class ShardedDDP(Wrapper):
 
         The first backward outside reduces them, too. Run both forward and backward inside.
         """
-        if any(map(steps_in_backward, self._optimizers)):
-            refuse("no_sync()", "Step after backward to accumulate.")
+        for optimizer in self._optimizers:
+            optimizer.steps.refuse("no_sync()", "Step after backward to accumulate.")
         for optimizer in self._optimizers:
             optimizer.shown_gradients.hide()
         before, self._reducer.active = self._reducer.active, False
@@ -189,12 +203,6 @@ class ShardedDDP(Wrapper):
     def reduce(self) -> None:
         """Collective. Reduces the gradients accumulated under no_sync now, without another backward."""
         self._reducer.reduce_now()
-
-    def step_in_backward(self, optimizer: OSS) -> None:
-        """See zero.step_in_backward. Raises ValueError as it does."""
-        if all(optimizer is not own for own in self._optimizers):
-            raise ValueError("zero.step_in_backward was given the optimizer of another model. Pass this model's OSS.")
-        optimizer.step_in_backward()
 
     def sync_buffers(self) -> None:
         """Collective. Broadcasts the buffers from rank 0 now."""
@@ -214,10 +222,6 @@ class ShardedDDP(Wrapper):
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
 
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Raises RuntimeError. torch's Join calls it on every rank before it sends anything."""
-        raise RuntimeError(NO_JOIN.format("ShardedDDP"))
-
     # ------------------------------------------------------------------------------------------ the module
 
     @property
@@ -229,18 +233,14 @@ class ShardedDDP(Wrapper):
 
     def __getattr__(self, name: str) -> Any:
         if name in children_of(self):  # `.module`: the caller may read its parameters at any time
-            self._finish_gathers()
+            self._reading.outside()
             return super().__getattr__(name)
         return getattr(self.module, name)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Waits for gathers in flight first. `parameters()` and `modules()` call this, too."""
-        self._finish_gathers()
+        self._reading.outside()
         yield from super().named_modules(*args, **kwargs)
-
-    def _finish_gathers(self) -> None:
-        if self._gathers is not None:
-            self._gathers.finish()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's own state dict, under the module's own names."""
@@ -257,6 +257,11 @@ class ShardedDDP(Wrapper):
         if assign:
             raise ValueError("assign=True replaces the parameters that the optimizer holds. Load with assign=False.")
         return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
+
+
+def sharding_of(model: ShardedDDP) -> Sequence[OSS]:
+    """Returns the optimizers of a model."""
+    return model._optimizers
 
 
 def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[str]:

@@ -31,3 +31,11 @@ def refusal(wrapping: Wrapping) -> str | None:
     """Returns the first error message, if there is one."""
     problems = (refuse(wrapping) for refuse in refusals)
     return next((problem for problem in problems if problem is not None), None)
+
+
+NO_JOIN = (
+    "{} cannot be used with torch's Join, by which ranks whose data has ended wait for the others. Write "
+    "`with zero.join(model, optimizer):`, or give all ranks equally many batches (DistributedSampler does, "
+    "drop_last=True drops the rest)."
+)
+"""Formatted with the name of the class that cannot be used so."""

@@ -1,16 +1,28 @@
-"""The seam at which steps of an optimizer are taken before all gradients are there."""
+"""The seams around the steps of an optimizer of shards.
+
+Steps       steps that are taken before all gradients are there; by default none
+StepCheck   what is checked before and after a step; by default nothing
+Gathering   when the stepped shards reach all ranks; by default within the step
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero.shards.shard_group import ShardGroup
 
 
 class Steps:
     """Steps nothing: the optimizer does so when the user calls it.
 
-    A subclass that is put into `Model.steps` or `Reducer.steps` is called by the backward on every rank alike, with
-    units at stage 3 and shard groups at stage 2.
+    The backward calls it on every rank alike: at stage 3 with units, at stage 2 with shard groups. A feature puts its
+    own into `Model.steps` or `OSS.steps`.
     """
 
     def begin(self) -> None:
@@ -25,5 +37,73 @@ class Steps:
     def end(self, units: Collection[Any]) -> None:
         """The backward has ended, and all gradients are reduced."""
 
+    def step(self, run: Callable[..., Any], closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
+        """The user calls the step of an OSS. run: steps it, and returns the closure's loss."""
+        return run(closure, given)
+
     def refuse(self, what: str, remedy: str) -> None:
         """Raises RuntimeError for a call that needs all gradients after backward, if there are none by then."""
+
+
+NO_STEPS = Steps()
+
+stepped_by: WeakKeyDictionary[Optimizer, Steps] = WeakKeyDictionary()
+"""What steps an optimizer in backward."""
+
+
+def steps_of(optimizer: Optimizer) -> Steps:
+    return stepped_by.get(optimizer, NO_STEPS)
+
+
+class StepCheck:
+    """Checks nothing. A subclass in `checks` is made for each OSS. Error messages that it returns raise RuntimeError on
+    every rank.
+
+        class OnlyFinite(StepCheck):                       # an example
+            def gradients(self, found):
+                ...
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def changed(self) -> str | None:
+        """Returns an error message if the optimizer, its groups or parameters were changed so that it cannot step."""
+        return None
+
+    def gradients(self, found: bool) -> str | None:
+        """Returns an error message if the gradients cannot be stepped. found: whether there are any."""
+        return None
+
+    def begins(self) -> None:
+        """The inner optimizer is about to step, or gets a closure."""
+
+    def numbers(self) -> Tensor | None:
+        """Returns float64 numbers after a step, whose maximum over the ranks is given to `judge`; None for none. On all
+        ranks or none."""
+        return None
+
+    def judge(self, maxima: Tensor) -> str | None:
+        """Returns an error message for the maxima of `numbers`."""
+        return None
+
+    def around_hook(self) -> AbstractContextManager[Any]:
+        """Collective. Returns a context in which a hook of the user's may change gradients of shards."""
+        return nullcontext()
+
+    def closure_failed(self, error: Exception) -> None:
+        """The user's closure raised an error, to which a note may be added."""
+
+
+checks: list[Callable[[Any], StepCheck]] = []
+
+
+class Gathering:
+    """Gathers within the step."""
+
+    conceals = False
+    """Whether parameters are NaN until their gather is finished."""
+
+    def leaves(self, group: ShardGroup) -> bool:
+        """Returns whether the gather of a group outlives the step; `OSS.finish_gathers` then waits for it."""
+        return False

@@ -17,10 +17,21 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import is_compiled
 from zero.oss.optimizer import OSS
+from zero.sdp.sharded_ddp import Reading
 from zero.shards.shard_group import ShardGroup
+from zero.shards.steps import Gathering
 
 
-class PendingGathers:
+class Left(Gathering):
+    """Leaves gathers in flight where these overlap with computing."""
+
+    conceals = True
+
+    def leaves(self, group: ShardGroup) -> bool:
+        return group.overlaps
+
+
+class PendingGathers(Reading):
     """The gathers in flight of all optimizers of one module.
 
     While gathers are in flight, all modules that own parameters have hooks; otherwise they have none.
@@ -30,16 +41,16 @@ class PendingGathers:
         self._module, self._optimizers = module, optimizers
         self._guards: list[RemovableHandle] = []
         for optimizer in optimizers:
-            optimizer.leave_gathers()
+            optimizer.stepper.gathering = Left()
             optimizer.register_step_post_hook(lambda *_: self._guard())
 
-    def finish(self) -> None:
+    def outside(self) -> None:
         """Waits for all gathers."""
         self._unguard()
-        finish_all(self._optimizers)
+        _finish_all(self._optimizers)
 
     @contextmanager
-    def finished_as_read(self) -> Iterator[None]:
+    def in_forward(self) -> Iterator[None]:
         """Returns a context for a forward that waits for each shard group when an operator first reads one of its
         parameters, and at the end for all others.
 
@@ -47,7 +58,7 @@ class PendingGathers:
         it does not use under a mode, and a compiled module would be compiled again.
         """
         if not self._guards or not torch.is_grad_enabled() or any(map(is_compiled, self._module.modules())):
-            self.finish()
+            self.outside()
             yield
             return
         self._unguard()
@@ -55,7 +66,7 @@ class PendingGathers:
             with _FinishAsRead(self._optimizers):
                 yield
         finally:
-            self.finish()
+            self.outside()
 
     def _guard(self) -> None:
         """Registers hooks that wait, on every module that owns parameters. Called after each step."""
@@ -81,7 +92,7 @@ class _Guard:
         self._optimizers = optimizers
 
     def __call__(self, *_: object) -> None:
-        finish_all(self._optimizers)
+        _finish_all(self._optimizers)
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
         if any(group.gathering for optimizer in self._optimizers for group in optimizer.shard_groups):
@@ -92,7 +103,7 @@ class _Guard:
         return _Guard, ()
 
 
-def finish_all(optimizers: Sequence[OSS]) -> None:
+def _finish_all(optimizers: Sequence[OSS]) -> None:
     """Waits for all gathers of the optimizers."""
     for optimizer in optimizers:
         optimizer.finish_gathers()

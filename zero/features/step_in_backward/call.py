@@ -6,11 +6,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import uncompiled
+from zero.features.step_in_backward.optimizer import StepsOfOSS
 from zero.features.step_in_backward.units import StepsInBackward
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.steps import Steps
 
 
@@ -41,7 +43,9 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
         running.steps = StepsInBackward(optimizer, running)
         return
     if isinstance(model, ShardedDDP) and isinstance(optimizer, OSS):
-        model.step_in_backward(optimizer)
+        if optimizer not in sharding_of(model):
+            raise ValueError("zero.step_in_backward was given the optimizer of another model. Pass this model's OSS.")
+        optimizer.steps = StepsOfOSS(optimizer)
         return
     raise ValueError(
         f"zero.step_in_backward was given a {type(model).__name__} and a {type(optimizer).__name__}. Pass a ShardedDDP "

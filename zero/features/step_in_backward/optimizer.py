@@ -4,11 +4,18 @@ section 3.1; here only for optimizers whose step treats each element by itself).
 
 from __future__ import annotations
 
-from weakref import WeakSet
+from collections.abc import Callable, Collection
+from typing import Any
+from weakref import proxy
 
+import torch
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zero.measure.kinds import ELEMENTWISE
+from zero.oss import OSS
+from zero.shards.shard_group import ShardGroup
+from zero.shards.steps import Steps, stepped_by
 
 _REFUSED = (
     "{} cannot go with zero.step_in_backward: parameters are stepped, and their gradients freed, before all gradients "
@@ -38,10 +45,9 @@ class InBackward:
     `stepped`: whether a backward is complete, with all its steps.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self) -> None:
         self.stepped = False
         self._partly = False
-        _all.add(optimizer)
 
     def begin(self) -> None:
         """Begins a backward. Raises RuntimeError for a second one before step(), and after an interrupted one."""
@@ -61,8 +67,55 @@ class InBackward:
         self._partly, self.stepped = False, True
 
 
-_all: WeakSet[Optimizer] = WeakSet()
+class StepsOfOSS(Steps):
+    """Steps the shards of an OSS in backward; its `step` brings everyone's to every rank.
 
+    Raises ValueError for optimizers that may need all gradients, below stage 2, and where it was called before.
+    """
 
-def steps_in_backward(optimizer: Optimizer) -> bool:
-    return optimizer in _all
+    def __init__(self, optimizer: OSS) -> None:
+        problem = problem_of(optimizer.optim)
+        if not optimizer.gradients_arrive_sharded:
+            problem = "zero.step_in_backward needs ShardedDDP or FSDP: at stage 1 gradients are averaged by others."
+        elif type(optimizer.steps) is not Steps:
+            problem = "zero.step_in_backward was called before for this optimizer."
+        if problem is not None:
+            raise ValueError(problem)
+        self._oss: OSS = proxy(optimizer)
+        self._in_backward = InBackward()
+        stepped_by[optimizer] = self
+
+    def begin(self) -> None:
+        self._in_backward.begin()
+        with torch.no_grad():
+            self._oss.stepper.begin()
+
+    def reduced(self, group: ShardGroup) -> None:
+        self._in_backward.step_begins()
+        with torch.no_grad():
+            self._oss.shards.step_group(self._oss.optim, group)
+        self._oss.shards.drop_gradients([group])
+        increment_version([*group.params])  # so that autograd refuses tensors that it saved of them
+
+    def end(self, units: Collection[ShardGroup]) -> None:
+        for group in units:
+            if any(self._oss.part(param).grad is not None for param in group.params):
+                self.reduced(group)
+        self._in_backward.end()
+
+    def step(self, run: Callable[..., Any], closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
+        """Collective. Gathers the shards that were stepped in backward."""
+        if given:
+            self.refuse(f"an argument of step ({', '.join(given)})", "Leave it out.")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._in_backward.stepped:
+            self._oss.stepper.refuse_changes()
+            self._oss.stepper.end()
+            self._in_backward.stepped = False
+        return loss
+
+    def refuse(self, what: str, remedy: str) -> None:
+        refuse(what, remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +13,7 @@ from zero.checks.guard import guard_of
 from zero.features.step_in_backward.optimizer import InBackward, problem_of, refuse
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
-from zero.shards.steps import Steps
+from zero.shards.steps import Steps, stepped_by
 
 
 class StepsInBackward(Steps):
@@ -32,11 +33,23 @@ class StepsInBackward(Steps):
             )
         if problem is not None:
             raise ValueError(problem)
-        self._optimizer, self._guard = optimizer, guard_of(model)
+        self._reference = ref(optimizer)
+        self._guard = guard_of(model)
         self._stepped: set[Unit] = set()
         """Units that were stepped in the running backward."""
-        self._in_backward = InBackward(optimizer)
+        self._in_backward = InBackward()
+        stepped_by[optimizer] = self
         optimizer.register_step_post_hook(self._after_step)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._reference()
+        if optimizer is None:
+            raise RuntimeError(
+                "the optimizer that zero.step_in_backward was given exists no more, so nobody steps. Keep it while the "
+                "model trains."
+            )
+        return optimizer
 
     def _after_step(self, *_: Any) -> None:
         self._in_backward.stepped = False

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero.measure.param_groups import options
+
 METHODS = {
     "step": True,
     "unscale_": True,
@@ -64,3 +66,30 @@ def as_plain(value: Any, known: Sequence[object]) -> Any:
 
 def from_plain(value: Any, known: Sequence[object]) -> Any:
     return known[value["place"]] if isinstance(value, dict) else value
+
+
+def plain_options(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The options of the groups that JSON can hold."""
+    found = []
+    for group in param_groups:
+        values = {key: value.item() if _is_number(value) else value for key, value in options(group).items()}
+        found.append({key: value for key, value in values.items() if _is_plain(value)})
+    return found
+
+
+def take_options(group: dict[str, Any], given: dict[str, Any]) -> None:
+    """Sets the options of the group to those of another rank, from `plain_options`."""
+    for key, value in given.items():
+        if _is_number(group.get(key)):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _is_plain(value: object) -> bool:
+    several = isinstance(value, tuple) and all(map(_is_plain, value))
+    return several or value is None or isinstance(value, (bool, int, float, str))

@@ -26,12 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch import at_end_of_backward, keeps_graph, writes_into, writes_so_far
-from zero.features.uneven.calls import METHODS, as_plain, from_plain, replace, sends
+from zero.features.uneven.calls import METHODS, as_plain, from_plain, plain_options, replace, sends, take_options
 from zero.features.uneven.ranks import Message, Ranks, problem_in
 from zero.features.uneven.repeat import Call, Repeat, outputs_in
 from zero.fsdp import FSDP
 from zero.oss import OSS
-from zero.oss.joining import plain_options, take_options
 from zero.oss.shown_gradients import full_gradient
 
 

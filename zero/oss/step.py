@@ -1,0 +1,201 @@
+"""The step of OSS, on every rank:
+
+collect    this rank's slices of each param.grad, as views; with ShardedDDP the shards have gradients already
+step       the inner optimizer steps this rank's shards
+gather     every rank's shards reach all ranks in the flat buffers of the parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from zero.comm.wire import PLAIN
+from zero.measure.kinds import ELEMENTWISE
+from zero.measure.param_groups import options
+from zero.oss.gradients import refuse_unreduced, take_gradients
+from zero.shards.shard_group import ShardGroup
+from zero.shards.steps import Gathering, StepCheck
+
+if TYPE_CHECKING:
+    from zero.oss.optimizer import OSS
+
+_COMPRESSED_AT_ONCE = 2
+"""Shard groups whose compressed copies exist at a time."""
+
+
+class Step:
+    """The steps of one OSS. checks: what is checked around them. gathering: when stepped shards reach all ranks.
+
+    writes_frozen: whether the optimizer may write into parameters without gradients.
+    """
+
+    def __init__(self, optimizer: OSS, checks: Sequence[StepCheck], *, writes_frozen: bool) -> None:
+        self.checks, self.gathering = checks, Gathering()
+        self._oss, self._comm, self._writes_frozen = optimizer, optimizer.comm, writes_frozen
+        self._channel = self._comm.channel("the step of OSS")
+        self._refusal = self._comm.channel("a step of OSS that it refuses")
+        self._failure = self._comm.channel("a step of OSS in which its optimizer raised an error")
+        self._numbers = self._comm.channel("the numbers that ranks compare after a step of OSS")
+
+    def run(self, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
+        """Collective. One step. given: further arguments of the inner optimizer's step. Returns the closure's loss."""
+        inner, loss = self._oss.optim, None
+        if closure is not None and type(inner) not in ELEMENTWISE:
+            self.refuse_changes()
+            self._hand_options()
+            loss = inner.step(closure=self._for_inner(closure), **given)
+        else:
+            if closure is not None:
+                loss = self._evaluate(closure)
+            self.refuse_changes()
+            self.collect()
+            self._hand_options()
+            with self._raised_everywhere():
+                self._oss.shards.step(inner, **given)
+        self.end()
+        return loss
+
+    def collect(self) -> None:
+        """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
+        self._oss.shown_gradients.drop_cleared()
+        found = self._take_gradients()
+        for check in self.checks:
+            problem = check.gradients(found)
+            if problem is not None:
+                self._raise(problem)
+        self._oss.shards.masters.refresh()
+
+    def end(self) -> None:
+        """Collective. Copies the options back, and gathers the shards that the step may have changed."""
+        oss = self._oss
+        self._compare_numbers()
+        if not oss.gradients_arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
+            oss.shards.drop_gradients()
+        self.share_options(oss.optim.param_groups, oss.param_groups)
+        oss.saved.forget()
+        # In the order in which forward reads them.
+        self.gather(oss.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups())
+
+    def gather(self, groups: Sequence[ShardGroup]) -> None:
+        """Collective. Gathers every rank's shards of these groups on every rank."""
+        self._comm.agree(self._channel)
+        wire, in_flight = self._oss.wire, list[ShardGroup]()
+        for group in groups:
+            if wire is not PLAIN and len(in_flight) == _COMPRESSED_AT_ONCE:
+                in_flight.pop(0).finish_unshard()
+            self._oss.shards.masters.write([group])
+            left = self.gathering.leaves(group)
+            group.launch_unshard(wire=wire, conceal=left and self.gathering.conceals)
+            in_flight.append(group)
+        for group in in_flight:
+            if not self.gathering.leaves(group):
+                group.finish_unshard()
+
+    # --------------------------------------------------------------------------------------------------- checks
+
+    def refuse_changes(self) -> None:
+        """Raises RuntimeError on every rank if the optimizer or its parameters were changed on any. Waits for gathers
+        that outlived the last step."""
+        problem = self.changed()
+        if problem is not None:
+            self._raise(problem)
+        self._oss.finish_gathers()
+
+    def changed(self) -> str | None:
+        """Returns an error message if the optimizer or its parameters were changed so that it cannot step."""
+        return next((problem for check in self.checks if (problem := check.changed()) is not None), None)
+
+    def _raise(self, problem: str) -> NoReturn:
+        with suppress(RuntimeError):  # the other ranks raise in the operation in which they wait for this one
+            self._comm.agree(self._refusal)
+        raise RuntimeError(problem)
+
+    @contextmanager
+    def around_hook(self) -> Iterator[None]:
+        """Collective. A context in which a hook of the user's may change gradients of shards."""
+        with ExitStack() as stack:
+            for check in self.checks:
+                stack.enter_context(check.around_hook())
+            yield
+
+    def _compare_numbers(self) -> None:
+        found = [(check, numbers) for check in self.checks if (numbers := check.numbers()) is not None]
+        if not found:
+            return
+        together = torch.cat([numbers for _, numbers in found])
+        self._comm.all_reduce(together, maximum=True, channel=self._numbers)
+        lengths = [len(numbers) for _, numbers in found]
+        for (check, _), maxima in zip(found, together.split(lengths), strict=True):
+            problem = check.judge(maxima)
+            if problem is not None:
+                raise RuntimeError(problem)
+
+    @contextmanager
+    def _raised_everywhere(self) -> Iterator[None]:
+        """A context whose errors raise on the other ranks, too, which would wait for this one."""
+        try:
+            yield
+        except Exception:
+            with suppress(RuntimeError):
+                self._comm.agree(self._failure)
+            raise
+
+    # ------------------------------------------------------------------------------------------- gradients, options
+
+    def _take_gradients(self) -> bool:
+        """Returns whether any parameter has a gradient; True if ShardedDDP sets the gradients of shards."""
+        oss = self._oss
+        if oss.gradients_arrive_sharded and not oss.saved.asked_for_full:  # who then steps with gradients of its own
+            refuse_unreduced(oss.shard_groups)
+            return True
+        return take_gradients(oss.shard_groups, oss.shards, oss.bring)
+
+    def begin(self) -> None:
+        """Prepares the inner optimizer for steps in backward: parameters, options."""
+        self.refuse_changes()
+        self._oss.shards.masters.refresh()
+        self._hand_options()
+
+    def _hand_options(self) -> None:
+        """Copies the options to the inner optimizer, which may write numbers into its groups from here on."""
+        self.share_options(self._oss.param_groups, self._oss.optim.param_groups)
+        for check in self.checks:
+            check.begins()
+
+    def share_options(self, source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+        """Copies options between outer groups, which schedulers write, and inner ones, which some optimizers write."""
+        for of, to in zip(source, target, strict=True):
+            to.update(options(of))
+
+    # --------------------------------------------------------------------------------------------------- closures
+
+    def _evaluate(self, closure: Callable[[], float]) -> float:
+        with torch.enable_grad():
+            try:
+                return closure()
+            except RuntimeError as error:
+                for check in self.checks:
+                    check.closure_failed(error)
+                raise
+
+    def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
+        """Wraps the closure for an optimizer that calls it within its step, once or more."""
+        oss, called = self._oss, False
+
+        def evaluate() -> float:
+            nonlocal called
+            if called:  # the optimizer may have changed its shards since
+                self.gather(oss.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups())
+                oss.finish_gathers()
+            called = True
+            loss = self._evaluate(closure)
+            self.refuse_changes()
+            self.collect()
+            oss.arrive()
+            return loss
+
+        return evaluate

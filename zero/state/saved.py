@@ -1,0 +1,94 @@
+"""The state of an OSS, cached until the next step, and of the user's optimizer of an FSDP: saved and loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.checks.guard import guard_of
+from zero.fsdp.model import Model
+from zero.fsdp.saved import OptimizerState, states
+from zero.interop.torch_checkpoint import asked_by_torch_checkpoint
+from zero.oss.saved import SavedState, makers
+from zero.state import optimizer_state as state
+from zero.state.user_optimizer import SteppedShards, refuse_other_shards
+
+
+class Saved(SavedState):
+    """See SavedState. torch.distributed.checkpoint gets the full state."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._full: dict[str, Any] | None = None
+        """The full state, if it was consolidated here since the last step."""
+        self._full_for_torch: dict[str, Any] | None = None
+
+    @property
+    def asked_for_full(self) -> bool:
+        return asked_by_torch_checkpoint()
+
+    def forget(self) -> None:
+        self._full = self._full_for_torch = None
+
+    def consolidate(self, to: int | None) -> None:
+        self._full = state.consolidate(self.optimizer, to)
+
+    def of_params(self) -> dict[nn.Parameter, dict[str, Any]]:
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return {params[number]: kept for number, kept in self._for_torch()["state"].items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.optimizer.comm.world == 1:
+            return state.consolidate(self.optimizer, None) or {}
+        full = self._for_torch() if self.asked_for_full else self._full
+        if full is None:
+            return state.shard_of(self.optimizer)
+        return {**full, "param_groups": state.numbered_groups(self.optimizer)}
+
+    def _for_torch(self) -> dict[str, Any]:
+        """Collective the first time after a step; torch asks once for each parameter."""
+        if self._full_for_torch is None:
+            self._full_for_torch = state.consolidate(self.optimizer, None)
+        assert self._full_for_torch is not None
+        return {**self._full_for_torch, "state": dict(self._full_for_torch["state"])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state.load(self.optimizer, state_dict)
+        self.forget()
+
+    def gathered(self) -> Any:
+        return state.consolidate(self.optimizer, None, settle=False)
+
+    def restore(self, full: Any) -> None:
+        state.load(self.optimizer, full)
+
+    def take(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        state.hand_over(self.optimizer, taken, groups)
+        self.forget()
+
+
+class Stepped(OptimizerState):
+    """The state of the user's optimizer of an FSDP."""
+
+    def full(self, model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
+        return state.consolidate(_shards(model, optimizer), None if to is None else model.placement.owner(to))
+
+    def load(self, model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        stepped = _shards(model, optimizer)
+        if refuse_other_shards(stepped, state_dict["param_groups"]):
+            optimizer.load_state_dict(state_dict)
+        else:
+            state.load(stepped, state_dict)
+
+    def register(self, model: Model, optimizer: Optimizer) -> None:
+        guard_of(model).track(optimizer)
+
+
+def _shards(model: Model, optimizer: Optimizer) -> SteppedShards:
+    return SteppedShards(optimizer, model.index.groups, model.comm)
+
+
+makers.append(Saved)
+states.append(Stepped())
