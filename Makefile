@@ -26,7 +26,7 @@ fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 t
 	@ZERO_FUZZ=$(or $(CASES),500) $(BIN)/pytest -q -p no:xdist tests/test_random_models.py $(ARGS)
 
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, all steps beside plans, all compiled models
-	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan tests/test_docs.py tests/fsdp/test_compile_whole.py \
+	@ZERO_MATRIX=1 $(BIN)/pytest -q tests/checkpoint tests/plan tests/test_docs.py tests/features/test_compile_whole.py \
 		-k "any_stage or killed or one_percent or command_of_the_plan or compile_whole" $(ARGS)
 
 faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills under torchrun, 4,000 altered checkpoints
@@ -36,7 +36,8 @@ faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills unde
 hosts: $(READY)  ## Parity, faults and checkpoints as between hosts: no rank reads another's memory
 	@ZERO_HOST_MEMORY=0 $(BIN)/pytest -q -n 2 --dist worksteal tests/test_parity.py tests/test_training.py \
 		tests/test_faults.py tests/test_resume.py tests/test_memory.py tests/test_random_models.py tests/test_bad_values.py \
-		tests/test_independent_weights.py tests/test_torch_checkpoint.py tests/checkpoint tests/oss tests/sdp tests/fsdp \
+		tests/test_independent_weights.py tests/checkpoint tests/shards tests/oss tests/sdp tests/fsdp tests/checks tests/state \
+		tests/interop tests/features --ignore tests/features/test_host_memory.py --ignore tests/features/test_attach.py \
 		$(ARGS)
 
 soak: $(READY)  ## 3,000 steps at every stage and transport: nothing grows; STEPS=10000 takes more

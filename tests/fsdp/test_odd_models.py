@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, side_by_side, steps
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import SGD
 
 import ranks
+from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, side_by_side, steps
 
 SCENARIOS = scenario = Scenarios()
 

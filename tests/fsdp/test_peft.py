@@ -19,6 +19,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("peft")
 
 import peft
+
 from families import FAMILIES, VOCABULARY
 
 # peft still asks transformers by the old name.

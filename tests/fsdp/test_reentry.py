@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-import stacks
 import torch
-from stacks import WIDTH, Block, Scenarios, Stack, batch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ranks
+import stacks
 import zero
+from stacks import WIDTH, Block, Scenarios, Stack, batch
 
 SCENARIOS = scenario = Scenarios()
 

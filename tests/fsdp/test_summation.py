@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import WIDTH, Scenarios, Stack, batch, side_by_side, steps
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
+from stacks import WIDTH, Scenarios, Stack, batch, side_by_side, steps
 
 SCENARIOS = scenario = Scenarios()
 

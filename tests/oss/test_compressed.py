@@ -249,7 +249,7 @@ def test_both_together_stay_close_to_plain_training():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Int8: tests/comm/test_codec.py tells how far off a block may be
+# Int8: tests/features/test_codec.py tells how far off a block may be
 
 
 def layers(dtype=torch.float32):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import Stack, batch
 from torch.optim.swa_utils import AveragedModel
 
 import ranks
 import zero
+from stacks import Stack, batch
 
 GIVEN: dict[str, tuple[Callable[[Any], object], list[str]]] = {
     "state_dict": (lambda model: model.module.state_dict(), ["Linear 'first'", "zero.full_state_dict"]),

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, side_by_side, steps
 from torch import Tensor, nn
 
 import ranks
 import zero
+from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, side_by_side, steps
 
 SCENARIOS = scenario = Scenarios()
 
