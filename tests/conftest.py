@@ -2,9 +2,15 @@
 
 import gc
 
+import pytest
+
 import ranks
 
 ranks.start()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "matrix: has more cases under `make matrix`, see matrix.py")
 
 
 def pytest_collection_finish() -> None:

@@ -10,8 +10,8 @@
 Rank processes are forked from a server that has torch imported (the tests' own process cannot fork: once it has used
 autograd, a forked child hangs in its first backward). They are kept between runs, so that a run costs milliseconds, but
 each run gets a process group of its own, and a run that does not succeed costs its processes: they are killed and the
-next run starts fresh ones. What a function changes in its process (default dtype, patched modules) it must undo, or
-ask for `fresh=True`.
+next run starts fresh ones. (Not where every rank was to refuse its arguments, and did.) What a function changes in its
+process (default dtype, patched modules) it must undo, or ask for `fresh=True`.
 
 Warnings on the ranks meet the filters that hold in the calling test.
 """
@@ -52,6 +52,7 @@ import torch.distributed as dist
 
 SEED = 0
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # below a run's default timeout, so that Gloo gets to say whom it waited for
+REFUSALS = ("ValueError", "TypeError")  # of arguments: nothing is under way where they are raised on every rank
 GRACE = 5.0  # seconds left to the other ranks once one has failed: they most likely wait for it
 
 # torch imports _dynamo with the first optimizer, which takes longer than all the rest of a rank's start.
@@ -131,7 +132,7 @@ def expect_error(
     """Asserts that every rank raises `exception` with all patterns in its message; returns the messages by rank."""
     __tracebackhide__ = True
     name = exception if isinstance(exception, str) else exception.__name__
-    outcomes = _run(fn, world, args, timeout, bare=bare)
+    outcomes = _run(fn, world, args, timeout, bare=bare, refused=name if name in REFUSALS else None)
     for outcome in outcomes:
         if name not in outcome.types or not all(re.search(pattern, outcome.message) for pattern in match):
             expected = " and ".join([name, *map(repr, match)])
@@ -194,6 +195,7 @@ def _run(
     *,
     bare: bool = False,
     fresh: bool = False,
+    refused: str | None = None,
 ) -> list[Outcome]:
     __tracebackhide__ = True
     world = 1 if bare else world
@@ -210,13 +212,15 @@ def _run(
         for rank, process in enumerate(processes):
             process.pipe.send_bytes(_dumps((sys.path, list(warnings.filters), rank, world, store, call)))
         outcomes = _answers(processes, timeout)
-        if all(outcome.returned for outcome in outcomes):
+        returned = all(outcome.returned for outcome in outcomes)
+        if returned or all(refused in outcome.types for outcome in outcomes):
             # Only now may a rank tear its group down: another could still have been receiving from it.
             for process in processes:
                 process.pipe.send_bytes(b"leave")
-            left = _answers(processes, timeout)
-            keep = not fresh and all(outcome.returned for outcome in left)
-            return outcomes if all(outcome.returned for outcome in left) else left
+            left = _answers(processes, timeout if returned else GRACE)
+            well = all(outcome.returned for outcome in left)
+            keep = well and not fresh
+            return outcomes if well or not returned else left
         return outcomes
     finally:  # also where pytest was interrupted
         if not keep:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+import matrix
 import ranks
 import zero
 from models import CASES, GPT
@@ -59,8 +60,7 @@ def train(rank: int, world: int, stage: str, optim: Any) -> None:
             both.step(lambda model: loss(model, rank, step))  # noqa: B023
 
 
-@pytest.mark.parametrize("optim", [sgd, partial(AdamW, lr=1e-2)], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("stage", STAGES)
+@matrix.combined("stage, optim", STAGES, [sgd, partial(AdamW, lr=1e-2)])
 def test_transfers_beside_the_computing_give_the_same_numbers(stage, optim):
     ranks.run(train, 2, args=(stage, optim))
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 
+import matrix
 import ranks
 import zero
 from models import FeedForward, Stack
@@ -393,8 +394,7 @@ def interrupted(rank: int, port: int, stage: int, moment: str, only: int | None)
         training.step(training.batch(step))
 
 
-@pytest.mark.parametrize("only", [None, 1], ids=["all", "one"])
-@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
+@matrix.combined("moment, only", ["forward", "backward", "step"], [None, 1])
 def test_an_interrupt_ends_every_process(moment, only):
     """Where it reaches one rank only, the others end too, of its going away."""
     context = multiprocessing.get_context("forkserver")

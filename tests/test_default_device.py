@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+import matrix
 import ranks
 import zero
 from models import CASES, Batch, train_step
@@ -105,8 +106,7 @@ def compared(rank: int, world: int, work: Callable[..., Any], *args: Any) -> Non
     unchanged(work, rank, *args)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
+@matrix.combined("stage, name", STAGES, OPTIMIZERS)
 def test_training_does_not_depend_on_the_default_device(stage, name):
     ranks.run(compared, args=(trains, stage, name, {}))
 
@@ -121,8 +121,7 @@ def test_training_between_hosts_does_not_depend_on_the_default_device(stage):
     ranks.run(between, args=(stage, "sgd", {}))
 
 
-@pytest.mark.parametrize("where", OFFLOADS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@matrix.combined("stage, where", [1, 2, 3], OFFLOADS)
 def test_offload_does_not_depend_on_the_default_device(tmp_path, stage, where):
     ranks.run(compared, args=(trains, stage, "sgd", {"offload": OFFLOADS[where](tmp_path)}))
 
@@ -294,8 +293,7 @@ def saved(rank: int, world: int, path: Path, stage: int, name: str) -> None:
     unchanged(saves, rank, path, stage, name)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-@pytest.mark.parametrize("stage", STAGES)
+@matrix.combined("stage, name", STAGES, ["sgd", "adamw"])
 def test_checkpoints_do_not_depend_on_the_default_device(tmp_path, stage, name):
     ranks.run(saved, args=(tmp_path, stage, name))
 

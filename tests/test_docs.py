@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+import matrix
 import ranks
 import zero
 from zero.integrations.accelerate import ZeroPlugin
@@ -189,11 +190,12 @@ def test_every_option_is_named(page: str) -> None:
             assert name == "module" or re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", text), f"{function.__name__}: {name}"
 
 
+@pytest.mark.matrix
 def test_the_command_of_the_plan_runs(capsys: pytest.CaptureFixture[str]) -> None:
     found = re.search(r"^python -m zero.plan (--parameters .*)$", (ROOT / "docs" / "plan.md").read_text(), re.MULTILINE)
     assert found
     words = found[1].split()
-    if not os.environ.get("ZERO_MATRIX"):  # the same of a tenth of the parameters in fewer layers
+    if not matrix.WHOLE:  # the same of a tenth of the parameters in fewer layers
         for word, smaller in {"7.5e9": "7.5e8", "32": "8", "40GiB": "4GiB"}.items():
             words[words.index(word)] = smaller
     plan_command(words)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+import matrix
 import ranks
 import zero
 from models import CASES, OPTIMIZERS, Block, Case, Layer, Record, reference, train
@@ -119,9 +120,7 @@ def assert_close(found: list[Record], expected: list[Record], tolerance: float) 
                 assert off <= tolerance * value.abs().max().item(), f"{name} on rank {rank}"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("optim", OPTIMIZERS)
-@pytest.mark.parametrize("case", CASES)
+@matrix.combined("case, stage, optim", CASES, STAGES, OPTIMIZERS)
 def test_two_ranks_get_the_bits_of_ddp(case, optim, stage):
     assert_same_bits(zeros(2, case, optim, stage), ddp(2, case, optim))
 
@@ -164,7 +163,7 @@ def test_accumulation_with_sync_agrees_with_ddp_within_rounding(case, stage):
     assert_close(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how), 1e-5)
 
 
-@pytest.mark.parametrize("stage", ["1", "2", "3"])
+@pytest.mark.parametrize("stage", ["1", "1 whole", "2", "3"])
 @pytest.mark.parametrize("case", ODD)
 def test_a_subgroup_computes_what_a_world_of_its_size_does(case, stage):
     first, outsider, second = zeros(3, case, "sgd", stage, members=[0, 2])

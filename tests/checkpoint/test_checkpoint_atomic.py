@@ -15,10 +15,11 @@ import torch
 from saved import adam, differences, read_plainly, tiny
 from torch import nn
 
+import matrix
 import ranks
 import zero
 
-MOMENTS = {"": 50, "objects://": 50} if os.environ.get("ZERO_MATRIX") else {"": 6, "objects://": 3}
+MOMENTS = {"": 50, "objects://": 50} if matrix.WHOLE else {"": 6, "objects://": 3}
 WIDTH = 40_000  # a save takes about 20 ms
 
 
@@ -56,6 +57,7 @@ def first_save(rank, world, path):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.matrix
 @pytest.mark.parametrize("scheme", MOMENTS)
 def test_a_rank_killed_at_any_moment_leaves_the_latest_whole(scheme, tmp_path):
     path = f"{scheme}{tmp_path}"

@@ -4,7 +4,6 @@ Here a subset that covers every pair of stages and every pair of numbers of rank
 stage; `make matrix` sets ZERO_MATRIX=1 and runs all 4 x 16 x 16.
 """
 
-import os
 from collections import defaultdict
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 from saved import CONFIGS, differences, load_and_go_on, read_plainly, save_and_go_on
 
 import ranks
+from matrix import WHOLE
 from transports import between_hosts
 
-WHOLE = bool(os.environ.get("ZERO_MATRIX"))
 PLACES = [(stage, world) for stage in range(4) for world in range(1, 5)]
 
 
@@ -32,6 +31,7 @@ def destinations(stage, world):
     return [((stage + k) % 4, (world - 1 + k) % 4 + 1) for k in steps]
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(1800 if WHOLE else 120)
 @pytest.mark.parametrize(("stage", "world"), PLACES)
 def test_any_stage_and_world_to_any_other(stage, world, tmp_path):

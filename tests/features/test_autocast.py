@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import matrix
 import ranks
 import zero
 from sidebyside import close
@@ -90,8 +90,8 @@ def as_ddp(rank: int, world: int, stage: int, dtype: torch.dtype, order: str) ->
     assert [name for name in expected if not close(found[name], expected[name], tolerance)] == []
 
 
-@pytest.mark.parametrize("order", ["in turn", "together", "after one another"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("stage", [2, 3])
+@matrix.combined(
+    "stage, order, dtype", [2, 3], ["in turn", "together", "after one another"], [torch.float32, torch.float16]
+)
 def test_training_is_that_of_ddp_under_the_same_autocast(stage, dtype, order):
     ranks.run(as_ddp, args=(stage, dtype, order))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
+import matrix
 import ranks
 import zero
 from models import OPTIMIZERS
@@ -74,7 +75,10 @@ def as_ddp(rank: int, world: int, compiled: Compile, after: bool, backend: str, 
         assert found[2] == graphs, "graphs compiled so far, after each step"
 
 
-@pytest.mark.parametrize(("compiled", "after"), [(in_place, False), (in_place, True), (replaced, False)])
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("compiled", "after"), [(in_place, True), (replaced, False), *([(in_place, False)] if matrix.WHOLE else [])]
+)
 def test_compiled_blocks_train_as_under_ddp_and_are_compiled_once(compiled, after):
     ranks.run(as_ddp, args=(compiled, after, "aot_eager", "adamw"))
 

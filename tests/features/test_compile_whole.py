@@ -6,7 +6,6 @@ once. The first forward runs uncompiled, to find what modules read of other unit
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +21,15 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
+from matrix import WHOLE
 from models import OPTIMIZERS
 from sidebyside import data
 
 # Raised by Dynamo itself as it looks at the tensors that a module is given.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 Build = Callable[[nn.Module, Any, dict[str, Any]], tuple[zero.FSDP, nn.Module]]
 """Of a model, a backend (or None) and options: what is sharded, and what to call."""
@@ -63,7 +66,6 @@ def inside_after_wrapping(model: nn.Module, backend: Any, options: dict[str, Any
     return sharded, sharded
 
 
-WHOLE = bool(os.environ.get("ZERO_MATRIX"))
 WAYS: list[Build] = [around, inside_after_wrapping, *([around_in_place, inside, inside_in_place] if WHOLE else [])]
 each_way = pytest.mark.parametrize("build", WAYS, ids=lambda build: build.__name__)
 
@@ -144,7 +146,7 @@ def test_it_trains_as_uncompiled_in_one_graph_for_all_blocks(build):
 
 
 @pytest.mark.parametrize(
-    ("build", "options"), [(around, "kept"), (inside, "whole"), (around, "bfloat16")], ids=list(OPTIONS)
+    ("build", "options"), [(inside, "whole"), (around, "bfloat16"), *([(around, "kept")] if WHOLE else [])]
 )
 def test_it_trains_as_uncompiled_with_all_options(build, options):
     ranks.run(as_uncompiled, args=(build, Net, "adamw", OPTIONS[options]))
@@ -190,7 +192,7 @@ class Reading(nn.Module):
         return linear(x, self.one.weight.t())
 
 
-@pytest.mark.parametrize(("build", "options"), [(around, {}), (inside, OPTIONS["whole"])])
+@pytest.mark.parametrize(("build", "options"), [(inside, OPTIONS["whole"]), *([(around, {})] if WHOLE else [])])
 def test_modules_may_read_parameters_of_other_units(build, options):
     policy = ModuleWrapPolicy({nn.Linear})
     for graphs in ranks.run(as_uncompiled, args=(build, Reading, "sgd", {"auto_wrap_policy": policy, **options})):
@@ -217,6 +219,7 @@ def to_machine_code(rank: int, world: int, build: Build) -> None:
     Run(rank, build, Net, "inductor", "sgd", {}).assert_same(expected, tolerance=1e-6)
 
 
+@pytest.mark.skipif(not WHOLE, reason="runs under make matrix; test_compile has blocks compiled to machine code")
 @pytest.mark.filterwarnings("ignore")  # inductor, while it is imported and compiles
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 @around_and_inside(around)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import matrix
 import ranks
 import zero
 from sidebyside import data
@@ -80,9 +81,9 @@ def weights_in_forward(
     return seen, precise
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("param_dtype", [None, BF16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"partition": "whole"}], ids=str)
+@matrix.combined(
+    "options, param_dtype, world", [{}, {"reshard_after_forward": False}, {"partition": "whole"}], [None, BF16], [2, 3]
+)
 def test_all_ranks_compute_with_the_same_quantised_weights_and_shards_stay_precise(options, param_dtype, world):
     (first, precise), *others = ranks.run(weights_in_forward, world, args=(param_dtype, options))
     for seen, _ in others:

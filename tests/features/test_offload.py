@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
+import matrix
 import ranks
 import zero
 from models import CASES
@@ -57,8 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("optim", [sgd, partial(AdamW, lr=1e-2), fused_adam], ids=["sgd", "adamw", "fused adam"])
+@matrix.combined("options, optim", OPTIONS.values(), [sgd, partial(AdamW, lr=1e-2), fused_adam])
 def test_training_from_files_is_exact(tmp_path, optim, options):
     ranks.run(train, args=(zero.DiskOffload(tmp_path), optim, options))
     assert not list(tmp_path.iterdir()), "files must be gone with the processes"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
+import matrix
 import ranks
 import zero
 from atstage import at_stage, clip, weights
@@ -76,9 +77,7 @@ def beside_ddp(rank: int, world: int, stage: int, name: str, cut: str, path: Pat
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("cut", ["even", "whole"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
+@matrix.combined("stage, name, cut", STAGES, OPTIMIZERS, ["even", "whole"])
 def test_training_from_files_is_exact(tmp_path, stage, name, cut):
     ranks.run(beside_ddp, args=(stage, name, cut, tmp_path))
     assert not list(tmp_path.iterdir()), "files must be gone with the processes"

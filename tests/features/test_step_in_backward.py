@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Adafactor, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
+import matrix
 import ranks
 import zero
 from sidebyside import data
@@ -112,8 +113,7 @@ def compared(rank: int, world: int, stage: str, optim: Any, more: dict[str, Any]
     assert torch.equal(found["never"], before["never"])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
+@matrix.combined("stage, name", STAGES, OPTIMIZERS)
 def test_steps_are_those_after_backward_bit_for_bit(stage, name):
     ranks.run(compared, args=(stage, OPTIMIZERS[name], {}, {}))
 

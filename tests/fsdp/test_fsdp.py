@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.optim import AdamW
 
+import matrix
 import ranks
 import zero
 from models import CASES, GPT
@@ -432,9 +433,12 @@ def experts_by_rank(
         optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
-@pytest.mark.parametrize("widths", [(WIDTH, WIDTH), (500, 900)], ids=["same shapes", "large"])
-@pytest.mark.parametrize("run", [[[0], [1]], [[0, 1], [1, 0]], [[0], []], [[], [1]], [[0, 1], [0]]], ids=str)
+@matrix.combined(
+    "run, widths, options",
+    [[[0], [1]], [[0, 1], [1, 0]], [[0], []], [[], [1]], [[0, 1], [0]]],
+    [(WIDTH, WIDTH), (500, 900)],
+    [{}, {"reshard_after_forward": False}],
+)
 def test_units_run_by_some_ranks_only_raise_on_every_rank(run, widths, options):
     args = (widths, run, options)
     ranks.expect_error(experts_by_rank, 2, RuntimeError, "rank 0", "rank 1", r"experts\.\d", args=args, timeout=15)

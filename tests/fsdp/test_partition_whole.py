@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
+import matrix
 import ranks
 import zero
 from models import Stack
@@ -71,8 +72,7 @@ def trains(rank: int, world: int, optim: str, options: dict[str, Any], tolerance
     assert all(not torch.equal(value, before[name]) for name, value in after.items())
 
 
-@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"replicas": 2}], ids=str)
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+@matrix.combined("optim, options", OPTIMIZERS, [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"replicas": 2}])
 def test_two_ranks_get_the_bits_of_the_unsharded_run(optim, options):
     ranks.run(trains, args=(optim, options, 0.0))
 

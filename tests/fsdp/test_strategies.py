@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import matrix
 import ranks
 import zero
 from models import CASES, GPT, OPTIMIZERS, Record, reference, train
@@ -85,11 +86,18 @@ HOW: dict[str, dict[str, Any]] = {
     "no_sync": {"steps": 2, "micro": 3, "sync": False},
     "accumulated": {"steps": 2, "micro": 3, "sync": True},
 }
-TRAINED = [
+EVERY = [
     *(("gpt", optim, how) for optim in ("sgd", "adamw") for how in HOW),
     *(("mlp", "sgd", how) for how in ("plain", "no_sync")),
     ("convnet", "sgd", "plain"),
 ]
+SOME = [
+    ("gpt", "adamw", "plain"),
+    ("gpt", "sgd", "accumulated"),
+    ("mlp", "sgd", "no_sync"),
+    ("convnet", "sgd", "plain"),
+]
+TRAINED = EVERY if matrix.WHOLE else SOME
 
 
 def trained(rank: int, case: str, optim: str, given: dict[str, Any], **how: Any) -> Record:
@@ -138,6 +146,7 @@ TWO: list[Placed] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("placed", TWO, ids=name_of)
 def test_two_ranks_get_the_bits_of_ddp(placed):
     """Among them groups of one rank: to shard within, or to replicate across."""
@@ -153,6 +162,7 @@ FOUR: list[Placed] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("placed", FOUR, ids=name_of)
 def test_four_ranks_agree_with_ddp_within_rounding(placed):
     if "stepped by all" in str(placed[1]) and not orders_groups():

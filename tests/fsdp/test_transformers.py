@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+import matrix
 import ranks
 import zero
 from models import OPTIMIZERS
@@ -160,8 +161,7 @@ def recomputed(rank: int, world: int, name: str, reentrant: bool) -> None:
         assert len(calls) == 2 * len(units), "once in forward, once in backward"
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@matrix.combined("name, reentrant", FAMILIES, [False, True])
 def test_activations_are_recomputed_in_backward(name, reentrant):
     ranks.run(recomputed, args=(name, reentrant))
 

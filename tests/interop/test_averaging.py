@@ -88,14 +88,14 @@ class Words(nn.Module):
         return self.out(self.table(numbers))
 
 
-def sparse(rank: int, world: int, stage: int) -> None:
-    model, optimizer = zero.setup(Words(), torch.optim.SGD, stage=stage, lr=0.1)
+def sparse(rank: int, world: int, stage: int, partition: str) -> None:
+    model, optimizer = zero.setup(Words(), torch.optim.SGD, stage=stage, partition=partition, lr=0.1)
     model(torch.tensor([rank, 7])).sum().backward()
     optimizer.step()
 
 
+@pytest.mark.parametrize("partition", ["even", "whole"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sparse_gradients_are_refused_in_the_same_words_at_every_stage(stage):
-    ranks.expect_error(
-        sparse, 2, RuntimeError, "^table.weight has a sparse gradient.*sparse=False.$", args=(stage,), timeout=8
-    )
+def test_sparse_gradients_are_refused_in_the_same_words_at_every_stage(stage, partition):
+    told = "^table.weight has a sparse gradient.*sparse=False.$"
+    ranks.expect_error(sparse, 2, RuntimeError, told, args=(stage, partition), timeout=8)

@@ -2,7 +2,6 @@
 optimizer, bit for bit, whichever of OSS and DDP was built first."""
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -127,15 +126,3 @@ def _zeroed_in_place(rank, world, ddp):
 @pytest.mark.parametrize("views", [True, False])
 def test_gradients_may_be_zeroed_in_place(views):
     ranks.run(_zeroed_in_place, 2, args=({"gradient_as_bucket_view": views},))
-
-
-def _sparse(rank, world, partition):
-    net = built(lambda: nn.EmbeddingBag(50, 8, sparse=True))
-    optimizer = zero.OSS(net.parameters(), SGD, partition=partition, lr=0.1)
-    DistributedDataParallel(net)(torch.tensor([[rank, 7]])).sum().backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_sparse_gradients_are_refused_on_every_rank_whoever_owns_them(partition):
-    ranks.expect_error(_sparse, 2, RuntimeError, "sparse=False", args=(partition,), timeout=20)

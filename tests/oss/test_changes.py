@@ -11,13 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import matrix
 import ranks
 import zero
 from atstage import at_stage, weights
 from reference import FEATURES, MOMENTUM, batch, built, distributed, loss_of, refusal, same, same_weights, train
 
 by_stage = pytest.mark.parametrize("stage", [1, 2])
-by_cut = pytest.mark.parametrize("cut", ["even", "whole"])
+CUTS = ["even", "whole"]
+by_cut = pytest.mark.parametrize("cut", CUTS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -42,9 +44,7 @@ def _frozen(rank, world, stage, cut, set_to_none):
     same(finals[1], finals[0], "losses and weights")
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@by_cut
-@by_stage
+@matrix.combined("stage, cut, set_to_none", [1, 2], CUTS, [True, False])
 def test_frozen_and_unfrozen_between_steps_trains_as_the_plain_optimizer(stage, cut, set_to_none):
     ranks.run(_frozen, 2, args=(stage, cut, set_to_none))
 
@@ -367,9 +367,9 @@ def _buckets(rank, world, stage, cut, optim, options):
         same(final, expected, "losses, weights and state")
 
 
-@pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
 @by_cut
 @by_stage
+@pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
 def test_other_buckets_in_the_middle_of_training_keep_the_state(stage, cut, optim, options):
     ranks.run(_buckets, 2, args=(stage, cut, optim, options))
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
+import matrix
 import ranks
 import zero
 from atstage import at_stage, own_elements
@@ -13,7 +14,7 @@ from zero.plan.meter import Meter
 
 DTYPES = {"fp16": (True, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16)}
 by_dtype = pytest.mark.parametrize("name", DTYPES)
-by_cut = pytest.mark.parametrize("cut", ["even", "whole"])
+CUTS = ["even", "whole"]
 
 
 class Wide(nn.Module):
@@ -63,10 +64,8 @@ def _sent(rank, world, name, cut, optim, options):
     assert any(lost)
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
-@by_cut
-@by_dtype
+@matrix.combined("name, cut, world", DTYPES, CUTS, [2, 3])
 def test_others_get_rounded_values_and_the_owner_keeps_its_precision(name, cut, optim, options, world):
     ranks.run(_sent, world, args=(name, cut, optim, options))
 
@@ -88,9 +87,7 @@ def _one_step(rank, world, stage, name):
     return gathered
 
 
-@by_dtype
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", [1, 2])
+@matrix.combined("stage, world, name", [1, 2], [2, 3], DTYPES)
 def test_half_as_many_bytes_are_gathered(stage, world, name):
     for compressed, plain in ranks.run(_one_step, world, args=(stage, name)):
         assert compressed > 0
@@ -187,9 +184,7 @@ def _reduced(rank, world, name, cut):
     return reduced, (zero.traffic() - before).reduce
 
 
-@by_cut
-@by_dtype
-@pytest.mark.parametrize("world", [2, 3, 4])
+@matrix.combined("world, cut, name", [2, 3, 4], CUTS, DTYPES)
 def test_gradients_travel_rounded_and_are_added_up_in_float32(name, cut, world):
     for compressed, plain in ranks.run(_reduced, world, args=(name, cut)):
         assert compressed > 0
@@ -278,7 +273,7 @@ def _int8_broadcast(rank, world, stage, cut):
     return sent
 
 
-@by_cut
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_are_quantised_for_others_in_a_quarter_of_the_bytes(stage, cut):
     for int8, float32, bfloat16 in ranks.run(_int8_broadcast, 2, args=(stage, cut)):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
+import matrix
 import ranks
 import zero
 from atstage import at_stage
@@ -126,8 +127,7 @@ def _steps(rank, world, stage, cut, name, dtype):
     assert any(not torch.equal(master, param.float()) for param, master in pairs), "nothing was rounded"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("stage", "cut"), AT)
+@matrix.combined("stage, name, cut", [1, 2], OPTIMIZERS, CUTS)
 def test_parameters_are_the_rounded_masters(stage, cut, name):
     ranks.run(_steps, 2, args=(stage, cut, name, torch.bfloat16))
 
@@ -276,8 +276,7 @@ def _loaded(rank, world, stage, cut, way):
         assert_by_hand(model, optimizer, expected, f"step {number}")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("stage", "cut"), AT)
+@matrix.combined("stage, way, cut", [1, 2], WAYS, CUTS)
 def test_weights_loaded_between_steps_are_taken_over(stage, cut, way):
     ranks.run(_loaded, 2, args=(stage, cut, way))
 
@@ -353,9 +352,7 @@ def _by_hand_after_restore(saved, name):
     return {number: master.detach() for number, master in masters.items()}
 
 
-@pytest.mark.parametrize("weights_first", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("cut", CUTS)
+@matrix.combined("cut, name, weights_first", CUTS, OPTIMIZERS, [True, False])
 def test_masters_are_restored_bit_for_bit_at_other_world_sizes(cut, name, weights_first):
     saved = ranks.run(_save, 2, args=(2, cut, name))[0]
     loaded = torch.load(io.BytesIO(saved), weights_only=True)

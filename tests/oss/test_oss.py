@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
+import matrix
 import ranks
 from optimizers import Lamb
 from reference import (
@@ -104,8 +104,9 @@ def test_optimizers_of_whole_parameters_train_so_at_stage_2_too(name):
     ranks.run(_at_stage_2, 2, args=(name,))
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW amsgrad", "a subclass of Adam", "a function"])
+@matrix.combined(
+    "name, partition", ["SGD momentum", "AdamW amsgrad", "a subclass of Adam", "a function"], ["even", "whole"]
+)
 def test_trains_the_same_under_the_partition_that_was_asked_for(name, partition):
     ranks.run(_optimizers, 2, args=(name, partition))
 
@@ -126,8 +127,7 @@ def _larger(rank, world, partition, dtype):
     same_weights(sharded_model, model)
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@matrix.combined("dtype, partition", [torch.float32, torch.bfloat16, torch.float64], ["even", "whole"])
 def test_trains_the_same_in_several_flat_groups_and_other_precisions(partition, dtype):
     ranks.run(_larger, 2, args=(partition, dtype))
 
@@ -174,9 +174,7 @@ def _worlds(rank, world, make, partition):
     close(sharded[0], plain[0])
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("make", [Net, tiny])
-@pytest.mark.parametrize("world", [1, 3, 4])
+@matrix.combined("world, make, partition", [1, 3, 4], [Net, tiny], ["even", "whole"])
 def test_trains_the_same_within_rounding_on_other_numbers_of_ranks(world, make, partition):
     ranks.run(_worlds, world, args=(make, partition))
 
@@ -189,19 +187,6 @@ def _alone(rank, world):
 
 def test_trains_the_same_without_a_process_group():
     ranks.run(_alone, bare=True)
-
-
-def _subgroup(rank, world, partition):
-    group = dist.new_group([0, 2])
-    if rank == 1:
-        return
-    plain, sharded = pair(SGD, partition, group=group, **MOMENTUM)
-    assert_equal_training(rank, plain, sharded)
-
-
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_trains_the_same_in_a_group_of_ranks_0_and_2(partition):
-    ranks.run(_subgroup, 3, args=(partition,))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,23 +310,6 @@ def test_a_parameter_without_gradient_is_left_alone():
     ranks.run(_missing_gradients, 2)
 
 
-def _accumulate(rank, world):
-    plain, sharded = pair(SGD, **MOMENTUM)
-    for model, optimizer in (plain, sharded):
-        for step in range(0, 9, 3):
-            optimizer.zero_grad()
-            with model.no_sync():
-                loss_of(model, rank, step).backward()
-                loss_of(model, rank, step + 1).backward()
-            loss_of(model, rank, step + 2).backward()
-            optimizer.step()
-    same_weights(sharded[0], plain[0])
-
-
-def test_accumulated_gradients_are_stepped_with():
-    ranks.run(_accumulate, 2)
-
-
 def _closure(rank, world):
     plain, sharded = pair(SGD, **MOMENTUM)
     losses = []
@@ -456,52 +424,6 @@ def _orders(rank, world):
 
 def test_may_be_built_before_or_after_ddp():
     ranks.run(_orders, 2)
-
-
-def _frozen(rank, world, partition):
-    finals = []
-    for make in (SGD, lambda params, **options: OSS(params, SGD, partition=partition, **options)):
-        model = built()
-        model.middle.requires_grad_(False)
-        model.norm.requires_grad_(False)
-        optimizer = make(model.parameters(), **MOMENTUM)
-        frozen = model.middle.weight.detach().clone()
-        losses = train(distributed(model), optimizer, rank, range(2))
-        same(model.middle.weight.detach(), frozen, "the frozen weight")
-        model.middle.requires_grad_(True)
-        model.norm.weight.requires_grad_(True)
-        model.first.requires_grad_(False)
-        model.zero_grad()
-        losses += train(
-            distributed(model), optimizer, rank, range(2, 5)
-        )  # DDP knows what was trained when it was built
-        assert not torch.equal(model.middle.weight, frozen)
-        told = [torch.empty_like(model.middle.weight) for _ in range(world)]
-        dist.all_gather(told, model.middle.weight.detach())
-        same(told[0], told[1], "the unfrozen weight on the other rank")
-        finals.append((losses, [param.detach() for param in model.parameters()]))
-    same(finals[1], finals[0], "losses and weights")
-
-
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_frozen_parameters_stay_and_train_once_unfrozen(partition):
-    ranks.run(_frozen, 2, args=(partition,))
-
-
-def _frozen_after_backward(rank, world):
-    finals = []
-    for make in (SGD, lambda params, **options: OSS(params, SGD, **options)):
-        model = distributed(built(lambda: nn.Linear(24, 40)))
-        optimizer = make(model.parameters(), **MOMENTUM)
-        loss_of(model, rank, 0).backward()
-        model.requires_grad_(False)
-        optimizer.step()  # the plain optimizer takes whatever gradient there is
-        finals.append([param.detach() for param in model.parameters()])
-    same(finals[1], finals[0], "the weights")
-
-
-def test_freezing_between_backward_and_step_leaves_ranks_alike():
-    ranks.run(_frozen_after_backward, 2)
 
 
 def _tied(rank, world):

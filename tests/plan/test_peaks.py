@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
+import matrix
 import ranks
 import zero
 from counted import KINDS, MODELS, Case, measured, planned
@@ -88,9 +88,10 @@ QUANTISED = [
 REST = [*PREFETCHING, *ODD, *(replace(case, one_host=False) for case in ACROSS_HOSTS)]
 HARDEST = [case for case in ON_ONE_HOST if case.model == "Recurrent" or case.optim == "adafactor"]
 SOME = [*ON_ONE_HOST[:40:4], *HARDEST[::3], *REST[::20], *QUANTISED[::5]]
-CASES = [*ON_ONE_HOST, *REST, *QUANTISED] if os.environ.get("ZERO_MATRIX") else SOME
+CASES = [*ON_ONE_HOST, *REST, *QUANTISED] if matrix.WHOLE else SOME
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.stage}-{case.world}-{CASES.index(case)}")
 def test_peaks_are_within_one_percent_of_a_step_that_is_run(case):
     found, expected = ranks.run(measured, case.world, (case,)), planned(case)

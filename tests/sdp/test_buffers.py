@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+import matrix
 import ranks
 import zero
 from transports import between_hosts
@@ -41,9 +42,7 @@ def grown(rank: int, world: int, stage: int, lengths: list[int], collectives: bo
     return [*model.module.table.tolist(), model.module.steps.item()]
 
 
-@pytest.mark.parametrize("collectives", [False, True], ids=["reading", "collectives"])
-@pytest.mark.parametrize("lengths", [[6, 5], [6, 4], [4, 6]], ids=["both grew", "rank 0 grew", "rank 1 grew"])
-@pytest.mark.parametrize("stage", [2, 3])
+@matrix.combined("stage, lengths, collectives", [2, 3], [[6, 5], [6, 4], [4, 6]], [False, True])
 def test_buffers_of_other_sizes_on_other_ranks_are_refused_on_every_rank(stage, lengths, collectives):
     error = "ValueError" if 4 not in lengths else "RuntimeError"
     told = ranks.expect_error(grown, 2, error, args=(stage, lengths, collectives), timeout=20)

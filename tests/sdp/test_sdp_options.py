@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
+import matrix
 import ranks
 import zero
 from sidebyside import SideBySide, average_over_ranks, data, ddp_sends_buffers
@@ -217,6 +218,7 @@ def test_buffers_are_those_of_ddp_with_the_same_option_and_in_step_when_asked(br
 def _start(rank, world, sync, alike):
     model = built(normed, seed=0 if alike else rank)
     model[1].running_mean += 0 if alike else rank
+    model[0].bias.requires_grad_(False)
     own = {name: value.clone() for name, value in model.state_dict().items()}
     sent = zero.traffic()
     wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"], sync_models_at_startup=sync)
@@ -242,7 +244,7 @@ def test_models_start_as_the_first_ranks_or_as_they_are(sync):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several optimizers, autocast, modules used again
+# Several optimizers, modules used again
 
 
 def _two(rank, world, size, every_other):
@@ -270,26 +272,6 @@ def _two(rank, world, size, every_other):
 @pytest.mark.parametrize("size", [None, 0])
 def test_two_optimizers_step_each_their_own(size, every_other):
     ranks.run(_two, 2, args=(size, every_other))
-
-
-def _autocast(rank, world, name):
-    plain, ours = pair(layers, OPTIMIZERS[name])
-    for step in range(4):
-        for model, optimizer in (plain, ours):
-            optimizer.zero_grad()
-            with torch.amp.autocast("cpu", torch.bfloat16):
-                output = model(data(5, WIDTH, rank=rank, step=step))
-                hidden = model.module[0](data(5, WIDTH, rank=rank, step=step))
-                loss = output.float().square().mean()
-            assert hidden.dtype == torch.bfloat16
-            loss.backward()
-            optimizer.step()
-        assert_same(ours[0], plain[0], f"step {step}:")
-
-
-@by_optimizer
-def test_autocast_gives_the_bits_of_ddp(name):
-    ranks.run(_autocast, 2, args=(name,))
 
 
 class Recurrent(nn.Module):
@@ -353,8 +335,7 @@ def _penalty(rank, world, name, size):
             assert torch.allclose(param, other, rtol=1e-4, atol=1e-6), f"step {step}: {what}"
 
 
-@pytest.mark.parametrize("size", [None, 0])
-@pytest.mark.parametrize("world", [2, 3])
+@matrix.combined("world, size", [2, 3], [None, 0])
 def test_a_gradient_penalty_is_that_of_the_whole_batch(world, size):
     ranks.run(_penalty, world, args=("sgd", size))
 
@@ -425,28 +406,7 @@ def test_a_graph_of_reduced_gradients_is_refused_with_the_remedy():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sparse, complex, SyncBatchNorm
-
-
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(50, 8, sparse=True)
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, numbers):
-        return self.out(self.table(numbers))
-
-
-def _sparse(rank, world, partition):
-    model = built(Words)
-    wrapped = zero.ShardedDDP(model, zero.OSS(model.parameters(), SGD, partition=partition, lr=0.1))
-    wrapped(torch.tensor([rank, 7])).sum().backward()
-
-
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_sparse_gradients_are_refused_on_every_rank_with_the_remedy(partition):
-    ranks.expect_error(_sparse, 2, RuntimeError, "table.weight", "sparse=False", args=(partition,))
+# Complex, SyncBatchNorm
 
 
 class Waves(nn.Module):

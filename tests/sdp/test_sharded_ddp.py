@@ -212,27 +212,6 @@ def test_the_module_its_names_and_its_weights_are_the_plain_ones():
     ranks.run(seen_from_outside)
 
 
-def synchronised(rank: int, world: int) -> None:
-    def start(seed: int) -> nn.Module:
-        net = Net()
-        torch.manual_seed(seed)
-        for tensor in [*net.parameters(), *net.buffers()]:
-            tensor.data.normal_()
-        return net
-
-    net = start(rank)
-    model, _ = stage_2(net, sgd)
-    expected = start(0).state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-    alone = start(rank)
-    zero.ShardedDDP(alone, zero.OSS(alone.parameters(), sgd), sync_models_at_startup=False)
-    assert torch.equal(alone.frozen.weight, start(rank).frozen.weight)
-
-
-def test_ranks_start_from_the_weights_of_rank_0_unless_told_otherwise():
-    ranks.run(synchronised)
-
-
 def buffers(rank: int, world: int) -> None:
     """As of DistributedDataParallel: those of rank 0 before each forward that follows a reduced one."""
     for options in ({}, {"broadcast_buffers": False}):
@@ -267,7 +246,7 @@ def odd_model_in_buckets(rank: int, world: int, bucket: int) -> None:
         both.step(lambda model: model(*CASES["mlp"].batch(rank, step).inputs).square().mean())  # noqa: B023
 
 
-@pytest.mark.parametrize("bucket", [0, 100, 1 << 30], ids=["each alone", "small", "one bucket"])
+@pytest.mark.parametrize("bucket", [0, 1 << 30], ids=["each alone", "one bucket"])
 def test_any_bucket_size_gives_the_same_numbers(bucket):
     ranks.run(odd_model_in_buckets, args=(bucket,))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import matrix
 import ranks
 from atstage import at_stage, weights
 from models import OPTIMIZERS
@@ -162,7 +163,6 @@ def cleared(rank: int, world: int, way: Callable[[nn.Module, Any, int], None], n
         assert not different, f"step {step}: {different}"
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@matrix.combined("way, name", WAYS, OPTIMIZERS)
 def test_clearing_it_by_hand_clears_the_shards_as_with_ddp(way, name):
     ranks.run(cleared, 2, args=(way, name))

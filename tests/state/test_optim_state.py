@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
+import matrix
 import ranks
 import zero
 from sidebyside import SideBySide, close, data, sgd, stage_3
@@ -60,9 +61,7 @@ def whole(rank: int, world: int, optim: Any, options: dict[str, Any]) -> None:
             assert found is None
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, no_cuts], ids=["even", "whole"])
-@pytest.mark.parametrize("optim", [sgd, adam], ids=["sgd", "adam"])
+@matrix.combined("world, optim, options", [1, 2, 3], [sgd, adam], [{}, no_cuts])
 def test_the_whole_state_is_the_plain_optimizers(optim, options, world):
     ranks.run(whole, world, args=(optim, options))
 

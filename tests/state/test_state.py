@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.testing._internal.two_tensor import TwoTensor
 
+import matrix
 import ranks
 from optimizers import ByParameter, Lamb
 from reference import (
@@ -88,8 +89,7 @@ def test_consolidated_it_equals_the_plain_optimizers(name):
     ranks.run(_consolidate, 2, args=(name, "auto"))
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@matrix.combined("world, partition", [1, 2, 3], ["even", "whole"])
 def test_consolidated_it_equals_the_plain_optimizers_on_any_number_of_ranks(world, partition):
     ranks.run(_consolidate, world, args=("AdamW", partition))
 
@@ -262,8 +262,11 @@ def _continued(rank, world, name, partition, state, weights):
 
 
 @shards_travel
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "Adam with a rate in a tensor", "Adafactor", "Muon"])
+@matrix.combined(
+    "name, partition",
+    ["SGD momentum", "AdamW", "Adam with a rate in a tensor", "Adafactor", "Muon"],
+    ["even", "whole"],
+)
 def test_saved_on_two_ranks_it_trains_on_anywhere_as_the_plain_optimizer_does(name, partition):
     if partition == "even" and name in ("Adafactor", "Muon"):
         partition = "auto"

@@ -1,0 +1,32 @@
+"""Tests of which `make matrix` (ZERO_MATRIX=1) runs every case, and the suite those that say what the others would."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+WHOLE = bool(os.environ.get("ZERO_MATRIX"))
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def combined(names: str, *values: Iterable[Any]) -> Decorator:
+    """Every combination; in the suite the last argument's values take turns over the combinations of the others.
+
+    Of three arguments, each value so meets each value of the others as long as there are enough of these.
+    """
+    every = [list(of) for of in values]
+    numbers = [range(len(of)) for of in every]
+    turns = [(*rest, sum(rest) % len(every[-1])) for rest in itertools.product(*numbers[:-1])]
+    assert {turn[-1] for turn in turns} == {*numbers[-1]}, "each value has to have its turn"
+    chosen = itertools.product(*numbers) if WHOLE else turns
+    cases = [tuple(of[number] for of, number in zip(every, case, strict=True)) for case in chosen]
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        return pytest.mark.matrix(pytest.mark.parametrize(names, cases)(function))
+
+    return mark
