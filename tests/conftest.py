@@ -1,16 +1,21 @@
 """Starts the ranks' fork server at once: it imports torch while pytest still collects."""
 
 import gc
+from pathlib import Path
 
 import pytest
 
 import ranks
 
-ranks.start()
+FOR_ALL = ["transformers.trainer", "peft", "accelerate"]
+"""What takes each rank process seconds to import, and several files of the suite need."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix: has more cases under `make matrix`, see matrix.py")
+    if config.getoption("dist", "no") == "no":  # else xdist's workers run the tests
+        whole = Path(__file__).parent in [Path(name).resolve() for name in config.args]
+        ranks.start(*(FOR_ALL if whole else []))
 
 
 def pytest_collection_finish() -> None:

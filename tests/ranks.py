@@ -88,9 +88,12 @@ class RankError(AssertionError):
 
 
 @cache
-def start() -> None:
-    """Starts the fork server without waiting for its imports; the first run would do it too, and wait."""
-    preload = list(PRELOAD)
+def start(*more: str) -> None:
+    """Starts the fork server without waiting for its imports; the first run would do it too, and wait.
+
+    more: modules that rank processes then have beside `PRELOAD`, for a run of many tests that would each import them.
+    """
+    preload = [*PRELOAD, *more]
     with suppress(Exception):  # a package that fails to import would take the server down; its own tests say why
         importlib.import_module("zero")
         preload.append("zero")
