@@ -35,7 +35,7 @@ def planned_for(
     if len(optimizers) != 1:
         return None
     optimizer = optimizers[0]
-    if type(steps_of(optimizer)) is not Steps or (isinstance(optimizer, OSS) and optimizer.steps_apart):
+    if type(steps_of(optimizer)) is not Steps or (isinstance(optimizer, OSS) and optimizer.shards.home.apart):
         return None
     inside = optimizer.optim if isinstance(optimizer, OSS) else optimizer
     shards, *replicas = comms
