@@ -77,8 +77,9 @@ class FSDP(Weights):
         memory one at a time. Rank 0 initialises the values, and the other ranks receive them.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: broadcast the buffers of rank 0 before each forward, as DistributedDataParallel does.
-    more: options of features, such as those of zero.shards.home, and of PyTorch's FSDP1 that have another name here;
-        docs/fsdp.md and docs/from_fsdp.md list them.
+    more: offload, where shards and optimizer state are stored (CPUOffload, DiskOffload), and options of PyTorch's FSDP1
+        that have another name here: backward_prefetch, cpu_offload, device_id, forward_prefetch, ignored_states,
+        limit_all_gathers, use_orig_params. See zero.shards.home and zero.interop.torch_options.
 
     A penalty in the loss, such as the sum of squares, must be computed after forward from `parameters()` or
     `named_parameters()` of the FSDP. It then sees this rank's shards, and autograd adds its gradient to the shards'

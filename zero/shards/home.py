@@ -9,6 +9,9 @@ and puts a maker into `homes`, under the name of the option by which users ask f
         def place(self, shard):
             return shard.double()
 
+        def has(self, shard):
+            return shard.dtype == torch.float64
+
     homes["exact"] = lambda given: InFloat64() if given else DEVICE      # OSS(..., exact=True), FSDP(..., exact=True)
 """
 
