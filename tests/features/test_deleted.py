@@ -55,17 +55,19 @@ OWN = """
     oss/test_as_optimizer oss/test_changes oss/test_clip oss/test_ddp_options oss/test_from_optimizer
     oss/test_granularity oss/test_layout oss/test_master oss/test_oss oss/test_oss_errors oss/test_scaler
     oss/test_shard_group oss/test_shard_mark oss/test_slices oss/test_state
-    sdp/test_buffers sdp/test_indexed sdp/test_lifetimes sdp/test_overlap sdp/test_routes sdp/test_sdp_errors
+    sdp/test_buffers sdp/test_indexed sdp/test_lifetimes sdp/test_routes sdp/test_sdp_errors
     sdp/test_sharded_ddp sdp/test_shown_gradients sdp/test_tensors
     fsdp/test_clip_grad_norm fsdp/test_closures fsdp/test_edges fsdp/test_experts fsdp/test_fsdp fsdp/test_fsdp_errors
     fsdp/test_guard fsdp/test_meta_init fsdp/test_nested fsdp/test_optim_state fsdp/test_partition_whole
-    fsdp/test_rebound fsdp/test_reentry fsdp/test_repeated fsdp/test_scaling fsdp/test_strategies fsdp/test_summation
+    fsdp/test_rebound fsdp/test_reentry fsdp/test_repeated fsdp/test_scaling fsdp/test_summation
     fsdp/test_unit_sizes fsdp/test_wrap
 """
 """The core's own test files."""
 
 NEED_FEATURES = [
     # Ranks that wait in vain are told why by the watchdog, or over host memory.
+    "sdp/test_lifetimes.py::test_a_rank_that_trains_other_parameters_is_noticed",
+    "sdp/test_buffers.py::test_buffers_of_other_sizes_on_other_ranks_are_refused_on_every_rank",
     "fsdp/test_rebound.py::test_ranks_that_go_on_are_told_why_another_does_not[evaluate]",
     "fsdp/test_reentry.py::test_a_graph_that_one_rank_alone_goes_through_again_is_refused_on_every_rank",
 ]
