@@ -195,6 +195,8 @@ def _misfit(worlds: Sequence[int], options: Options, stages: Sequence[str]) -> s
         return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
     if options.offload and not {*stages} <= {*_OFFLOADED}:
         return f"stages={[*stages]} with offload: it is planned at stages {' and '.join(_OFFLOADED)} only. Pass these."
+    if options.offload and (problem := missing("offload", "offload")):
+        return problem
     if options.one_host and options.backend == "gloo" and (problem := missing("host_memory", "one_host=True")):
         return problem
     for world in worlds:
