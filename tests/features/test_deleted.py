@@ -65,7 +65,13 @@ OWN = """
 """The core's own test files."""
 
 NEED_FEATURES = [
+    # Parameters that are read outside of their unit.
+    "fsdp/test_edges.py::test_so_they_are_of_units_that_are_released_at_once[parameters_from_the_root]",
     # Ranks that wait in vain are told why by the watchdog, or over host memory.
+    "comm/test_order.py::test_ranks_that_wait_for_one_another_in_vain_are_told_which_is_where",
+    "comm/test_order.py::test_ranks_that_wait_are_told_that_another_has_failed",
+    "comm/test_order.py::test_a_rank_that_never_comes_is_named_after_the_timeout",
+    "sdp/test_sharded_ddp.py::test_a_rank_that_takes_another_step_raises_on_every_rank",
     "sdp/test_lifetimes.py::test_a_rank_that_trains_other_parameters_is_noticed",
     "sdp/test_buffers.py::test_buffers_of_other_sizes_on_other_ranks_are_refused_on_every_rank",
     "fsdp/test_rebound.py::test_ranks_that_go_on_are_told_why_another_does_not[evaluate]",
