@@ -164,6 +164,8 @@ def test_seams_are_as_the_table_lists_them(
     found = set()
     for room in AROUND:
         for path in (ROOT / "zero" / room).rglob("*.py"):
+            if path == ROOT / "zero" / "features" / "__init__.py":
+                continue  # it registers refusals for folders that are missing
             if registered in uses(ast.parse(path.read_text())):
                 found.add(path.relative_to(ROOT / "zero" / room).parts[0] if room == "features" else room)
     assert found == plugged

@@ -1,7 +1,7 @@
 """The log of operations on one process group: it shows whether all ranks do the same, and whether a transfer failed.
 
-Every rank appends each operation to a log: its channel, and the number of bytes that it moves. Over host memory ranks
-compare every operation, because that costs nothing there. Over other transports they compare
+Every rank appends each operation to a log: its channel, and the number of bytes that it moves. Some transports
+compare every operation, where that costs nothing. Over the others ranks compare
 
     one operation    before its launch, if it follows the operations before it for the first time: in the first steps,
                      and after any change of the schedule; and the first of a forward that follows another forward

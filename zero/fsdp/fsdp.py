@@ -77,19 +77,11 @@ class FSDP(Weights):
         memory one at a time. Rank 0 initialises the values, and the other ranks receive them.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: broadcast the buffers of rank 0 before each forward, as DistributedDataParallel does.
-    more: offload, where shards and optimizer state are stored (CPUOffload, DiskOffload), and options of PyTorch's FSDP1
-        that have another name here: backward_prefetch, cpu_offload, device_id, forward_prefetch, ignored_states,
+    more: offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload), and options of
+        PyTorch's FSDP1 that have another name here: backward_prefetch, device_id, forward_prefetch, ignored_states,
         limit_all_gathers, use_orig_params. See zero.shards.home and zero.interop.torch_options.
 
-    A penalty in the loss, such as the sum of squares, must be computed after forward from `parameters()` or
-    `named_parameters()` of the FSDP. It then sees this rank's shards, and autograd adds its gradient to the shards'
-    gradients. It must be a sum over elements: a norm or a matrix product of shards is not that of the full parameter.
-
-    torch.compile accepts units, the module or the FSDP. Graphs break where units begin and end, so only units can be
-    compiled with fullgraph=True. If the whole module is compiled, its first forward in training and its first in
-    evaluation run uncompiled, to find which modules read parameters of other units. If units are compiled, FSDP does
-    not search for such reads, and no module may read parameters of another unit. On GPUs CUDA graphs are refused:
-    mode="reduce-overhead", "max-autotune" and triton.cudagraphs of torch.compile, and torch.cuda.graph.
+    docs/fsdp.md says what else goes with it, and what does not.
 
     Collective: the constructor, forward, backward, `state_dict`, `load_state_dict`, `summon_full_params`.
     Raises ValueError on every rank if the module cannot be sharded, if models or options differ between ranks, if a

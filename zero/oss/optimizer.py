@@ -60,7 +60,7 @@ class OSS(Optimizer):
         owner's copy keeps its precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
-    defaults: also offload, where the optimizer's shards and state are stored (CPUOffload, DiskOffload); see
+    defaults: also offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload); see
         zero.shards.home.
 
     If data ends earlier on some ranks than on others, train inside `with zero.join(ddp, optimizer):`.

@@ -250,7 +250,7 @@ class ShardedDDP(Wrapper):
         raise TypeError("a ShardedDDP cannot be copied or pickled. Copy or pickle its .module, and wrap the copy.")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the module, also by the names that it has without torch.compile.
+        """Loads into the module, by its names with or without `_orig_mod.` in them.
 
         Raises ValueError for assign=True, which would replace the optimizer's parameters.
         """

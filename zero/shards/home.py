@@ -9,9 +9,6 @@ and puts a maker into `homes`, under the name of the option by which users ask f
         def place(self, shard):
             return shard.double()
 
-        def has(self, shard):
-            return shard.dtype == torch.float64
-
     homes["exact"] = lambda given: InFloat64() if given else DEVICE      # OSS(..., exact=True), FSDP(..., exact=True)
 """
 
@@ -41,8 +38,8 @@ class Home:
         return shard
 
     def has(self, shard: Tensor) -> bool:
-        """Whether a tensor lies here already."""
-        return True
+        """Whether a tensor lies here already, and needs no copy."""
+        return not self.apart
 
     def used(self, shard: Tensor) -> None:
         """Called after a placed tensor was read or written, when it will not be used for a while."""
