@@ -25,7 +25,7 @@ test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes ano
 fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 tries more than 500
 	@ZERO_FUZZ=$(or $(CASES),500) $(BIN)/pytest -q -p no:xdist tests/test_random_models.py $(ARGS)
 
-matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, all steps beside plans, all compiled models
+matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, all steps beside plans, each feature deleted
 	@ZERO_MATRIX=1 $(BIN)/pytest -q -m matrix $(ARGS)
 
 faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills under torchrun, 4,000 altered checkpoints

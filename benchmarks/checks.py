@@ -32,7 +32,6 @@ import torch
 from tqdm import tqdm
 
 import zero.oss.gradients
-import zero.oss.step
 import zero.sdp.bucket
 from gpt import read_text
 from launch import Rank, run_ranks
@@ -78,7 +77,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (DDPChecks, "changed", _none),
     (DDPChecks, "gradients", _none),
     (Reducer, "_refuse_replaced", _none),
-    (zero.oss.step, "refuse_unreduced", _none),
+    (zero.oss.gradients, "refuse_unreduced", _none),
     (zero.oss.gradients, "refuse_sparse", _none),
     (zero.sdp.bucket, "refuse_sparse", _none),
 ]

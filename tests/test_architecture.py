@@ -7,11 +7,14 @@
 4. Nothing is attached to the user's parameters and modules, and no dictionary is keyed by `id(...)`.
 5. No pickle is loaded, but by torch.load(weights_only=True).
 6. Every new tensor is told its device: the user's default device may be any.
+7. A folder of zero/features may be missing: no feature imports another, and whoever else imports one does so where it
+   is used.
+8. The core has no word of a feature, but where a seam is described.
 """
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +38,21 @@ COMMUNICATION = re.compile(
     "all_gather|all_reduce|all_to_all|barrier|batch_isend_irecv|broadcast|gather|i?recv|i?send|monitored_barrier"
     "|new_group|new_subgroups|reduce|scatter|split_group|_coalescing_manager|ProcessGroup[A-Z]\\w*"
 )
+
+CORE = ("comm", "shards", "oss", "sdp", "fsdp")
+WORDS = re.compile(
+    r"\b((?<!torch\.)int8|offload|disk|two levels|step_in_backward|penalt(y|ies)|compiled?|autocast|rehears(al|ed)"
+    r"|host[_ ]memory)\b",
+    re.IGNORECASE,
+)
+"""Of features. Names that have them as parts, such as PyTorch's offload_to_cpu, and the dtype are other words."""
+OF_SEAMS = {
+    "zero/comm/link.py": 'such as host_memory="off"',  # an example of a setting
+    "zero/comm/packing.py": "user's autocast; autocast",  # torch's own, not the feature
+    "zero/fsdp/fsdp.py": "offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload)",
+    "zero/oss/optimizer.py": "offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload)",
+}
+"""By file: what of a line may have such words."""
 
 
 def imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.stmt, str, str]]:
@@ -186,6 +204,40 @@ def without_device(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
                 yield node, f"{name} must have device=: the default device may be any"
 
 
+def features_that_may_be_missing(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    feature = path.parts[2] if path.is_relative_to("zero/features") and len(path.parts) > 3 else None
+    used = {*within_functions(tree)}
+    for node, name, _ in imports(path, tree):
+        parts = name.split(".")
+        if parts[:2] != ["zero", "features"] or len(parts) < 3 or not is_feature(parts[2]) or parts[2] == feature:
+            continue
+        if feature is not None:
+            yield node, f"the feature {feature} must not import another, {name}"
+        elif node not in used:
+            yield node, f"{name} may be missing: import it in the function that uses it"
+
+
+def is_feature(name: str) -> bool:
+    return (ROOT / "zero" / "features" / name).is_dir()
+
+
+def within_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """What does not run when a module is imported."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.If(ast.Name("TYPE_CHECKING")):
+                yield from ast.walk(node)
+
+
+def words_of_features(path: Path, lines: Iterable[str]) -> Iterator[str]:
+    if path.parts[1] not in CORE:
+        return
+    for number, line in enumerate(lines, 1):
+        found = WORDS.search(line.replace(OF_SEAMS.get(path.as_posix(), "\n"), ""))
+        if found:
+            yield f"{path}:{number}: {found[0]!r} is a word of a feature, of which the core knows nothing"
+
+
 RULES = [
     upward_imports,
     private_names_of_other_layers,
@@ -194,6 +246,7 @@ RULES = [
     setattr_and_id,
     unpickling,
     without_device,
+    features_that_may_be_missing,
 ]
 
 
@@ -262,6 +315,12 @@ def test_rule_holds(rule):
         (without_device, "zero/features/offload/homes.py", "import torch.nn\ntorch.tensor(3.0)"),
         (without_device, "zero/features/offload/homes.py", "from torch import zeros as new\nnew(3)"),
         (without_device, "zero/measure/probe.py", "import torch\ntorch.Generator().manual_seed(1)"),
+        (features_that_may_be_missing, "zero/features/reads/reads.py", "from zero.features.writes import Writes"),
+        (features_that_may_be_missing, "zero/features/reads/reads.py", "def f():\n    import zero.features.int8.codec"),
+        (features_that_may_be_missing, "zero/features/reads/reads.py", "from ..writes import Writes"),
+        (features_that_may_be_missing, "zero/plan/sizes.py", "from zero.features import int8"),
+        (features_that_may_be_missing, "zero/plan/sizes.py", "class A:\n    from zero.features.int8 import Int8"),
+        (features_that_may_be_missing, "zero/features/__init__.py", "from zero.features.int8 import Int8"),
         (setattr_and_id, "zero/shards/shard_group.py", "setattr(p, 'owner', 0)"),
         (setattr_and_id, "zero/shards/shard_group.py", "index = {id(p): i for i, p in enumerate(ps)}"),
         (setattr_and_id, "zero/shards/shard_group.py", "index = dict(zip(map(id, ps), ps))"),
@@ -289,6 +348,9 @@ def test_rule_sees_a_violation(rule, path, source):
         ),
         ("zero/shards/shard_group.py", "from zero._torch import base_of\nbase_of(tensor)"),
         ("zero/checkpoint/read.py", "torch.load(path, weights_only=True)\nmodel.eval()"),
+        ("zero/features/reads/__init__.py", "from zero.features.reads.reads import Reads\nfrom . import reads"),
+        ("zero/plan/sizes.py", "from zero.features import missing\ndef f():\n    from zero.features.int8 import Int8"),
+        ("zero/__init__.py", "if TYPE_CHECKING:\n    from zero.features.int8 import Int8"),
         (
             "zero/features/offload/homes.py",
             "import torch\ntorch.empty(3, device='cpu')\ntorch.empty_like(x), x.new_empty(3), range(3)",
@@ -297,3 +359,30 @@ def test_rule_sees_a_violation(rule, path, source):
 )
 def test_rule_lets_the_rest_pass(rule, path, source):
     assert not list(rule(Path(path), ast.parse(source)))
+
+
+def test_core_has_no_word_of_a_feature():
+    paths = [path for folder in CORE for path in sorted((ROOT / "zero" / folder).glob("**/*.py"))]
+    found = [
+        each for path in paths for each in words_of_features(path.relative_to(ROOT), path.read_text().splitlines())
+    ]
+    assert not found, "\n" + "\n".join(found)
+    for name, words in OF_SEAMS.items():
+        assert words in (ROOT / name).read_text(), f"OF_SEAMS excuses {words!r}, which {name} does not have"
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("# Offload moves it", 1),
+        ("zero.Int8()", 1),
+        ("over host memory", 1),
+        ('settings["host_memory"]', 1),
+        ("as torch.compile does", 1),
+        ("summon_full_params(offload_to_cpu=True)", 0),
+        ("torch.int8, is_compiled(module), rehearsed_traffic()", 0),
+    ],
+)
+def test_word_of_a_feature_is_seen(line, count):
+    assert len([*words_of_features(Path("zero/fsdp/unit.py"), [line])]) == count
+    assert not [*words_of_features(Path("zero/plan/plan.py"), [line])]

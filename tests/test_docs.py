@@ -26,9 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 import matrix
 import ranks
 import zero
+from zero.fsdp.options import translators
 from zero.integrations.accelerate import ZeroPlugin
 from zero.plan import Options
 from zero.plan.command import main as plan_command
+from zero.shards.home import homes
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -188,6 +190,17 @@ def test_every_option_is_named(page: str) -> None:
     for function in OPTIONS[page]:
         for name in inspect.signature(function).parameters:
             assert name == "module" or re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", text), f"{function.__name__}: {name}"
+
+
+def test_options_of_features_and_of_torch_are_named() -> None:
+    for page, names in {
+        "memory": ["offload"],
+        "oss": ["offload"],
+        "fsdp": ["offload"],
+        "from_fsdp": [*translators, *homes],
+    }.items():
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        assert [name for name in names if not re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", text)] == []
 
 
 @pytest.mark.matrix

@@ -1,4 +1,5 @@
-"""docs/how_it_is_built.md is true: its rooms are there, and a step goes through the functions that its walks list."""
+"""docs/how_it_is_built.md is true: its rooms are there, a step goes through the functions that its walks list, seams
+have the methods and users that its table lists, and its feature works."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import ast
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ranks
+import test_docs
 import zero
 from transports import between_hosts
 
@@ -118,3 +121,70 @@ def test_all_rooms_are_named() -> None:
     first_column = re.findall(r"^\| (`[^|]+) \|", section("The rooms"), re.MULTILINE)
     named = {name for cell in first_column for name in re.findall(r"`([\w/.]+)`", cell)}
     assert rooms - {"zero/__init__.py", "zero/__pycache__"} <= named
+
+
+def seams() -> list[tuple[str, str, str, set[str], set[str]]]:
+    """Name, file, registry, methods, and who plugs in."""
+    found = []
+    for row in section("The seams").splitlines():
+        cells = row.split("|")[1:-1]
+        name, file, registry = (cell.strip(" `") for cell in cells[:3]) if len(cells) == 6 else ("", "", "")
+        if file.startswith("zero/"):
+            methods, plugged = re.findall(r"`(\w+)`", cells[4]), re.findall(r"\w+", cells[5])
+            found.append((name, file, registry, {*methods}, {*plugged}))
+    return found
+
+
+SEAMS = seams()
+AROUND = ["checks", "state", "interop", "features"]
+
+
+def uses(tree: ast.AST) -> Iterator[str]:
+    """What is imported from, or asked of, modules of zero, such as zero.comm.link.watchers."""
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                modules[name.asname or name.name] = full = f"{node.module}.{name.name}"
+                yield full
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{modules.get(node.value.id)}.{node.attr}"
+
+
+@pytest.mark.parametrize(("seam", "file", "registry", "methods", "plugged"), SEAMS, ids=[row[0] for row in SEAMS])
+def test_seams_are_as_the_table_lists_them(
+    seam: str, file: str, registry: str, methods: set[str], plugged: set[str]
+) -> None:
+    tree = ast.parse((ROOT / file).read_text())
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == seam:
+            public = {each.name for each in node.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"}
+            assert methods == public
+    registered = f"{file.removesuffix('.py').replace('/', '.')}.{registry}"
+    found = set()
+    for room in AROUND:
+        for path in (ROOT / "zero" / room).rglob("*.py"):
+            if path == ROOT / "zero" / "features" / "__init__.py":
+                continue  # it registers refusals for folders that are missing
+            if registered in uses(ast.parse(path.read_text())):
+                found.add(path.relative_to(ROOT / "zero" / room).parts[0] if room == "features" else room)
+    assert found == plugged
+
+
+def test_every_feature_plugs_in_somewhere() -> None:
+    features = {path.name for path in (ROOT / "zero" / "features").iterdir() if (path / "__init__.py").exists()}
+    assert features - {name for *_, plugged in SEAMS for name in plugged} == {"uneven"}
+
+
+def counted(rank: int, world: int) -> Counter[str]:
+    """What the feature of the page counts."""
+    (source,) = re.findall(r"```python\n(.*?)```", section("To add a feature"), re.DOTALL)
+    names = test_docs.model()
+    exec(source.replace("print(unshards)", ""), names)
+    counts: Counter[str] = names["unshards"]
+    return counts
+
+
+def test_the_feature_of_the_page_counts_unshards() -> None:
+    expected = {"embedding.weight": 1, "blocks.0.norm.weight": 2, "blocks.1.norm.weight": 2}
+    assert ranks.run(counted) == [expected, expected]

@@ -46,6 +46,11 @@ def accounting() -> ModuleType:
     return module
 
 
+def largest_group(optimizer: zero.OSS) -> int:
+    """Bytes: the size of a transfer."""
+    return max(group.full.nbytes for group in optimizer.shard_groups)
+
+
 def at_stage(stage: str) -> tuple[nn.Module, Any, int]:
     """Model, optimizer and B."""
     policy = ModuleWrapPolicy({FeedForward})
@@ -53,10 +58,10 @@ def at_stage(stage: str) -> tuple[nn.Module, Any, int]:
         inner = model()
         optimizer: Any = Adam(inner.parameters()) if stage == "0" else zero.OSS(inner.parameters(), Adam)
         wrapped: Any = DistributedDataParallel(inner, gradient_as_bucket_view=True)
-        return wrapped, optimizer, 0 if stage == "0" else optimizer.bucket_bytes
+        return wrapped, optimizer, 0 if stage == "0" else largest_group(optimizer)
     if stage == "2":
         wrapped, optimizer = zero.setup(model(), Adam, stage=2)
-        return wrapped, optimizer, optimizer.bucket_bytes
+        return wrapped, optimizer, largest_group(optimizer)
     prefetch = {"3 memory first": zero.MEMORY_FIRST, "3 speed first": zero.SPEED_FIRST}.get(stage)
     wrapped = zero.FSDP(model(), auto_wrap_policy=policy, reshard_after_forward=stage != "3 kept", prefetch=prefetch)
     return wrapped, Adam(wrapped.parameters()), wrapped.unit_bytes

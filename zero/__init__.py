@@ -1,14 +1,11 @@
 """Three steps out of running out of memory under data parallelism, each resting on the one before."""
 
-from zero import checkpoint, comm
+from typing import TYPE_CHECKING
+
+from zero import checkpoint, comm, features
 from zero._torch import warn_if_untested
 from zero.checks import guard, state_dicts, step_checks  # noqa: F401 - they register themselves
 from zero.comm import Traffic, traffic
-from zero.features import plug_in
-from zero.features.int8 import Int8
-from zero.features.offload import CPUOffload, DiskOffload
-from zero.features.step_in_backward import step_in_backward
-from zero.features.uneven import join
 from zero.fsdp import (
     FSDP,
     MEMORY_FIRST,
@@ -28,7 +25,13 @@ from zero.setup import setup
 from zero.shards.announce import show_as_asked
 from zero.state import saved  # noqa: F401 - it registers itself
 
-plug_in()
+if TYPE_CHECKING:  # features bring these, unless their folders are missing
+    from zero.features.int8 import Int8
+    from zero.features.offload import CPUOffload, DiskOffload
+    from zero.features.step_in_backward import step_in_backward
+    from zero.features.uneven import join
+
+globals().update(features.plug_in())
 show_as_asked()
 warn_if_untested()
 
@@ -62,3 +65,12 @@ __all__ = [
     "traffic",
     "unwrap",
 ]
+
+__all__[:] = [name for name in __all__ if name not in features.absent_names()]
+
+if not TYPE_CHECKING:  # mypy would take any name for one of zero's
+
+    def __getattr__(name: str) -> object:
+        if name in features.NAMES:
+            raise AttributeError(features.missing(features.NAMES[name], f"zero.{name}"))
+        raise AttributeError(f"module 'zero' has no attribute {name!r}")

@@ -149,7 +149,7 @@ def one_fails(rank: int, world: int) -> str:
     with between_hosts():
         steps = settled()
         if rank == 1:
-            with mock.patch.object(Gloo, "_broadcasts", side_effect=RuntimeError("cut off")):
+            with mock.patch.object(Gloo, "_broadcast", side_effect=RuntimeError("cut off")):
                 return refusal(lambda: steps.step(0, 1, 2))
         return refusal(lambda: steps.step(0, 1, 2))
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from zero.comm.handle import Handle
 from zero.comm.launcher import refuse_launched
 from zero.comm.link import Link, link_of
-from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
+from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM, Transfer
 from zero.comm.packing import batches, copy_into, empty_flat, flatten
 from zero.comm.traffic import count
 from zero.comm.transport import Message
@@ -105,7 +105,7 @@ class Comm:
     def refuse_if_broken(self, buffers: object) -> None:
         """Raises RuntimeError if a transfer of the group has failed. Then no transfer that was in flight counts as
         complete, and `buffers` are kept alive: such a transfer may still write into them."""
-        with self._order.transfer(None, buffers):
+        with Transfer(self._order, None, buffers):
             pass
 
     # ---------------------------------------------------------------------------------- comparing the ranks

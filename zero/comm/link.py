@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zero._torch import abort, another_like, backend_of, store_of, timeout_of
 from zero.comm.local import Local
-from zero.comm.order import COMPARISON, Order
+from zero.comm.order import COMPARISON, Order, Transfer
 from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.store import StoreExchange
 from zero.comm.transport import Transport
@@ -142,7 +142,7 @@ class Link:
                     self._watch(exchange.nonce)
             return Overlapping(*arguments, blocks=True, checks=Gloo(*arguments), name=str(backend))
         timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
-        with self.order.transfer(None, None), StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
+        with Transfer(self.order, None, None), StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
             return self._cpu_transport(exchange)
 
     def _cpu_transport(self, exchange: StoreExchange) -> Transport:

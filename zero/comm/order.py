@@ -1,7 +1,7 @@
 """The log of operations on one process group: it shows whether all ranks do the same, and whether a transfer failed.
 
-Every rank appends each operation to a log: its channel, and the number of bytes that it moves. Over host memory ranks
-compare every operation, because that costs nothing there. Over other transports they compare
+Every rank appends each operation to a log: its channel, and the number of bytes that it moves. Some transports
+compare every operation, where that costs nothing. Over the others ranks compare
 
     one operation    before its launch, if it follows the operations before it for the first time: in the first steps,
                      and after any change of the schedule; and the first of a forward that follows another forward
@@ -111,8 +111,14 @@ class Order:
         self._length += 1
 
     def append(self, channel: int, nbytes: int) -> bool:
-        """Appends an operation. Returns whether ranks must compare it, and then call `settle`, before its launch."""
-        self.record(channel)
+        """Appends an operation. Returns whether ranks must compare it, and then call `settle`, before its launch.
+
+        Raises RuntimeError if an earlier transfer has failed.
+        """
+        if self.broken:
+            self.refuse_if_broken()
+        self._log.append(channel)
+        self._length += 1
         self.digest = hash((self.digest, channel, nbytes))
         self._position = hash((self._position, channel, nbytes))
         compares = self._each or self._unsettled or self._position not in self._settled
@@ -184,10 +190,6 @@ class Order:
         """Keeps the buffers of a transfer that did not complete: it may still read them or write into them."""
         self._kept_alive.append(buffers)
 
-    def transfer(self, channel: int | None, buffers: object) -> Transfer:
-        """Returns a context for code of a transfer that can fail. It keeps the buffers alive if it does."""
-        return Transfer(self, channel, buffers)
-
     def fail(self, channel: int | None, buffers: object, error: BaseException) -> str:
         """Records the failure of a transfer. Returns the message for the user."""
         self.keep_alive(buffers)
@@ -204,7 +206,10 @@ class Order:
 
 
 class Transfer:
-    """The context of `Order.transfer`. A generator would take three times as long, and each transfer enters several."""
+    """A context for code of a transfer that can fail. It keeps the buffers alive if it does.
+
+    A generator would take three times as long, and each transfer enters several.
+    """
 
     __slots__ = ("_buffers", "_channel", "_order")
 

@@ -35,7 +35,7 @@ from zero._torch import (
     reduce_scatter_of_one_tensor,
 )
 from zero.comm.handle import Handle
-from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order
+from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order, Transfer
 from zero.comm.packing import concatenate, lengths
 from zero.comm.sums import sum_in_rank_order, wide
 from zero.comm.transport import Message, Transport
@@ -106,7 +106,7 @@ class ProcessGroupTransport(Transport):
         self.compare(COLLECTION)
         for owner, tensor in transfers:
             if tensor is not None and tensor.numel():
-                with self._order.transfer(COLLECTION, tensor):
+                with Transfer(self._order, COLLECTION, tensor):
                     self._collect(owner, tensor, to)
 
     def _collect(self, owner: int, tensor: Tensor, to: int | None) -> None:
@@ -120,7 +120,7 @@ class ProcessGroupTransport(Transport):
     def exchange(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self._world)]
-        with self._order.transfer(COMPARISON, (received, sent)):
+        with Transfer(self._order, COMPARISON, (received, sent)):
             self._await(self._group.allgather([received], [sent]))
         return [row.numpy().tobytes() for row in received]
 
@@ -128,7 +128,7 @@ class ProcessGroupTransport(Transport):
         self._order.record(channel)
         signature = torch.tensor([channel, self._order.digest, flag], device="cpu")
         received = signature.new_empty(self._world * len(signature))
-        with self._order.transfer(channel, (signature, received)):
+        with Transfer(self._order, channel, (signature, received)):
             self._await(all_gather_of_one_tensor(self._group, received, signature))
         channels, digests, flags = zip(*received.view(self._world, -1).tolist(), strict=True)
         self._order.refuse_differing(channel, dict(enumerate(channels)))
@@ -145,18 +145,17 @@ class ProcessGroupTransport(Transport):
     def _launch(
         self, channel: int, nbytes: int, buffers: object, launch: Callable[[], Sequence[dist.Work | None]]
     ) -> Sequence[dist.Work | None]:
-        self._order.refuse_if_broken()
         if self._order.append(channel, nbytes):
             self.compare(channel)
             self._order.settle()
-        with self._order.transfer(channel, buffers):
+        with Transfer(self._order, channel, buffers):
             return launch()
 
     def _run(self, channel: int, tensor: Tensor, launch: Callable[[], dist.Work | None]) -> None:
         self._wait(self._launch(channel, tensor.nbytes, tensor, lambda: [launch()]), channel, tensor)
 
     def _wait(self, works: Sequence[dist.Work | None], channel: int, buffers: object) -> None:
-        with self._order.transfer(channel, buffers):
+        with Transfer(self._order, channel, buffers):
             for work in works:
                 self._await(work)
 
@@ -187,13 +186,12 @@ class Gloo(ProcessGroupTransport):
         super().__init__(order, group, rank, world, blocks=True)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        shards = [full[low:high] for low, high in pairwise(bounds)]
-        works = self._launch(channel, full.nbytes, full, lambda: self._broadcasts(shards))
-        return Handle(lambda: self._wait(works, channel, full))
+        def broadcasts() -> list[dist.Work | None]:
+            shards = [full[low:high] for low, high in pairwise(bounds)]
+            return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
 
-    def _broadcasts(self, shards: Sequence[Tensor]) -> list[dist.Work | None]:
-        """Launches a broadcast of every shard from its owner."""
-        return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
+        works = self._launch(channel, full.nbytes, full, broadcasts)
+        return Handle(lambda: self._wait(works, channel, full))
 
 
 class Overlapping(ProcessGroupTransport):
@@ -312,5 +310,4 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _as_sent(tensor: Tensor) -> Tensor:
     """Returns the tensor, as bytes if backends do not support its dtype. Only for operations that do not compute."""
-    real = _real(tensor)
-    return real if real.dtype in _SUPPORTED else real.view(torch.uint8)
+    return tensor if tensor.dtype in _SUPPORTED else _real(tensor).view(torch.uint8)

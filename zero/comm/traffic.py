@@ -51,7 +51,7 @@ def count(*, gather: int = 0, reduce: int = 0, other: int = 0) -> None:
 
 @contextmanager
 def rehearsed_traffic() -> Iterator[None]:
-    """Returns a context that counts the traffic of a rehearsal from 0 on, and restores the count afterwards."""
+    """Returns a context that counts from 0 on what steps would send, and restores the count afterwards."""
     global _sent
     before, _sent = _sent, Counter()
     try:

@@ -32,6 +32,9 @@ class Wire:
     itemsize: int | None = None
     block: int = 1
 
+    def __repr__(self) -> str:
+        return type(self).__name__  # ranks compare their wires by it
+
     def gather(self, comm: Comm, full: Tensor, bounds: Sequence[int], channel: int, *, keeps_own: bool) -> Handle:
         """Collective. As Comm.gather. keeps_own: this rank's shard in `full` keeps its precision; otherwise it becomes
         what the other ranks receive."""

@@ -28,7 +28,7 @@ from zero.fsdp.wrap import Policy
 from zero.sdp.buffers import BufferSync
 from zero.shards import norm
 from zero.shards.announce import announce
-from zero.shards.home import homes, take_home
+from zero.shards.home import Home, homes, take_home
 from zero.shards.partition import Partition, partition_problem
 from zero.shards.placement import Placement
 from zero.shards.refusals import Wrapping, refusal
@@ -77,18 +77,11 @@ class FSDP(Weights):
         memory one at a time. Rank 0 initialises the values, and the other ranks receive them.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
     broadcast_buffers: broadcast the buffers of rank 0 before each forward, as DistributedDataParallel does.
-    of_torch: options of PyTorch's FSDP1 that have another name here: backward_prefetch, cpu_offload, device_id,
-        forward_prefetch, ignored_states, limit_all_gathers, use_orig_params. See zero.interop.torch_options.
+    more: offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload), and options of
+        PyTorch's FSDP1 that have another name here: backward_prefetch, device_id, forward_prefetch, ignored_states,
+        limit_all_gathers, use_orig_params. See zero.shards.home and zero.interop.torch_options.
 
-    A penalty in the loss, such as the sum of squares, must be computed after forward from `parameters()` or
-    `named_parameters()` of the FSDP. It then sees this rank's shards, and autograd adds its gradient to the shards'
-    gradients. It must be a sum over elements: a norm or a matrix product of shards is not that of the full parameter.
-
-    torch.compile accepts units, the module or the FSDP. Graphs break where units begin and end, so only units can be
-    compiled with fullgraph=True. If the whole module is compiled, its first forward in training and its first in
-    evaluation run uncompiled, to find which modules read parameters of other units. If units are compiled, FSDP does
-    not search for such reads, and no module may read parameters of another unit. On GPUs CUDA graphs are refused:
-    mode="reduce-overhead", "max-autotune" and triton.cudagraphs of torch.compile, and torch.cuda.graph.
+    docs/fsdp.md says what else goes with it, and what does not.
 
     Collective: the constructor, forward, backward, `state_dict`, `load_state_dict`, `summon_full_params`.
     Raises ValueError on every rank if the module cannot be sharded, if models or options differ between ranks, if a
@@ -124,10 +117,7 @@ class FSDP(Weights):
         strategy, placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
         with placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
-            home, wrong = take_home(more)
-            if wrong is not None:
-                raise ValueError(wrong)
-            translate(more, asked)
+            home = _understand(more, asked)
             precision = as_precision(mixed_precision)
             stays = strategy.keeps_parameters or reshard_after_forward is False
             options = Options(partition, precision, stays, sync_module_states, home, asked.resolved_prefetch)
@@ -153,16 +143,22 @@ class FSDP(Weights):
             cast_buffers=cast_buffers,
         )
         self.broadcast_buffers = broadcast_buffers
-        name, warns = type(module).__name__, placement.comm.world > 1 and placement.first
-        warning = unit_sizes.large_unit(units, f"FSDP({name})", as_one_unit) if warns else None
-        buffers = BufferSync(module, placement.all_groups()) if broadcast_buffers else None
-        forward = Forward(self._model, buffers, warning)
-        self._run: Callable[..., Any] = forward
-        for replace in self._model.events.forward:
-            self._run = replace(forward)
-        title = f"FSDP({name}, {strategy}, {unit_sizes.in_words(units)})"
+        self._run = self._runner(as_one_unit)
+        title = f"FSDP({type(module).__name__}, {strategy}, {unit_sizes.in_words(units)})"
         left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
         announce(title, placement.comm, self.shard_groups, left_out, sharded="parameters and gradients")
+
+    def _runner(self, as_one_unit: Sequence[nn.Module | type[nn.Module]]) -> Callable[..., Any]:
+        """Returns what runs in forward."""
+        placement, name = self._placement, type(self.module).__name__
+        warns = placement.comm.world > 1 and placement.first
+        warning = unit_sizes.large_unit(self._units, f"FSDP({name})", as_one_unit) if warns else None
+        buffers = BufferSync(self.module, placement.all_groups()) if self.broadcast_buffers else None
+        forward = Forward(self._model, buffers, warning)
+        run: Callable[..., Any] = forward
+        for replace in self._model.events.forward:
+            run = replace(forward)
+        return run
 
     def _hand_over(self, root: nn.Module, name: str) -> Sequence[Unit]:
         """Puts the module back into its place in `root`, and returns the units to the FSDP around this one."""
@@ -274,6 +270,15 @@ class FSDP(Weights):
 def running_model(fsdp: FSDP) -> Model:
     """Returns what an FSDP runs. No attribute of it, as those are the module's own."""
     return fsdp._model
+
+
+def _understand(more: dict[str, Any], asked: Asked) -> Home:
+    """Takes the options of features and those of other names out of `more`. Returns where shards lie."""
+    home, wrong = take_home(more)
+    if wrong is not None:
+        raise ValueError(wrong)
+    translate(more, asked)
+    return home
 
 
 def _nested_in(module: nn.Module) -> dict[str, FSDP]:

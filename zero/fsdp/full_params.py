@@ -62,7 +62,7 @@ def summoned(
 
 def refuse_busy(units: Sequence[Unit], call: str) -> None:
     """Raises RuntimeError if `call` is made within forward, backward or summon_full_params()."""
-    busy = [unit.title for unit in units if unit.state is not TrainingState.IDLE or unit.depth or unit.summoned]
+    busy = [unit.title for unit in units if unit.state is not TrainingState.IDLE or unit.running or unit.summoned]
     if busy:
         raise RuntimeError(
             f"{call} was called while {busy[0]} is unsharded already: within forward, backward or another "

@@ -89,10 +89,10 @@ class Schedule:
             return None
         if unit.state is TrainingState.IDLE:
             if module is not unit.module:
-                if unit.depth:
+                if unit.running:
                     return None
                 unit.entry_module = module
-            if unit.depth == 0:
+            if not unit.running:
                 self._enter(unit)
             args, kwargs = self._begin(unit, module, args, kwargs)
             return args, kwargs
@@ -159,7 +159,7 @@ class Schedule:
         return args, kwargs
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if unit.state is TrainingState.BACKWARD or unit.summoned or not unit.depth:
+        if unit.state is TrainingState.BACKWARD or unit.summoned or not unit.running:
             return None
         trains = torch.is_grad_enabled()
         if module not in (unit.module, unit.entry_module):
@@ -172,7 +172,7 @@ class Schedule:
         output = apart_from_parameters((unit, *unit.companions), output)
         needs_backward = trains and watch_outputs(unit, output, partial(self._backward.reached, unit, call))
         self._backward.awaited |= needs_backward
-        if unit.depth == 0:
+        if not unit.running:
             stays = unit is self._root or unit.stays or self._first_in_backward(unit)
             self._leave(unit, stays=needs_backward and stays)
         return output

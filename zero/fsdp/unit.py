@@ -106,10 +106,6 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value}, {self.groups})"
 
-    @property
-    def depth(self) -> int:
-        return len(self.running)
-
     # ------------------------------------------------------------------------------------------ expected backwards
 
     def expects(self, call: Call) -> bool:
@@ -165,7 +161,7 @@ class Unit:
     @property
     def summoned(self) -> bool:
         """Whether the parameters are full within summon_full_params."""
-        return any(group.summoned for group in self.groups)
+        return any(group.state is GroupState.SUMMONED for group in self.groups)
 
     @property
     def gathering(self) -> bool:
@@ -201,7 +197,7 @@ class Unit:
     def finish_unshard(self) -> None:
         """Waits until the parameters are unsharded."""
         for group in self.groups:
-            if group.gathering:
+            if group.state is GroupState.GATHERING:
                 group.finish_unshard()
                 for unsharded in self.events.unsharded:
                     unsharded(group)

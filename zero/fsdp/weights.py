@@ -127,8 +127,8 @@ class Weights(Wrapper):
         state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Collective. Loads full weights by the module's own names, those without torch.compile too; every rank must be
-        given the same.
+        """Collective. Loads full weights by the module's own names, with or without `_orig_mod.` in them; every rank
+        must be given the same.
 
         Raises ValueError for assign=True, which would replace the tensors that the optimizer holds.
         """

@@ -1,4 +1,4 @@
-"""Stage 1, and what all stages lay parameters out by."""
+"""Stage 1: the optimizer state is sharded."""
 
 from zero.oss.optimizer import OSS
 from zero.oss.scaler import GradScaler

@@ -1,13 +1,86 @@
-"""Gradients of full parameters at stage 1: the slices that this rank steps, and gradients that are refused."""
+"""The gradients of this rank's shards, and gradients that are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from zero.oss.shown_gradients import full_gradient
+from zero._torch import add_all
+from zero.oss.shown_gradients import ShownGradients, full_gradient
+from zero.shards import norm
 from zero.shards.shard_group import ShardGroup
+
+if TYPE_CHECKING:
+    from zero.oss.optimizer import OSS
+
+
+class OwnedGradients:
+    """The gradients of the shards that one OSS steps.
+
+    `arrive_sharded`: whether ShardedDDP sets them; otherwise steps take them from `param.grad`.
+    `shown`: what `param.grad` shows after a backward of ShardedDDP.
+    """
+
+    def __init__(self, optimizer: OSS) -> None:
+        self.arrive_sharded = False
+        self.shown = ShownGradients(optimizer.part)
+        self._oss = optimizer
+
+    # ------------------------------------------------------------------------------------------ from ShardedDDP
+
+    def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
+        """Converts gradients of this rank's shard to the dtype and device of the shard that is stepped.
+
+        A copy to another device is complete after `arrive`.
+        """
+        return self._oss.shards.masters.bring(group, sums)
+
+    def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
+        """Sets the gradients of this rank's shards, or adds to them. gradients: by position of the parameter."""
+        part = self._oss.part
+        known = [(part(group.params[i]), gradient) for i, gradient in gradients.items() if gradient is not None]
+        added = [(shard.grad, gradient) for shard, gradient in known if shard.grad is not None]
+        if added:
+            self.arrive()
+            add_all(*zip(*added, strict=True))
+        for shard, gradient in known:
+            if shard.grad is None:
+                shard.grad = gradient
+
+    def arrive(self) -> None:
+        """Waits for all copies of `bring`."""
+        for group in self._oss.shard_groups:
+            self._oss.shards.masters.arrive(group)
+
+    # ------------------------------------------------------------------------------------------------ for a step
+
+    def collect(self) -> bool:
+        """Puts gradients where the inner optimizer finds them. Returns whether there are any; True if ShardedDDP sets
+        them. Raises RuntimeError for gradients that no_sync left unreduced, and for sparse ones."""
+        self.shown.drop_cleared()
+        if self.arrive_sharded and not self._oss.saved.asked_for_full:  # who then steps with gradients of its own
+            refuse_unreduced(self._oss.shard_groups)
+            return True
+        return take_gradients(self._oss.shard_groups, self._oss.shards, self.bring)
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Collective. Returns the norm of all gradients, 0-dim."""
+        if self.arrive_sharded:
+            self.shown.drop_cleared()
+            refuse_unreduced(self._oss.shard_groups)
+            owned = self._oss.shards.gradients()
+        else:
+            owned = shares(self._oss.shard_groups)
+        dtypes = {shard.dtype for shard in self._oss.shards.values()}
+        return norm.total_norm(owned, self._oss.comm, norm_type, self._oss.shard_groups[0].full.device, dtypes)
+
+    def clip(self, max_norm: float, total: Tensor) -> Tensor:
+        """Scales all gradients, whose norm is `total`, to at most max_norm. Returns the norm before."""
+        full = [param.grad for param in self._oss.shards if param.grad is not None]
+        norm.clip(self._oss.shards.gradients() if self.arrive_sharded else full, total, max_norm)
+        return total
 
 
 def take_gradients(

@@ -6,7 +6,6 @@ It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
 from typing import Any, NoReturn, cast, overload
 
 import torch
@@ -14,30 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import add_all
 from zero.comm import Comm, Wire
-from zero.measure.kinds import Finding, Kind, finding_of, known, title
-from zero.measure.named import build
-from zero.measure.param_groups import called, described_options, options
-from zero.oss.gradients import refuse_unreduced, shares
+from zero.measure.param_groups import called
+from zero.oss.choices import Choices
+from zero.oss.gradients import OwnedGradients
+from zero.oss.inner import build_inner
 from zero.oss.saved import makers
-from zero.oss.shown_gradients import ShownGradients
 from zero.oss.step import Step
-from zero.shards import norm
 from zero.shards.announce import announce
-from zero.shards.arguments import (
-    as_groups,
-    describe,
-    devices_of,
-    master_problem,
-    named_params,
-    wire_of,
-    wire_problem,
-)
-from zero.shards.home import take_home
-from zero.shards.masters import Masters
-from zero.shards.owned_shards import OwnedShards
-from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
+from zero.shards.partition import Partition
 from zero.shards.places import Place
 from zero.shards.refusals import NO_JOIN
 from zero.shards.shard_group import ShardGroup
@@ -76,7 +60,8 @@ class OSS(Optimizer):
         owner's copy keeps its precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
-    defaults: also options of features, which lay stepped tensors elsewhere; see zero.shards.home.
+    defaults: also offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload); see
+        zero.shards.home.
 
     If data ends earlier on some ranks than on others, train inside `with zero.join(ddp, optimizer):`.
 
@@ -98,36 +83,25 @@ class OSS(Optimizer):
         **defaults: Any,
     ) -> None:
         self.comm = Comm(group)
-        groups, problem = as_groups(params)
-        self.wire, wrong_wire = wire_of(broadcast_fp16, "broadcast_fp16")
-        self._home, wrong_home = take_home(defaults)
-        problem = problem or partition_problem(partition, granularity) or wrong_wire or master_problem(master_dtype)
-        problem = problem or wrong_home or wire_problem(named_params(groups), self.wire, "broadcast_fp16")
-        self._built, self._built_by = False, (optim, defaults)
-        self._partition, self.granularity = partition, granularity
-        found, unfit = (None, None) if problem else self._look_at(groups)
-        self._cut = cut_for(partition, found, granularity)
-        writes_frozen = found is not None and found.writes_frozen
-        signature = [
-            f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
-            f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}, {self._home.alike}",
-            f"defaults {described_options(defaults)}",
-            f"cut {self._cut}, as the optimizer was found to need it",
-            f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
-            f"parameters without gradients written by steps: {writes_frozen}",
-        ]
-        problem = problem or self.comm.device_problem(devices_of(groups)) or unfit
-        self.comm.compare("the parameters given to OSS", [*signature, *describe(groups)], problem)
-        self._master_dtype = torch.float32 if self._home.apart and master_dtype is None else master_dtype
-        self.finding = None if known(optim) is not None else found
+        how = self._how = Choices(
+            self.comm,
+            params,
+            optim,
+            defaults,
+            partition=partition,
+            granularity=granularity,
+            broadcast_fp16=broadcast_fp16,
+            master_dtype=master_dtype,
+        )
+        self.wire, self.finding, self.granularity = how.wire, how.finding, granularity
+        self._built = False
         self.steps: Steps = NO_STEPS
-        self.gradients_arrive_sharded = False
-        self.shown_gradients = ShownGradients(self.part)
         self.saved = makers[-1](self)
-        super().__init__(groups, {})
-        self.shards = self._laid_out()
-        self.stepper = Step(self, [make(self) for make in checks], writes_frozen=writes_frozen)
-        self.optim = self._build_inner(optim, defaults)
+        super().__init__(how.groups, {})
+        self.shards = how.lay_out(self.param_groups)
+        self.gradients = OwnedGradients(self)
+        self.stepper = Step(self, [make(self) for make in checks], writes_frozen=how.writes_frozen)
+        self.optim = build_inner(self, optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self.stepper.share_options(self.optim.param_groups, self.param_groups)
         self._built = True
@@ -147,14 +121,10 @@ class OSS(Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
-        groups, problem = as_groups([param_group], seen=set(self.shards))
-        problem = problem or wire_problem(named_params(groups), self.wire, "broadcast_fp16")
-        problem = problem or self._look_at(groups)[1]
-        self.comm.compare("the parameters added to OSS", describe(groups), problem)
-        super().add_param_group(groups[0])
+        super().add_param_group(self._how.added(param_group, self.shards))
         added = self.param_groups[-1]
         self.shards.add([added])
-        self._refuse_full()
+        self._how.refuse_full()
         given = self.shards.group(added)
         if "param_names" not in self.optim.param_groups[0]:
             given.pop("param_names", None)  # torch refuses groups of which only some have names
@@ -162,54 +132,6 @@ class OSS(Optimizer):
         # Only of this group: a scheduler may have written into the others since the last step.
         self.stepper.share_options(self.optim.param_groups[-1:], [added])
         self.saved.forget()
-
-    def _look_at(self, groups: list[dict[str, Any]]) -> tuple[Finding | None, str | None]:
-        """Measures the optimizer with the groups' options; returns an error message if it cannot be sharded so."""
-        optim, defaults = self._built_by
-        found = known(optim)
-        if found is None and self.comm.world > 1:
-            found = finding_of(optim, defaults, [options(group) for group in groups], self.granularity)
-        if found is None:
-            return None, None
-        name = title(optim)
-        if self._built and found.kind is Kind.TENSORWISE and self._cut == "even":
-            return found, optimizer_problem(name, found, "even", self.granularity)
-        return found, optimizer_problem(name, found, self._partition, self.granularity)
-
-    def _build_inner(self, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
-        inner, by_name, problem = None, False, None
-        groups, named = (
-            [self.shards.group(group) for group in self.param_groups],
-            self.shards.named(self.param_groups),
-        )
-        try:
-            inner, by_name = build(optim, groups, named, defaults)
-        except Exception as error:  # every rank must know of any error before it waits for this rank
-            problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
-        made = len(inner.param_groups) if inner is not None else 0
-        self.comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
-        assert inner is not None
-        if by_name:
-            self.shards.regroup(inner, self.param_groups)
-        for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
-            if callable(getattr(inner, name, None)):
-                vars(inner)[name] = self._followed_by_gather(getattr(inner, name))
-        return inner
-
-    def _followed_by_gather(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a method of the inner optimizer that writes into shards; makes it collective."""
-
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.stepper.refuse_changes()
-            self.shards.masters.refresh()
-            result = method(*args, **kwargs)
-            self.stepper.share_options(self.optim.param_groups, self.param_groups)
-            self.stepper.gather(self.shard_groups)
-            self.finish_gathers()
-            return result
-
-        return call
 
     def __getattr__(self, name: str) -> Any:
         """Values of the inner optimizer that this one lacks, and its `train` and `eval`, which are collective."""
@@ -224,23 +146,6 @@ class OSS(Optimizer):
             raise AttributeError(problem, name=name, obj=self)
         return value
 
-    def _laid_out(self, numel: int | None = None) -> OwnedShards:
-        shards = OwnedShards(
-            self.comm,
-            cut=self._cut,
-            granularity=self.granularity,
-            masters=Masters(self._master_dtype),
-            home=self._home,
-        )
-        shards.add(self.param_groups, numel)
-        self._refuse_full()
-        return shards
-
-    def _refuse_full(self) -> None:
-        """Collective with a home apart. Raises ValueError on every rank if that of any rank is full."""
-        if self._home.apart:
-            self.comm.compare("the shards of OSS", [], self._home.problem("the shards of OSS"))
-
     def set_bucket_size(self, numel: int) -> None:
         """Collective. Lays the parameters out again, in shard groups of at most `numel` elements, or of one parameter.
 
@@ -251,23 +156,12 @@ class OSS(Optimizer):
         some_state = self.optim.state or (self.keeps_masters and self.shards.masters.differ())
         somewhere = any(self.comm.all_gather_text("some" if some_state else ""))
         full = self.saved.gathered() if somewhere else None
-        self.shards = self._laid_out(numel)
+        self.shards = self._how.lay_out(self.param_groups, numel)
         self.optim.state.clear()
         for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
             inner["params"] = self.shards.group(outer)["params"]
         if full is not None:
             self.saved.restore(full)
-
-    def rename(self, given: dict[nn.Parameter, str]) -> None:
-        """Collective. Sets the names of parameters in error messages.
-
-        Raises ValueError on every rank if the order of parameters differs between ranks. Without names, parameters of
-        the same shape cannot be told apart.
-        """
-        for flat in self.shard_groups:
-            flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
-        in_order = [given.get(param, "") for group in self.param_groups for param in group["params"]]
-        self.comm.compare("the parameters given to OSS", in_order)
 
     # ---------------------------------------------------------------------------------------------- shards
 
@@ -275,11 +169,6 @@ class OSS(Optimizer):
     def shard_groups(self) -> list[ShardGroup]:
         """The shard groups of the parameters, in the order in which backward is expected to reach them."""
         return self.shards.shard_groups
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of the largest shard group: the size of a transfer."""
-        return max(flat.full.nbytes for flat in self.shard_groups)
 
     @property
     def places(self) -> Mapping[nn.Parameter, Place]:
@@ -299,14 +188,9 @@ class OSS(Optimizer):
         return self.shards.masters.of_more_bits
 
     @property
-    def steps_apart(self) -> bool:
-        """Whether the stepped tensors lie elsewhere than the parameters."""
-        return self._home.apart
-
-    @property
     def cuts_parameters(self) -> bool:
         """Whether parameters are cut inside, as with partition "even"."""
-        return self._cut == "even"
+        return self._how.cut == "even"
 
     def master(self, group: ShardGroup) -> Tensor | None:
         """This rank's master weights of a shard group, flat, as long as its segment; None if it has none."""
@@ -318,32 +202,10 @@ class OSS(Optimizer):
 
     # ------------------------------------------------------------------------------------------ gradients
 
-    def expect_sharded_gradients(self) -> None:
-        """From now on ShardedDDP sets the gradients of shards; steps no longer take them from `param.grad`."""
-        self.gradients_arrive_sharded = True
-
-    def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
-        """Converts gradients of this rank's shard to the dtype and device of `part`.
-
-        A copy to another device is complete after `arrive`.
-        """
-        return self.shards.masters.bring(group, sums)
-
-    def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
-        """Sets the gradients of this rank's shards, or adds to them. gradients: by position of the parameter."""
-        known = [(self.part(group.params[i]), gradient) for i, gradient in gradients.items() if gradient is not None]
-        added = [(part.grad, gradient) for part, gradient in known if part.grad is not None]
-        if added:
-            self.arrive()
-            add_all(*zip(*added, strict=True))
-        for part, gradient in known:
-            if part.grad is None:
-                part.grad = gradient
-
-    def arrive(self) -> None:
-        """Waits for all copies of `bring`."""
-        for group in self.shard_groups:
-            self.shards.masters.arrive(group)
+    @property
+    def gradients_arrive_sharded(self) -> bool:
+        """Whether ShardedDDP sets the gradients of shards; otherwise steps take them from `param.grad`."""
+        return self.gradients.arrive_sharded
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's shards."""
@@ -355,10 +217,7 @@ class OSS(Optimizer):
 
         Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
         """
-        total = self.grad_norm(norm_type)
-        full = [param.grad for param in self.shards if param.grad is not None]
-        norm.clip(self.shards.gradients() if self.gradients_arrive_sharded else full, total, float(max_norm))
-        return total
+        return self.gradients.clip(float(max_norm), self.grad_norm(norm_type))
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Collective. Returns the norm of all gradients, as one vector, 0-dim, the same on every rank.
@@ -366,14 +225,7 @@ class OSS(Optimizer):
         Call it between backward and step. norm_type: as of `clip_grad_norm`.
         """
         self.steps.refuse("the norm of all gradients", "Step after backward, or clip values in hooks.")
-        if self.gradients_arrive_sharded:
-            self.shown_gradients.drop_cleared()
-            refuse_unreduced(self.shard_groups)
-            owned = self.shards.gradients()
-        else:
-            owned = shares(self.shard_groups)
-        dtypes = {shard.dtype for shard in self.shards.values()}
-        return norm.total_norm(owned, self.comm, float(norm_type), self.shard_groups[0].full.device, dtypes)
+        return self.gradients.norm(float(norm_type))
 
     # ---------------------------------------------------------------------------------------------- steps
 

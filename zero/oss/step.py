@@ -16,7 +16,6 @@ import torch
 from zero.comm.wire import PLAIN
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
-from zero.oss.gradients import refuse_unreduced, take_gradients
 from zero.shards.shard_group import ShardGroup
 from zero.shards.steps import Gathering, StepCheck
 
@@ -61,8 +60,7 @@ class Step:
 
     def collect(self) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
-        self._oss.shown_gradients.drop_cleared()
-        found = self._take_gradients()
+        found = self._oss.gradients.collect()
         for check in self.checks:
             problem = check.gradients(found)
             if problem is not None:
@@ -144,15 +142,7 @@ class Step:
                 self._comm.agree(self._failure)
             raise
 
-    # ------------------------------------------------------------------------------------------- gradients, options
-
-    def _take_gradients(self) -> bool:
-        """Returns whether any parameter has a gradient; True if ShardedDDP sets the gradients of shards."""
-        oss = self._oss
-        if oss.gradients_arrive_sharded and not oss.saved.asked_for_full:  # who then steps with gradients of its own
-            refuse_unreduced(oss.shard_groups)
-            return True
-        return take_gradients(oss.shard_groups, oss.shards, oss.bring)
+    # ------------------------------------------------------------------------------------------- options
 
     def begin(self) -> None:
         """Prepares the inner optimizer for steps in backward: parameters, options."""
@@ -195,7 +185,7 @@ class Step:
             loss = self._evaluate(closure)
             self.refuse_changes()
             self.collect()
-            oss.arrive()
+            oss.gradients.arrive()
             return loss
 
         return evaluate

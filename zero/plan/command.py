@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.features.offload import CPUOffload
 from zero.fsdp import MixedPrecision
 from zero.plan.calibrate import calibrate
 from zero.plan.calls import misfit
@@ -57,7 +56,7 @@ def _planned(given: argparse.Namespace) -> Plan:
         precision=precision,
         backend=given.backend,
         one_host=given.one_host,
-        offload=CPUOffload() if given.offload else None,
+        offload=given.offload or None,
     )
     return plan(
         model,

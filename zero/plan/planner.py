@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero.features import missing
 from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
@@ -194,6 +195,10 @@ def _misfit(worlds: Sequence[int], options: Options, stages: Sequence[str]) -> s
         return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
     if options.offload and not {*stages} <= {*_OFFLOADED}:
         return f"stages={[*stages]} with offload: it is planned at stages {' and '.join(_OFFLOADED)} only. Pass these."
+    if options.offload and (problem := missing("offload", "offload")):
+        return problem
+    if options.one_host and options.backend == "gloo" and (problem := missing("host_memory", "one_host=True")):
+        return problem
     for world in worlds:
         if world < 1:
             return f"world_size={world}: it is a number of ranks, at least 1."

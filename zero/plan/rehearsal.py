@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_two_devices, without_values
 from zero.comm.traffic import rehearsed_traffic
-from zero.features.offload import CPUOffload
 from zero.fsdp import MixedPrecision
 from zero.plan.attributes import plain_tensors, restored
 from zero.plan.calls import misfit
@@ -70,14 +69,9 @@ _HOST = "meta"
 torch can copy to and from it in a rehearsal."""
 
 
-class Offloaded(CPUOffload):
+class Offloaded(Home):
     """Shards are on the host, and only what is on the model's device is counted."""
 
-    def home(self) -> Home:
-        return _Host()
-
-
-class _Host(Home):
     apart = True
 
     def place(self, shard: Tensor) -> Tensor:

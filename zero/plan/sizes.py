@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zero.features.int8 import Int8
-from zero.features.offload import CPUOffload, DiskOffload
+import zero
+from zero.comm import Wire
 from zero.fsdp import MixedPrecision
 from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
 from zero.shards.partition import Partition
@@ -22,8 +22,10 @@ class Options:
     """The options of OSS, ShardedDDP and FSDP, besides the model; the names are theirs.
 
     bucket_bytes: at stages 1 and 2; by default OSS chooses.
-    offload: at stages 1 and 2, from a GPU: shards, their gradients and the optimizer's state are on the host.
-    broadcast_dtype, reduce_dtype: the dtypes that stages 1 and 2 send, or Int8; stage 3 sends those of `precision`.
+    offload: at stages 1 and 2, from a GPU: shards, their gradients and the optimizer's state are on the host. True is
+        enough: a plan is the same for all.
+    broadcast_dtype, reduce_dtype: the dtypes that stages 1 and 2 send, or a wire, such as
+        zero.Int8(); stage 3 sends those of `precision`.
     replicas, optimizer_sharding: at stage 3, how often the sharded model is replicated across the ranks (HYBRID_SHARD),
         and whether what is stepped is sharded over "all" ranks.
     backend: decides the cost of comparing operations between ranks, and the implementation of torch's optimizers.
@@ -36,10 +38,10 @@ class Options:
     granularity: int | None = None
     precision: MixedPrecision = field(default_factory=MixedPrecision)
     master_dtype: torch.dtype | None = None
-    broadcast_dtype: torch.dtype | Int8 | None = None
-    reduce_dtype: torch.dtype | Int8 | None = None
+    broadcast_dtype: torch.dtype | Wire | None = None
+    reduce_dtype: torch.dtype | Wire | None = None
     bucket_bytes: int | None = None
-    offload: CPUOffload | DiskOffload | None = None
+    offload: zero.CPUOffload | zero.DiskOffload | Literal[True] | None = None
     replicas: int = 1
     optimizer_sharding: Literal["group", "all"] = "group"
     backend: Literal["gloo", "nccl"] = "gloo"

@@ -23,7 +23,6 @@ from zero.comm.packing import lengths
 from zero.comm.process_group import scatters
 from zero.comm.sums import wide
 from zero.comm.transport import Message, Transport
-from zero.features.host_memory.transport import CHUNK
 
 Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
@@ -51,6 +50,10 @@ class Rehearsal(Transport):
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
         self._order, self._rank, self._world = order, rank, world
         self._host_memory = like == "host memory"
+        if self._host_memory:
+            from zero.features.host_memory.transport import CHUNK  # the folder may be missing
+
+            self._chunk = CHUNK
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         longest = max(lengths(bounds))
@@ -123,7 +126,7 @@ class Rehearsal(Transport):
 
     def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
         """Allocates the chunks that HostMemory reads from all ranks at a time. own: this rank's elements by message."""
-        chunk = min(CHUNK // sample.element_size(), max(1, *own))
+        chunk = min(self._chunk // sample.element_size(), max(1, *own))
         chunks = sample.new_empty(self._world, chunk)
         return [chunks[:, : min(chunk, n)] for n in own]
 
@@ -132,7 +135,7 @@ class Rehearsal(Transport):
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         if self._host_memory:
-            tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))
+            tensor.new_empty(self._world, min(self._chunk // tensor.element_size(), tensor.numel()))
         self._launch("all-reduce", [tensor], tensor.nbytes)()
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...

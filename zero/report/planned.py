@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
-from zero.features.two_levels.two_levels import TwoLevels
 from zero.fsdp.unit import Unit
 from zero.interop.from_optimizer import arguments
 from zero.measure.param_groups import described_options
@@ -35,7 +34,7 @@ def planned_for(
     if len(optimizers) != 1:
         return None
     optimizer = optimizers[0]
-    if type(steps_of(optimizer)) is not Steps or (isinstance(optimizer, OSS) and optimizer.steps_apart):
+    if type(steps_of(optimizer)) is not Steps or (isinstance(optimizer, OSS) and optimizer.shards.home.apart):
         return None
     inside = optimizer.optim if isinstance(optimizer, OSS) else optimizer
     shards, *replicas = comms
@@ -44,7 +43,7 @@ def planned_for(
         precision=units[0].precision if units else Options().precision,
         master_dtype=_master_dtype(optimizer),
         replicas=replicas[0].world if replicas else 1,
-        optimizer_sharding="all" if any(isinstance(group.exchange, TwoLevels) for group in groups) else "group",
+        optimizer_sharding=groups[0].exchange.optimizer_sharding if groups else "group",
         backend="nccl" if device.type == "cuda" else "gloo",
     )
     world, given = shards.world * options.replicas, arguments(inside)[0]

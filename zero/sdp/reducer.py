@@ -46,7 +46,7 @@ class Reducer:
         self._numbers: dict[ShardGroup, int] = {}
         self._end = End([comm], f"the end of a backward of ShardedDDP({type(module).__name__})")
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        finalize(self, _let_go, self._hooks, [optimizer.shown_gradients for optimizer in optimizers])
+        finalize(self, _let_go, self._hooks, [optimizer.gradients.shown for optimizer in optimizers])
         self._hooks_on_leaves: list[RemovableHandle] = []
         self._trained_in_forward: set[Tensor] = set()
         """Parameters that required gradients in a forward since the last backward; they may be frozen by now."""
@@ -68,7 +68,7 @@ class Reducer:
         owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shard_groups}
         if [bucket.group for bucket in self._buckets] == list(owners):
             return
-        self._buckets = [GradBucket(group, owner, wire=self._wire) for group, owner in owners.items()]
+        self._buckets = [GradBucket(group, owner.gradients, wire=self._wire) for group, owner in owners.items()]
         self._owners = [*owners.values()]
         self._numbers = {group: number for number, group in enumerate(owners)}
         self._places = {param: place for optimizer in self._optimizers for param, place in optimizer.places.items()}
@@ -129,12 +129,12 @@ class Reducer:
 
     def _hide_gradients(self) -> None:
         for optimizer in self._optimizers:
-            optimizer.shown_gradients.hide()
+            optimizer.gradients.shown.hide()
 
     def _show_gradients(self) -> None:
         for bucket, owner in zip(self._buckets, self._owners, strict=True):
             params, names = bucket.group.params, bucket.group.names
-            owner.shown_gradients.show((params[index], names[index]) for index in bucket.reduced)
+            owner.gradients.shown.show((params[index], names[index]) for index in bucket.reduced)
 
     def retire(self, reason: str) -> None:
         """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""
@@ -216,7 +216,7 @@ class Reducer:
         self._finish_in_flight()
         self._end.reach(self._buckets)
         for optimizer in self._optimizers:
-            optimizer.arrive()
+            optimizer.gradients.arrive()
             optimizer.steps.end(optimizer.shard_groups)
         self._show_gradients()
         self._launched = 0

@@ -106,10 +106,10 @@ class ShardedDDP(Wrapper):
         self.broadcast_buffers = broadcast_buffers
         self._buffer_sync = BufferSync(module, [self._comm]) if broadcast_buffers else None
         for optimizer in self._optimizers:
-            optimizer.expect_sharded_gradients()
+            optimizer.gradients.arrive_sharded = True
             if reduce_buffer_size is not None:
                 optimizer.set_bucket_size(reduce_buffer_size)
-            optimizer.rename(names)
+            optimizer.shards.rename(optimizer.param_groups, names)
         self._reducer = Reducer(module, self._optimizers, self._comm, wire)
         if overlap_param_gather:
             self._reading = readings["overlap_param_gather"](module, self._optimizers)
@@ -193,7 +193,7 @@ class ShardedDDP(Wrapper):
         for optimizer in self._optimizers:
             optimizer.steps.refuse("no_sync()", "Step after backward to accumulate.")
         for optimizer in self._optimizers:
-            optimizer.shown_gradients.hide()
+            optimizer.gradients.shown.hide()
         before, self._reducer.active = self._reducer.active, False
         try:
             yield
@@ -250,7 +250,7 @@ class ShardedDDP(Wrapper):
         raise TypeError("a ShardedDDP cannot be copied or pickled. Copy or pickle its .module, and wrap the copy.")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the module, also by the names that it has without torch.compile.
+        """Loads into the module, by its names with or without `_orig_mod.` in them.
 
         Raises ValueError for assign=True, which would replace the optimizer's parameters.
         """

@@ -9,6 +9,7 @@ A Placement makes the exchanges of its groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -22,10 +23,12 @@ class Exchange:
 
     label: the name of the group in error messages.
     `gathered_by`: the ranks among which the full buffer is gathered and gradients are reduced first.
+    `optimizer_sharding`: the value of FSDP's option by which users get it.
     `packs`: whether `reduce` needs gradients as one message in the order of the layout.
     `kept`: tensors that it holds between gathers, besides the shard.
     """
 
+    optimizer_sharding: Literal["group", "all"] = "group"
     packs = False
     kept: Sequence[Tensor] = ()
 

@@ -38,8 +38,8 @@ class Home:
         return shard
 
     def has(self, shard: Tensor) -> bool:
-        """Whether a tensor lies here already."""
-        return True
+        """Whether a tensor lies here already, and needs no copy."""
+        return not self.apart
 
     def used(self, shard: Tensor) -> None:
         """Called after a placed tensor was read or written, when it will not be used for a while."""

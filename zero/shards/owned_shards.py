@@ -47,7 +47,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         self._trained: set[ShardGroup] = set()
         self.shard_groups: list[ShardGroup] = []
         self.places: dict[nn.Parameter, Place] = {}
-        self.masters, self._home = masters, home
+        self.masters, self.home = masters, home
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
         """Lays out the parameters of the groups, balanced with the shards that each rank owns.
@@ -66,7 +66,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             loads=self._loads,
             limit=bucket_limit(params) if numel is None else None,
             limit_numel=numel,
-            options=GroupOptions(home=self._home),
+            options=GroupOptions(home=self.home),
         )
         self.shard_groups += added
         self.places.update(places_in(added))
@@ -114,6 +114,17 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         for inner, outer in zip(optimizer.param_groups, param_groups, strict=True):
             inner["params"] = self.group(outer)["params"]
 
+    def rename(self, param_groups: list[dict[str, Any]], given: Mapping[nn.Parameter, str]) -> None:
+        """Collective. Sets the names of parameters in error messages.
+
+        Raises ValueError on every rank if the order of parameters differs between ranks. Without names, parameters of
+        the same shape cannot be told apart.
+        """
+        for flat in self.shard_groups:
+            flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
+        in_order = [given.get(param, "") for group in param_groups for param in group["params"]]
+        self._comm.compare("the parameters given to OSS", in_order)
+
     def edited(self, param_groups: list[dict[str, Any]]) -> str | None:
         """The error message if the groups no longer hold the parameters that were laid out; None if they do."""
         found = [group["params"] for group in param_groups]
@@ -134,7 +145,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
     def step(self, optimizer: Optimizer, **options: Any) -> None:
         """Steps these shards. Those in a home apart are stepped group by group, while gradients of the next group are
         on their way, if the optimizer treats each element by itself."""
-        if not self._home.apart:
+        if not self.home.apart:
             step_in_slices(optimizer, **options)
             return
         by_group = type(optimizer) in ELEMENTWISE and not options
@@ -147,12 +158,12 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             if not by_group:
                 step_in_slices(optimizer, **options)
         finally:
-            self._home.stepped(optimizer, [self._shards[param] for param in self._owned])
+            self.home.stepped(optimizer, [self._shards[param] for param in self._owned])
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
         """Steps the shards of one group only. The optimizer treats each element by itself."""
         self.masters.arrive(flat)
-        self._home.step(optimizer, [self._shards[flat.params[index]] for index in flat.spans])
+        self.home.step(optimizer, [self._shards[flat.params[index]] for index in flat.spans])
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
         """Clears the gradients of these groups, or of all."""

@@ -104,8 +104,8 @@ def unusable(param: object, name: str) -> str | None:
 def with_own_storage(view: Tensor) -> Tensor:
     """A tensor on the view's memory whose storage covers only the view, and which keeps the memory alive.
 
-    Not for memory that is freed by shrinking its storage, which does not affect this tensor. Tensors of a rehearsal
-    (zero.plan) have no memory, and stay views.
+    Not for memory that is freed by shrinking its storage, which does not affect this tensor. Tensors without
+    values (zero.plan) have no memory, and stay views.
     """
     return torch.from_dlpack(view) if has_values(view) else view
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.comm import Handle, Wire
-from zero.comm.streams import NONE, NoStreams, apart, streams_of
+from zero.comm.streams import NONE, NoStreams, streams_of
 from zero.comm.wire import PLAIN
 from zero.shards.home import DEVICE, Home
 from zero.shards.layout import Layout, Span
@@ -205,7 +205,7 @@ class ShardGroup:
         if conceal:
             unknown = self.full.new_full((), torch.nan)
             self._bind([unknown.expand(shape) for shape in self.shapes.full])
-        from_host = apart(self.shard, self.full)
+        from_host = self.home.apart
         try:
             with (
                 shown("unshard", self.label, self.comm.rank),
@@ -217,7 +217,8 @@ class ShardGroup:
                     self.full.untyped_storage().resize_(self.full.nbytes)
                 gathered = self.exchange.gather(self.full, self.shard if self.frees else None, wire, channel)
                 self._handle = beside(gathered, keeps=(self.full, self.exchange))
-                self._shard_used()
+                if self.home.apart:
+                    self.home.used(self.shard)
         except BaseException:
             self._become(GroupState.LOST)
             raise
@@ -247,8 +248,8 @@ class ShardGroup:
                 self.shard.untyped_storage().resize_(self.shard.nbytes)
                 with torch.no_grad():
                     self.shard.copy_(self.own_of_full)
-            elif self.frees:
-                self._shard_used()
+            elif self.home.apart:
+                self.home.used(self.shard)
             self._leave_shard()
 
     def _leave_shard(self) -> None:
@@ -256,10 +257,6 @@ class ShardGroup:
         if self.frees:
             self.streams.release()
             self.full.untyped_storage().resize_(0)
-
-    def _shard_used(self) -> None:
-        if self.frees:
-            self.home.used(self.shard)
 
     def bring_to_shard(self, gradients: Tensor) -> Tensor:
         """Converts gradients to the dtype and device of `shard`. A copy to the CPU is complete after `settle`."""
@@ -309,7 +306,8 @@ class ShardGroup:
         if keep and self._summoned is not None:
             with torch.no_grad():
                 self.shard.copy_(self._summoned[self.layout.segment(self.comm.rank)])
-        self._shard_used()
+        if self.home.apart:
+            self.home.used(self.shard)
         self._summoned = None
         self._bind(self.shard_views)
 

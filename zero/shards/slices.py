@@ -91,7 +91,7 @@ def _slices(param: nn.Parameter, state: dict[str, Any] | None) -> Iterator[tuple
     full = [param.detach(), gradient, *long.values()]
     if not all(tensor.is_contiguous() for tensor in full):
         return
-    if not has_values(param):  # in a rehearsal (zero.plan) one slice stands for all: they take the same memory
+    if not has_values(param):  # in a plan (zero.plan) one slice stands for all: they take the same memory
         full = [tensor.view(-1)[:SLICE] for tensor in full]
     for own, own_gradient, *own_state in zip(*(tensor.view(-1).split(SLICE) for tensor in full), strict=True):
         one = nn.Parameter(own)

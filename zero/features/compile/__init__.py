@@ -3,6 +3,12 @@
 forward    the forward of a model, and the hooks of units
 tracing    gradients that are hidden while code is traced
 compiled   which modules were compiled, and how
+
+torch.compile accepts units, the module or the FSDP. Graphs break where units begin and end, so only units can be
+compiled with fullgraph=True. If the whole module is compiled, its first forward in training and its first in evaluation
+run uncompiled, to find which modules read parameters of other units. If units are compiled, FSDP does not search for
+such reads, and no module may read parameters of another unit. On GPUs CUDA graphs are refused:
+mode="reduce-overhead", "max-autotune" and triton.cudagraphs of torch.compile, and torch.cuda.graph.
 """
 
 from zero.features.compile.compiled import compiling_problem

@@ -136,7 +136,7 @@ def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any
     """Returns the hook, hidden from torch.compile while the unit runs."""
 
     def unless_traced(*args: Any) -> Any:
-        if torch.compiler.is_compiling() and unit.depth and unit.entry_module is None:
+        if torch.compiler.is_compiling() and unit.running and unit.entry_module is None:
             return None
         return hook(*args)
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zero.comm.handle import Handle
-from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order
+from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order, Transfer
 from zero.comm.packing import lengths
 from zero.comm.process_group import refuse_differing_logs
 from zero.comm.sums import add_in_order, sum_in_rank_order, wide
@@ -61,7 +61,7 @@ class HostMemory(Transport):
 
         def finish() -> Any:
             addresses = self._notes(channel, buffers)
-            with self._order.transfer(channel, buffers):
+            with Transfer(self._order, channel, buffers):
                 result = read(addresses)
                 self._peers.finish()()
             return result
@@ -69,11 +69,11 @@ class HostMemory(Transport):
         return Handle(finish, self._order.queue)
 
     def _announce(self, channel: int, address: int, buffers: object) -> None:
-        with self._order.transfer(channel, buffers):
+        with Transfer(self._order, channel, buffers):
             self._peers.announce(channel, address)
 
     def _notes(self, channel: int, buffers: object) -> Addresses:
-        with self._order.transfer(channel, buffers):
+        with Transfer(self._order, channel, buffers):
             notes = self._peers.notes()
         self._order.refuse_differing(channel, {rank: note.number for rank, note in notes.items()})
         return {rank: note.address for rank, note in notes.items()}

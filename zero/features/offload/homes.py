@@ -77,7 +77,9 @@ def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
 
 
 def home_of(given: Any) -> Home:
-    """The home for the option's value. Raises ValueError for unknown values."""
+    """The home for the option's value, which may be a home itself. Raises ValueError for unknown values."""
+    if isinstance(given, Home):
+        return given
     offload = as_offload(given)
     return DEVICE if offload is None else offload.home()
 

@@ -2,6 +2,8 @@
 
 At rest a parameter is this rank's shard, and the gradient of a result computed from it is that of the shard. Autograd
 adds it to `param.grad`, not averaged. For a sum over elements, the shards' gradients together are the full gradient.
+So a penalty must be computed after forward from `parameters()` or `named_parameters()` of the FSDP, and be a sum over
+elements: a norm or a matrix product of shards is not that of the full parameter.
 
 The node by which autograd accumulates the gradient of a leaf (AccumulateGrad) keeps the shape that the leaf had when
 the node was made, and a graph keeps it alive: after forward, its shape is the full one. torch drops the node when data

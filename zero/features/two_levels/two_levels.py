@@ -85,6 +85,7 @@ class TwoLevels(Exchange):
     ranks.
     """
 
+    optimizer_sharding = "all"
     packs = True
 
     def __init__(self, within: Comm, across: Comm, layout: Layout, label: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero.features.offload import CPUOffload, DiskOffload
+import zero
 from zero.fsdp import SPEED_FIRST, BackwardPrefetch, Prefetch
 from zero.integrations.accelerate.keys import Keys, count, flag, names, one_of
 
@@ -201,7 +201,7 @@ def _zero(given: Mapping[str, Any], section: str) -> dict[str, Any]:
     return found
 
 
-def _offload(keys: Keys, stage: int, section: str) -> CPUOffload | DiskOffload | None:
+def _offload(keys: Keys, stage: int, section: str) -> zero.CPUOffload | zero.DiskOffload | None:
     """The further of the two offloads: shards, their gradients and the optimizer's state are offloaded together."""
     pinned = keys.take("cpu_offload_use_pin_memory", flag, False)
     offloads: dict[str, tuple[str, str | None, bool]] = {}
@@ -225,8 +225,8 @@ def _offload(keys: Keys, stage: int, section: str) -> CPUOffload | DiskOffload |
         if device == "nvme":
             if path is None:
                 raise ValueError(f"{section}: device nvme needs a folder: set nvme_path.")
-            return DiskOffload(path)
-    return CPUOffload(pin_memory=any(pin for _, _, pin in asked)) if asked else None
+            return zero.DiskOffload(path)
+    return zero.CPUOffload(pin_memory=any(pin for _, _, pin in asked)) if asked else None
 
 
 def _prefetch(keys: Keys, stage: int) -> Prefetch | None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from zero.features.offload import CPUOffload
+import zero
 from zero.fsdp import BackwardPrefetch, MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.integrations.accelerate.keys import Keys, count, flag, names, one_of
@@ -160,14 +160,14 @@ def _reshard(value: Any) -> bool | str:
         return _named_strategy(value)
 
 
-def _offload(value: Any) -> CPUOffload | None:
+def _offload(value: Any) -> zero.CPUOffload | None:
     if isinstance(value, fsdp.CPUOffload):
-        return CPUOffload() if value.offload_params else None
+        return zero.CPUOffload() if value.offload_params else None
     if isinstance(value, fsdp.CPUOffloadPolicy):
-        return CPUOffload(pin_memory=value.pin_memory)
+        return zero.CPUOffload(pin_memory=value.pin_memory)
     if isinstance(value, fsdp.OffloadPolicy):
         return None
-    return CPUOffload() if flag(value) else None
+    return zero.CPUOffload() if flag(value) else None
 
 
 def _wrapping(keys: Keys, *, launched: bool) -> dict[str, Any]:

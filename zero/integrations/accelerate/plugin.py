@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zero.features.int8 import Int8
-from zero.features.offload import CPUOffload, DiskOffload
-from zero.features.offload.homes import as_offload
+import zero
+from zero.comm import Wire
 from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.strategy import as_strategy
 from zero.integrations.accelerate import deepspeed_keys, files, fsdp_keys
+from zero.shards.home import take_home
 from zero.shards.partition import Partition, partition_problem
 
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -67,14 +67,14 @@ class ZeroPlugin:
     ignored_modules: Iterable[nn.Module] | str = ()
     partition: Partition = "auto"
     prefetch: Prefetch | None = None
-    offload: CPUOffload | DiskOffload | None = None
+    offload: zero.CPUOffload | zero.DiskOffload | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     mixed_precision_policy: MixedPrecision | None = None
     sync_module_states: bool = True
     activation_checkpointing: bool = False
     cpu_ram_efficient_loading: bool = False
     reduce_bucket_size: int | None = None
-    reduce_dtype: torch.dtype | Int8 | None = None
+    reduce_dtype: torch.dtype | Wire | None = None
     state_dict_type: str = "FULL_STATE_DICT"
     save_16bit_model: bool = False
     mixed_precision: str | None = None
@@ -84,14 +84,13 @@ class ZeroPlugin:
     scaler: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problem = self._problem()
+        problem = self._problem() or take_home({"offload": self.offload})[1]
         if problem is not None:
             raise ValueError(problem)
         if self.prefetch is not None:
             as_prefetch(self.prefetch)
         if self.mixed_precision_policy is not None:
             as_precision(self.mixed_precision_policy)
-        as_offload(self.offload)
         as_strategy(self.sharding_strategy)
 
     def _problem(self) -> str | None:

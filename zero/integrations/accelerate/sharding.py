@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch import children_of, recomputed_in_backward
-from zero.comm import Comm
-from zero.features.int8 import Int8
+from zero.comm import Comm, Wire
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.strategy import as_strategy
 from zero.fsdp.wrap import unit_modules
@@ -125,7 +124,7 @@ class Sharding:
             broadcast_buffers=ddp.get("broadcast_buffers", True),
             sync_models_at_startup=self.plugin.sync_module_states,
             reduce_buffer_size=size,
-            reduce_fp16=dtype if dtype in (torch.float16, torch.bfloat16) or isinstance(dtype, Int8) else False,
+            reduce_fp16=dtype if dtype in (torch.float16, torch.bfloat16) or isinstance(dtype, Wire) else False,
         )
 
     def _fsdp(self, model: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool) -> FSDP:

@@ -1,0 +1,111 @@
+"""How an OSS shards: the user's options, checked and agreed between ranks, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.comm import Comm, Wire
+from zero.measure.kinds import Finding, Kind, finding_of, known, title
+from zero.measure.param_groups import called, described_options, options
+from zero.shards.arguments import (
+    as_groups,
+    describe,
+    devices_of,
+    master_problem,
+    named_params,
+    wire_of,
+    wire_problem,
+)
+from zero.shards.home import take_home
+from zero.shards.masters import Masters
+from zero.shards.owned_shards import OwnedShards
+from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
+
+
+class Choices:
+    """Collective. The arguments are those of OSS. Raises ValueError on every rank if they cannot be used on any.
+
+    `groups`: the parameters in torch's form. `cut`: how parameters are divided, as the optimizer needs it.
+    `finding`: what measuring found about the optimizer; None for torch's own.
+    `writes_frozen`: whether the optimizer may write into parameters without gradients.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        params: Iterable[Any],
+        optim: Callable[..., Optimizer],
+        defaults: dict[str, Any],
+        *,
+        partition: Partition,
+        granularity: int | None,
+        broadcast_fp16: bool | torch.dtype | Wire,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        self._comm, self._optim, self._defaults = comm, optim, defaults
+        self._partition, self.granularity = partition, granularity
+        self.groups, problem = as_groups(params)
+        self.wire, wrong_wire = wire_of(broadcast_fp16, "broadcast_fp16")
+        self.home, wrong_home = take_home(defaults)
+        problem = problem or partition_problem(partition, granularity) or wrong_wire or master_problem(master_dtype)
+        problem = problem or wrong_home or wire_problem(named_params(self.groups), self.wire, "broadcast_fp16")
+        found, unfit = (None, None) if problem else self._look_at(self.groups)
+        self.cut = cut_for(partition, found, granularity)
+        self.writes_frozen = found is not None and found.writes_frozen
+        self.finding = None if known(optim) is not None else found
+        self._master_dtype = torch.float32 if self.home.apart and master_dtype is None else master_dtype
+        signature = [
+            f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
+            f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}, {self.home.alike}",
+            f"defaults {described_options(defaults)}",
+            f"cut {self.cut}, as the optimizer was found to need it",
+            f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
+            f"parameters without gradients written by steps: {self.writes_frozen}",
+        ]
+        problem = problem or comm.device_problem(devices_of(self.groups)) or unfit
+        comm.compare("the parameters given to OSS", [*signature, *describe(self.groups)], problem)
+
+    def added(self, param_group: dict[str, Any], seen: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
+        """Collective. Returns another group in torch's form. seen: the parameters so far."""
+        groups, problem = as_groups([param_group], seen=set(seen))
+        problem = problem or wire_problem(named_params(groups), self.wire, "broadcast_fp16")
+        problem = problem or self._look_at(groups, cut=self.cut)[1]
+        self._comm.compare("the parameters added to OSS", describe(groups), problem)
+        return groups[0]
+
+    def _look_at(self, groups: list[dict[str, Any]], cut: str | None = None) -> tuple[Finding | None, str | None]:
+        """Measures the optimizer with the groups' options; returns an error message if it cannot be sharded so.
+
+        cut: how other groups are divided already.
+        """
+        found = known(self._optim)
+        if found is None and self._comm.world > 1:
+            of_groups = [options(group) for group in groups]
+            found = finding_of(self._optim, self._defaults, of_groups, self.granularity)
+        if found is None:
+            return None, None
+        partition = "even" if cut == "even" and found.kind is Kind.TENSORWISE else self._partition
+        return found, optimizer_problem(title(self._optim), found, partition, self.granularity)
+
+    def lay_out(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> OwnedShards:
+        """Moves the parameters into shard groups of at most `numel` elements. Collective if the home is apart."""
+        shards = OwnedShards(
+            self._comm,
+            cut=self.cut,
+            granularity=self.granularity,
+            masters=Masters(self._master_dtype),
+            home=self.home,
+        )
+        shards.add(param_groups, numel)
+        self.refuse_full()
+        return shards
+
+    def refuse_full(self) -> None:
+        """Collective if the home is apart. Raises ValueError on every rank if that of any rank is full."""
+        if self.home.apart:
+            self._comm.compare("the shards of OSS", [], self.home.problem("the shards of OSS"))
