@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
@@ -559,3 +560,19 @@ def _without(rank, world, stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_without_it_ranks_are_told_that_they_are_out_of_step(stage):
     ranks.expect_error(_without, 2, RuntimeError, "out of step", args=(stage,), timeout=20)
+
+
+def _joined_by_torch(rank, world, stage):
+    model, optimizer = zero.setup(nn.Linear(4, 1), Adam, stage=stage)
+    joinable = [model] if stage == 3 else [model, optimizer]
+    try:
+        Join(joinable)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_torchs_own_join_is_refused_on_every_rank(stage):
+    for told in ranks.run(_joined_by_torch, 2, args=(stage,)):
+        assert "cannot be used with torch's Join" in told and "zero.join" in told
