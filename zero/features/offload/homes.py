@@ -32,7 +32,7 @@ class CPUOffload:
     pin_memory: bool = True
 
     def home(self) -> Home:
-        return HostMemory(self)
+        return HostHome(self)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def home_of(given: Any) -> Home:
     return DEVICE if offload is None else offload.home()
 
 
-class HostMemory(Home):
+class HostHome(Home):
     """The memory of the CPU."""
 
     apart, alike = True, "offload CPUOffload"
