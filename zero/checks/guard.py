@@ -6,7 +6,7 @@ optimizer; the hook here checks the step if the optimizer holds parameters of an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -138,11 +138,14 @@ class Guard(ModelEvents):
         for home, own in self._by_home(params).items():
             home.step(optimizer, own)
 
-    def _by_home(self, params: Iterable[nn.Parameter]) -> dict[Home, list[nn.Parameter]]:
+    def _by_home(self, params: Sequence[nn.Parameter]) -> dict[Home, Sequence[nn.Parameter]]:
+        homes = {group.home for group in self._index.groups}
+        if len(homes) == 1:  # but for models that took over an FSDP with another
+            return {homes.pop(): params}
         found: dict[Home, list[nn.Parameter]] = {}
         for param in params:
             found.setdefault(self._index[param].group.home, []).append(param)
-        return found
+        return {**found}
 
     def _optimizer_problem(self, findings: dict[str, Finding]) -> str | None:
         """Returns an error message if the optimizer cannot step shards, else None. Does not look at cut parameters."""

@@ -26,6 +26,9 @@ class Index(Mapping[nn.Parameter, Place]):
     def __getitem__(self, param: nn.Parameter) -> Place:
         return self._places[param]
 
+    def __contains__(self, param: object) -> bool:
+        return param in self._places
+
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._places)
 

@@ -161,7 +161,7 @@ class Unit:
     @property
     def summoned(self) -> bool:
         """Whether the parameters are full within summon_full_params."""
-        return any(group.state is GroupState.SUMMONED for group in self.groups)
+        return GroupState.SUMMONED in [group.state for group in self.groups]
 
     @property
     def gathering(self) -> bool:
