@@ -18,8 +18,8 @@ import zero
 from ranks import refusal
 from transports import between_hosts
 from zero.comm import Comm, configure
+from zero.comm.link import StoreExchange
 from zero.comm.process_group import Gloo
-from zero.comm.store import StoreExchange
 from zero.features.host_memory import attach
 from zero.features.host_memory.rendezvous import rendezvous
 

@@ -16,11 +16,10 @@ from simulated.group import Group
 from simulated.memory import Memory
 from zero.comm import Comm
 from zero.comm.link import Link
-from zero.comm.local import Local
 from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
 from zero.comm.streams import Streams
-from zero.comm.transport import Transport
+from zero.comm.transport import Local, Transport
 from zero.features.offload import homes as offload
 from zero.plan.transport import Rehearsal
 from zero.shards.masters import Masters

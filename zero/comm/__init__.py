@@ -7,10 +7,10 @@ Wire        how floats travel: as they are, cast, or encoded
 """
 
 from zero.comm.comm import Comm
-from zero.comm.handle import Handle
 from zero.comm.link import configure
 from zero.comm.order import COLLECTION
 from zero.comm.traffic import Traffic, traffic
+from zero.comm.transport import Handle
 from zero.comm.wire import Wire
 
 __all__ = ["COLLECTION", "Comm", "Handle", "Traffic", "Wire", "configure", "traffic"]

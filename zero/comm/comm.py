@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -21,13 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.comm.handle import Handle
-from zero.comm.launcher import refuse_launched
 from zero.comm.link import Link, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM, Transfer
 from zero.comm.packing import batches, copy_into, empty_flat, flatten
 from zero.comm.traffic import count
-from zero.comm.transport import Message
+from zero.comm.transport import Handle, Message, Transport
 
 
 class Comm:
@@ -190,19 +189,18 @@ class Comm:
         The sums are flat, one message after another; those of 16-bit floats are float32 unless `into` is given. `wait`
         may block until the other ranks have called `wait`.
         """
-        self._count_reduced(messages)
-        return self.link.transport(messages[0][0].device).reduce(messages, times, into, channel)
+        return self._to_owners(messages).reduce(messages, times, into, channel)
 
     def all_to_all(self, messages: Sequence[Message], channel: int = REDUCTION) -> Handle:
         """Collective. Sends the messages as `reduce` does. `wait` returns for each message the elements from all ranks,
         one row a rank."""
-        self._count_reduced(messages)
-        return self.link.transport(messages[0][0].device).all_to_all(messages, channel)
+        return self._to_owners(messages).all_to_all(messages, channel)
 
-    def _count_reduced(self, messages: Sequence[Message]) -> None:
+    def _to_owners(self, messages: Sequence[Message]) -> Transport:
+        """Counts the bytes of messages, and returns the transport that sends them."""
         if self.world > 1:
-            sent = ((len(message) - counts[self.rank]) * message.element_size() for message, counts in messages)
-            count(reduce=sum(sent))
+            count(reduce=sum((len(flat) - counts[self.rank]) * flat.element_size() for flat, counts in messages))
+        return self.link.transport(messages[0][0].device)
 
     # ------------------------------------------------------------------------------------- other tensors
 
@@ -263,3 +261,23 @@ def _refuse_difference(what: str, expected: list[str], lines: list[str], rank: i
                 f"{what} differ between ranks: at position {position}, rank 0 has {first}, rank {rank} has {other}. "
                 "Build the same on every rank, in the same order."
             )
+
+
+def launched_ranks() -> int:
+    """Returns the number of ranks of the job, WORLD_SIZE of torchrun and other launchers; 1 without a launcher."""
+    value = os.environ.get("WORLD_SIZE", "")
+    return int(value) if value.isdecimal() else 1
+
+
+def refuse_launched() -> None:
+    """Raises RuntimeError if a launcher has started other ranks. Called where torch.distributed is not initialised."""
+    ranks = launched_ranks()
+    if ranks > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE={ranks} in the environment says that a launcher has started {ranks} ranks, but "
+            "torch.distributed is not initialised, so each rank would train another model. Call "
+            'torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo") before you build '
+            "the model and its optimizer. For a process that is to train alone, remove WORLD_SIZE from its "
+            'environment, or call torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), '
+            "rank=0, world_size=1)."
+        )

@@ -34,11 +34,9 @@ from zero._torch import (
     in_stream_order,
     reduce_scatter_of_one_tensor,
 )
-from zero.comm.handle import Handle
 from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order, Transfer
-from zero.comm.packing import concatenate, lengths
-from zero.comm.sums import sum_in_rank_order, wide
-from zero.comm.transport import Message, Transport
+from zero.comm.packing import concatenate, lengths, sum_in_rank_order, wide
+from zero.comm.transport import Handle, Message, Transport
 
 _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
 """Times between looks at the other ranks while a rank waits; the last one is repeated."""
@@ -63,22 +61,17 @@ class ProcessGroupTransport(Transport):
             order.at_failure.append(lambda _: _never_drop(group))
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
-        received = self.all_to_all(messages, channel)
+        received, works = self._send(messages, channel)
 
         def finish() -> Tensor:
-            sums = self._sum(received.wait(), times)
+            self._wait(works, channel, (messages, received))
+            sums = self._sum(received, times)
             return sums if into is None else into.copy_(sums)
 
         return Handle(finish)
 
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
-        received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
-
-        def launch() -> list[dist.Work | None]:
-            pairs = zip(messages, received, strict=True)
-            return [self._all_to_all(rows, message, counts) for (message, counts), rows in pairs]
-
-        works = self._launch(channel, sum(message.nbytes for message, _ in messages), (messages, received), launch)
+        received, works = self._send(messages, channel)
 
         def finish() -> list[Tensor]:
             self._wait(works, channel, (messages, received))
@@ -86,8 +79,15 @@ class ProcessGroupTransport(Transport):
 
         return Handle(finish)
 
-    def _sum(self, received: Sequence[Tensor], times: float) -> Tensor:
-        return sum_in_rank_order([[*rows] for rows in received], times)
+    _sum = staticmethod(sum_in_rank_order)
+
+    def _send(self, messages: Sequence[Message], channel: int) -> tuple[list[Tensor], list[dist.Work | None]]:
+        """Launches an all-to-all of each message. Returns what is received, one row a rank, and the launched work."""
+        received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
+        self._begin(channel, sum(message.nbytes for message, _ in messages))
+        with Transfer(self._order, channel, (messages, received)):
+            pairs = zip(messages, received, strict=True)
+            return received, [self._all_to_all(rows, message, counts) for (message, counts), rows in pairs]
 
     def _all_to_all(self, rows: Tensor, message: Tensor, counts: Sequence[int]) -> dist.Work | None:
         """Launches the all-to-all of one message. rows: filled with the received elements, one row a rank."""
@@ -142,17 +142,16 @@ class ProcessGroupTransport(Transport):
         options.rootRank, options.rootTensor = source, 0
         return self._group.broadcast([_as_sent(flat)], options)  # type: ignore[no-any-return]
 
-    def _launch(
-        self, channel: int, nbytes: int, buffers: object, launch: Callable[[], Sequence[dist.Work | None]]
-    ) -> Sequence[dist.Work | None]:
+    def _begin(self, channel: int, nbytes: int) -> None:
+        """Notes an operation before its launch. Collective if it is new here: then ranks compare it."""
         if self._order.append(channel, nbytes):
             self.compare(channel)
             self._order.settle()
-        with Transfer(self._order, channel, buffers):
-            return launch()
 
     def _run(self, channel: int, tensor: Tensor, launch: Callable[[], dist.Work | None]) -> None:
-        self._wait(self._launch(channel, tensor.nbytes, tensor, lambda: [launch()]), channel, tensor)
+        self._begin(channel, tensor.nbytes)
+        with Transfer(self._order, channel, tensor):
+            self._await(launch())
 
     def _wait(self, works: Sequence[dist.Work | None], channel: int, buffers: object) -> None:
         with Transfer(self._order, channel, buffers):
@@ -186,11 +185,10 @@ class Gloo(ProcessGroupTransport):
         super().__init__(order, group, rank, world, blocks=True)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        def broadcasts() -> list[dist.Work | None]:
+        self._begin(channel, full.nbytes)
+        with Transfer(self._order, channel, full):
             shards = [full[low:high] for low, high in pairwise(bounds)]
-            return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
-
-        works = self._launch(channel, full.nbytes, full, broadcasts)
+            works = [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
         return Handle(lambda: self._wait(works, channel, full))
 
 
@@ -234,12 +232,9 @@ class Overlapping(ProcessGroupTransport):
         equal = longest * self._world == len(full)
         rows = full if equal else full.new_empty(self._world * longest)
         sent = own if equal or len(own) == longest else concatenate([own, own.new_empty(longest - len(own))])
-        works = self._launch(
-            channel,
-            full.nbytes,
-            (full, rows, sent),
-            lambda: [all_gather_of_one_tensor(self._group, _as_sent(rows), _as_sent(sent))],
-        )
+        self._begin(channel, full.nbytes)
+        with Transfer(self._order, channel, (full, rows, sent)):
+            works = [all_gather_of_one_tensor(self._group, _as_sent(rows), _as_sent(sent))]
 
         def finish() -> None:
             self._wait(works, channel, (full, rows, sent))
@@ -254,12 +249,9 @@ class Overlapping(ProcessGroupTransport):
             return super().reduce(messages, times, into, channel)
         message, counts = messages[0]
         sums = message.new_empty(counts[0]) if into is None else into
-        works = self._launch(
-            channel,
-            message.nbytes,
-            (message, sums),
-            lambda: [reduce_scatter_of_one_tensor(self._reduces_by, _real(sums), _real(message))],
-        )
+        self._begin(channel, message.nbytes)
+        with Transfer(self._order, channel, (message, sums)):
+            works = [reduce_scatter_of_one_tensor(self._reduces_by, _real(sums), _real(message))]
 
         def finish() -> Tensor:
             self._wait(works, channel, (message, sums))
@@ -267,7 +259,8 @@ class Overlapping(ProcessGroupTransport):
 
         return Handle(finish)
 
-    def _sum(self, received: Sequence[Tensor], times: float) -> Tensor:
+    @staticmethod
+    def _sum(received: Sequence[Tensor], times: float = 1) -> Tensor:
         """Sums by one kernel a message, whatever the number of ranks."""
         sums = [rows.sum(0, dtype=wide(rows[:0]).dtype) for rows in received]
         total = sums[0] if len(sums) == 1 else concatenate(sums)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zero._torch import has_values
 from zero.comm.comm import Comm
-from zero.comm.handle import Handle
+from zero.comm.transport import Handle
 
 
 class OnStream(Protocol):

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from zero.comm.comm import Comm
-from zero.comm.handle import Handle
-from zero.comm.transport import Message
+from zero.comm.transport import Handle, Message
 
 
 class Wire:

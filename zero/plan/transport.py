@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from zero.comm import Comm
-from zero.comm.handle import Handle
 from zero.comm.link import Link
 from zero.comm.order import Order
-from zero.comm.packing import lengths
+from zero.comm.packing import lengths, wide
 from zero.comm.process_group import scatters
-from zero.comm.sums import wide
-from zero.comm.transport import Message, Transport
+from zero.comm.transport import Handle, Message, Transport
 
 Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""

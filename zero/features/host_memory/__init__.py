@@ -10,8 +10,8 @@ settings    ZERO_HOST_MEMORY, zero.comm.configure(host_memory=)
 from __future__ import annotations
 
 from zero.comm import link
+from zero.comm.link import StoreExchange
 from zero.comm.order import Order
-from zero.comm.store import StoreExchange
 from zero.comm.transport import Transport
 from zero.features.host_memory.rendezvous import rendezvous
 from zero.features.host_memory.settings import configure, host_memory

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from zero.comm.store import StoreExchange
+from zero.comm.link import StoreExchange
 from zero.features.host_memory import attach
 from zero.features.host_memory.peers import Peer, Peers, close
 from zero.features.host_memory.settings import HostMemory

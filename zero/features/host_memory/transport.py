@@ -28,12 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.comm.handle import Handle
 from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order, Transfer
-from zero.comm.packing import lengths
+from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, wide
 from zero.comm.process_group import refuse_differing_logs
-from zero.comm.sums import add_in_order, sum_in_rank_order, wide
-from zero.comm.transport import Message, Transport
+from zero.comm.transport import Handle, Message, Transport
 from zero.features.host_memory.peers import Peers
 
 CHUNK = 1 << 18
@@ -132,7 +130,7 @@ class HostMemory(Transport):
             self.gather(flat, bounds, channel).wait()
             return
         rows = self._rows(flat, channel)
-        flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([[*rows]]))
+        flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows]))
 
     def exchange(self, data: bytes) -> list[bytes]:
         rows = self._rows(torch.frombuffer(bytearray(data), dtype=torch.uint8), COMPARISON)

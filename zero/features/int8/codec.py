@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from zero.comm import Comm, Handle, Wire
-from zero.comm.packing import lengths
-from zero.comm.sums import add_in_order
+from zero.comm.packing import add_in_order, lengths
 from zero.comm.transport import Message
 
 QUANTISED = (torch.float32, torch.bfloat16, torch.float16)

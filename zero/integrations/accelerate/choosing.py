@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
-from zero.comm.launcher import launched_ranks
+from zero.comm.comm import launched_ranks
 from zero.integrations.accelerate.plugin import ZeroPlugin
 
 _ASKS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
