@@ -22,7 +22,7 @@ from zero.report import Report, report
 from zero.scripts import ParameterCount, count_parameters, full_state_dict, grad_norm, unwrap
 from zero.sdp import ShardedDDP
 from zero.setup import setup
-from zero.shards.announce import show_as_asked
+from zero.shards.log import show_as_asked
 from zero.state import saved  # noqa: F401 - it registers itself
 
 if TYPE_CHECKING:  # features bring these, unless their folders are missing

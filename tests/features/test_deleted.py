@@ -54,7 +54,7 @@ OWN = """
     comm/test_comm comm/test_order
     oss/test_as_optimizer oss/test_changes oss/test_clip interop/test_ddp_options interop/test_from_optimizer
     oss/test_granularity shards/test_layout oss/test_master oss/test_oss oss/test_oss_errors oss/test_scaler
-    shards/test_shard_group state/test_shard_mark shards/test_slices state/test_state
+    shards/test_shard_group state/test_shard_mark state/test_state
     sdp/test_buffers sdp/test_indexed sdp/test_lifetimes sdp/test_routes sdp/test_sdp_errors
     sdp/test_sharded_ddp sdp/test_shown_gradients sdp/test_tensors
     fsdp/test_clip_grad_norm fsdp/test_closures fsdp/test_edges fsdp/test_experts fsdp/test_fsdp fsdp/test_fsdp_errors

@@ -37,7 +37,7 @@ ON_ONE_HOST = [
     *(Case(stage, model="Reentrant", tokens=(8, 64)) for stage in ("2", "3 kept")),
     *(Case(stage, model="Recurrent") for stage in ("0", "1", "2", "3 kept", "3")),
     *(Case(stage, optim="adafactor", partition="whole") for stage in ("0", "1", "2", "3 kept", "3")),
-    Case("2", 1, words=16_000, tokens=(1, 2)),  # whose step would be the peak, were it not taken slice by slice
+    Case("2", 1, words=16_000, tokens=(1, 2)),  # whose step is the peak
 ]
 """As the tests run: ranks read one another's memory."""
 

@@ -232,16 +232,6 @@ def test_on_the_cpu_nothing_overlaps():
     assert {span.name for span in spans} >= {"gather", "reduce", "mm"}
 
 
-def test_steps_of_long_parameters_count_all_their_slices():
-    """Of which a rehearsal takes one only."""
-
-    def stepping(width: int) -> float:
-        spans = of_net(width, 1, 2, PRESETS["cpu"], optimizer=torch.optim.Adam).timeline.spans
-        return sum(span.end - span.begin for span in spans if span.name == "addcdiv_")
-
-    assert stepping(4096) == pytest.approx(4 * stepping(2048), rel=0.1)
-
-
 # ---------------------------------------------------------------------------------------------- the clocks
 
 

@@ -29,7 +29,7 @@ from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.shards.places import Place, places_in
+from zero.shards.partition import Place, places_in
 from zero.wrappers import unwrapped
 
 

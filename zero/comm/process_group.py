@@ -64,7 +64,9 @@ class ProcessGroupTransport(Transport):
         received, works = self._send(messages, channel)
 
         def finish() -> Tensor:
+            nonlocal messages, works
             self._wait(works, channel, (messages, received))
+            messages, works = [], []  # frees what was sent before the sums get memory
             sums = self._sum(received, times)
             return sums if into is None else into.copy_(sums)
 

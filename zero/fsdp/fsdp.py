@@ -27,11 +27,11 @@ from zero.fsdp.weights import Weights
 from zero.fsdp.wrap import Policy
 from zero.sdp.buffers import BufferSync
 from zero.shards import norm
-from zero.shards.announce import announce
+from zero.shards.arguments import Wrapping, refusal
 from zero.shards.home import Home, homes, take_home
+from zero.shards.log import announce
 from zero.shards.partition import Partition, partition_problem
 from zero.shards.placement import Placement
-from zero.shards.refusals import Wrapping, refusal
 
 _GIVEN = "the models given to FSDP"
 

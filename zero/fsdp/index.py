@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from zero.fsdp.unit import Unit
-from zero.shards.places import Place, places_in
+from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import ShardGroup
 
 

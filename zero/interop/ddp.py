@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import averaged_by, join_mark, living_joins_of
 from zero.checks.step_checks import NO_GRADIENT
-from zero.shards.refusals import Wrapping, refusals
+from zero.shards.arguments import Wrapping, refusals
 from zero.shards.steps import StepCheck, checks
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()

@@ -20,10 +20,9 @@ from zero.oss.gradients import OwnedGradients
 from zero.oss.inner import build_inner
 from zero.oss.saved import makers
 from zero.oss.step import Step
-from zero.shards.announce import announce
-from zero.shards.partition import Partition
-from zero.shards.places import Place
-from zero.shards.refusals import NO_JOIN
+from zero.shards.arguments import NO_JOIN
+from zero.shards.log import announce
+from zero.shards.partition import Partition, Place
 from zero.shards.shard_group import ShardGroup
 from zero.shards.steps import NO_STEPS, Steps, checks
 

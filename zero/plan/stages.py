@@ -197,8 +197,6 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _BUILD[stage](job, rank)
-        if job.trace is not None:
-            _count_slices(built.stepped, job.trace)
         if not stage.startswith("3"):
             inputs = job.sizes.precision.cast_inputs(module, inputs, root=True)
         for _ in range(_WARM_UP):
@@ -215,24 +213,6 @@ def _multiply(job: Job, nbytes: int, dtype: torch.dtype, storages: Sequence[torc
     if job.trace is not None and job.tokens is not None:
         flops = 2 * times * job.tokens * nbytes // dtype.itemsize
         job.trace.work("multiply", flops, dtype, times * nbytes, storages)
-
-
-def _count_slices(optimizer: Optimizer, trace: Trace) -> None:
-    """A rehearsal steps only one slice of a long parameter. Its operators count as often as there are slices."""
-
-    def stepped() -> int:
-        return sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-
-    full = stepped()
-
-    def begin(*_: object) -> None:
-        trace.times = full / max(1, stepped())
-
-    def end(*_: object) -> None:
-        trace.times = 1
-
-    optimizer.register_step_pre_hook(begin)
-    optimizer.register_step_post_hook(end)
 
 
 def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -> dict[str, int]:

@@ -19,8 +19,8 @@ from zero.comm import Handle, Wire
 from zero.comm.wire import PLAIN
 from zero.oss.gradients import refuse_sparse
 from zero.sdp.messages import messages_of
+from zero.shards.log import shown
 from zero.shards.shard_group import ShardGroup
-from zero.shards.shown import shown
 
 
 class Destination(Protocol):

@@ -22,7 +22,7 @@ from zero.oss.shown_gradients import ShownGradients
 from zero.sdp.bucket import GradBucket
 from zero.sdp.tensors import nearest_leaf, tensors_in
 from zero.sdp.usage import End
-from zero.shards.places import Place
+from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
 
 

@@ -21,9 +21,8 @@ from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
 from zero.sdp.reducer import Reducer
 from zero.sdp.wrapper import UNWRAPPED, Wrapper, refuse_steps
-from zero.shards.announce import announce
-from zero.shards.arguments import on_two_devices, wire_of, wire_problem
-from zero.shards.refusals import Wrapping, refusal
+from zero.shards.arguments import Wrapping, on_two_devices, refusal, wire_of, wire_problem
+from zero.shards.log import announce
 
 
 class Reading:

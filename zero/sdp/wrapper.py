@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero.shards.refusals import NO_JOIN
+from zero.shards.arguments import NO_JOIN
 
 
 class Wrapper(nn.Module):

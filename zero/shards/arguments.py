@@ -1,8 +1,10 @@
-"""Parameter groups that users pass: converted to torch's form, checked, described for comparing ranks."""
+"""What users pass, looked at while nothing is changed yet: parameter groups, converted to torch's form and described
+for comparing ranks; options; and models, which features may refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -139,3 +141,35 @@ def master_problem(dtype: torch.dtype | None) -> str | None:
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return None
     return f"master_dtype={dtype!r}: masters are of a floating-point dtype, torch.float32 as a rule."
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """What is to be wrapped.
+
+    ignored: parameters that are left out. units: the modules of units below the root. freed: the devices of full
+    parameters that are freed at rest. Stage 2 has neither units nor freed parameters.
+    """
+
+    module: nn.Module
+    ignored: Collection[nn.Parameter] = ()
+    units: Collection[nn.Module] = ()
+    freed: Collection[torch.device] = ()
+
+
+refusals: list[Callable[[Wrapping], str | None]] = []
+"""Each returns an error message if the model cannot be wrapped, else None."""
+
+
+def refusal(wrapping: Wrapping) -> str | None:
+    """Returns the first error message, if there is one."""
+    problems = (refuse(wrapping) for refuse in refusals)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+NO_JOIN = (
+    "{} cannot be used with torch's Join, by which ranks whose data has ended wait for the others. Write "
+    "`with zero.join(model, optimizer):`, or give all ranks equally many batches (DistributedSampler does, "
+    "drop_last=True drops the rest)."
+)
+"""Formatted with the name of the class that cannot be used so."""

@@ -14,13 +14,13 @@ and puts a maker into `homes`, under the name of the option by which users ask f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from zero.shards.slices import step_alone
 
 
 class Home:
@@ -50,7 +50,8 @@ class Home:
 
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Steps only these parameters, which lie here. The optimizer treats each element by itself."""
-        step_alone(optimizer, params)
+        with only(optimizer, params):
+            unhooked(optimizer)()
 
     def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
         """Called before the user steps these parameters, and perhaps others. May step some of them already."""
@@ -76,3 +77,22 @@ def take_home(options: dict[str, Any]) -> tuple[Home, str | None]:
     except ValueError as error:
         return DEVICE, str(error)
     return next((home for home in found if home.apart), DEVICE), None
+
+
+@contextmanager
+def only(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """A context in which the optimizer has only these parameters."""
+    given, chosen = [group["params"] for group in optimizer.param_groups], {*params}
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param in chosen]
+        yield
+    finally:
+        for group, everything in zip(optimizer.param_groups, given, strict=True):
+            group["params"] = everything
+
+
+def unhooked(optimizer: Optimizer) -> Callable[..., Any]:
+    """The optimizer's step without its hooks, and without the count that schedulers keep."""
+    step: Callable[..., Any] = vars(type(optimizer).step)["__wrapped__"]
+    return partial(step, optimizer)

@@ -16,11 +16,9 @@ from zero.measure.param_groups import options
 from zero.shards.arguments import names
 from zero.shards.home import DEVICE, Home
 from zero.shards.masters import Masters
-from zero.shards.partition import bucket_limit, lay_out
+from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
-from zero.shards.places import Place, places_in
 from zero.shards.shard_group import GroupOptions, ShardGroup
-from zero.shards.slices import step_in_slices
 
 
 class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
@@ -146,7 +144,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         """Steps these shards. Those in a home apart are stepped group by group, while gradients of the next group are
         on their way, if the optimizer treats each element by itself."""
         if not self.home.apart:
-            step_in_slices(optimizer, **options)
+            optimizer.step(**options)
             return
         by_group = type(optimizer) in ELEMENTWISE and not options
         try:
@@ -156,7 +154,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
                 else:
                     self.masters.arrive(flat)
             if not by_group:
-                step_in_slices(optimizer, **options)
+                optimizer.step(**options)
         finally:
             self.home.stepped(optimizer, [self._shards[param] for param in self._owned])
 

@@ -1,16 +1,16 @@
-"""Chooses the cut for an optimizer, and lays parameters out in shard groups."""
+"""Chooses the cut for an optimizer, lays parameters out in shard groups, and says where each lies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
 from zero.measure.kinds import Finding, Kind
 from zero.shards import layout
-from zero.shards.layout import Layout, Loads
+from zero.shards.layout import Layout, Loads, Span
 from zero.shards.placement import Placement
 from zero.shards.shapes import alignment, alike
 from zero.shards.shard_group import IN_PLACE, GroupOptions, ShardGroup
@@ -160,3 +160,24 @@ def lay_out(
         kept = options if own[0].is_floating_point() else replace(options, compute_dtype=None)
         groups.append(ShardGroup(own, [names[i] for i in each.members], each.layout, placement, kept, label))
     return groups
+
+
+class Place(NamedTuple):
+    """The shard group of a parameter, and its position there."""
+
+    group: ShardGroup
+    position: int
+
+    @property
+    def name(self) -> str:
+        return self.group.names[self.position]
+
+    @property
+    def span(self) -> Span | None:
+        """The elements that this rank owns; None if it owns none."""
+        return self.group.spans.get(self.position)
+
+
+def places_in(groups: Iterable[ShardGroup]) -> dict[nn.Parameter, Place]:
+    """The places of all parameters of the groups."""
+    return {param: Place(group, i) for group in groups for i, param in enumerate(group.params)}

@@ -24,9 +24,9 @@ from zero.comm.streams import NONE, NoStreams, streams_of
 from zero.comm.wire import PLAIN
 from zero.shards.home import DEVICE, Home
 from zero.shards.layout import Layout, Span
+from zero.shards.log import shown
 from zero.shards.placement import Placement
 from zero.shards.shapes import Shapes, is_copy, with_own_storage
-from zero.shards.shown import shown
 
 
 class GroupState(enum.Enum):

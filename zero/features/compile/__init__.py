@@ -14,7 +14,7 @@ mode="reduce-overhead", "max-autotune" and triton.cudagraphs of torch.compile, a
 from zero.features.compile.compiled import compiling_problem
 from zero.features.compile.forward import Compiling
 from zero.fsdp.events import makers
-from zero.shards.refusals import refusals
+from zero.shards.arguments import refusals
 
 makers.append(Compiling)
 refusals.append(lambda wrapping: compiling_problem(wrapping.module, wrapping.units, wrapping.freed))

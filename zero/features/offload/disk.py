@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.measure.kinds import ELEMENTWISE
-from zero.shards.home import Home
-from zero.shards.slices import only, unhooked
+from zero.shards.home import Home, only, unhooked
 
 
 class Disk(Home):

@@ -22,9 +22,8 @@ from zero.comm.packing import lengths
 from zero.comm.transport import Message
 from zero.fsdp.events import ModelEvents
 from zero.fsdp.model import Model
-from zero.shards.exchange import Exchange
 from zero.shards.layout import Layout
-from zero.shards.placement import Placement
+from zero.shards.placement import Exchange, Placement
 
 
 class TwoLevelPlacement(Placement):

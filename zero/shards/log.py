@@ -1,7 +1,7 @@
-"""The line that a constructor logs: by the logger `zero`, at INFO, on the first rank of the group.
+"""What is logged by the logger `zero`: a line of each constructor at INFO, on the first rank of the group, and of each
+operation on a unit or bucket at DEBUG, on every rank. Operations are profiler ranges, too.
 
-`ZERO_LOG=info` in the environment shows it where the program does not set up logging; `debug` also shows what each
-step does (shown.py).
+`ZERO_LOG=info` or `debug` in the environment shows the lines where the program does not set up logging.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
+from zero._torch import profiler_range
 from zero.comm import Comm
-from zero.shards.shard_group import ShardGroup
+
+if TYPE_CHECKING:
+    from zero.shards.shard_group import ShardGroup
 
 logger = logging.getLogger("zero")
 
@@ -39,3 +44,10 @@ def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str 
         *(what, sharded, params, comm.world, f"{mine:,}", f"{full:,}", comm.rank),
         *(comm.transport_name(groups[0].full.device), left_out or "nothing"),
     )
+
+
+def shown(act: str, label: str, rank: int) -> AbstractContextManager[Any]:
+    """A context for an operation. act: such as "unshard". label: of the unit or bucket."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("rank %d: %s %s", rank, act, label)
+    return profiler_range(f"zero::{act} {label}")
