@@ -13,7 +13,7 @@ import ranks
 import zero
 from models import Block, FeedForward
 from sidebyside import data, sgd
-from zero.fsdp.wrap import unit_modules
+from zero.fsdp.units import unit_modules
 
 
 def units(root: nn.Module) -> list[str]:

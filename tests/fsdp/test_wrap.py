@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from models import GPT, Attention, Block, OddMLP
-from zero.fsdp.wrap import params_by_unit, unit_modules
+from zero.fsdp.units import params_by_unit, unit_modules
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 

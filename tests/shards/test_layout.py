@@ -38,6 +38,7 @@ def shares(cut):
 
 def assert_each_element_has_one_rank(cut):
     for index, pieces in shares(cut).items():
+        assert [*cut.owners(index)] == pieces
         assert pieces, f"parameter {index} of {cut} belongs to no rank"
         edges = [0, *(stop for _, _, stop in pieces)]
         assert [start for _, start, _ in pieces] == edges[:-1], f"parameter {index} of {cut}: {pieces}"

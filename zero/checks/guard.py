@@ -170,7 +170,7 @@ class Guard(ModelEvents):
         tensorwise = next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None)
         for unit in units:
             problems = (unstepped(unit) for unstepped in self.model.events.unstepped)
-            problem = next((problem for problem in problems if problem is not None), None)
+            problem: str | None = next((problem for problem in problems if problem is not None), None)
             if problem is not None:
                 return problem
         for param in params:

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero._torch import wraps_others
 from zero.comm.wire import as_wire
 from zero.fsdp.precision import MixedPrecision
-from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
+from zero.fsdp.units import Policy, params_by_unit, unit_modules
 from zero.sdp.sharded_ddp import describe
 from zero.shards.arguments import on_two_devices, wire_problem
 from zero.shards.shapes import unusable

@@ -106,52 +106,17 @@ class ModelEvents:
 
 
 class Events:
-    """The events of one model, each as the list of the methods that are overridden."""
-
-    _METHODS = (
-        "forward_begins",
-        "companions",
-        "entering",
-        "gradients_may_be_late",
-        "leaving",
-        "unsharding",
-        "unsharded",
-        "resharding",
-        "listed",
-        "late",
-        "backward_begins",
-        "backward_ends",
-        "unstepped",
-        "abandoned",
-        "scaling",
-        "hook",
-        "forward",
-        "dismissed",
-    )
-    forward_begins: list[Callable[[], None]]
-    companions: list[Callable[[Unit], Iterable[Unit]]]
-    entering: list[Callable[[Unit], None]]
-    gradients_may_be_late: list[Callable[[], bool]]
-    leaving: list[Callable[[Unit], None]]
-    unsharding: list[Callable[[Unit], None]]
-    unsharded: list[Callable[[ShardGroup], None]]
-    resharding: list[Callable[[ShardGroup], None]]
-    listed: list[Callable[[], None]]
-    late: list[Callable[[Unit], bool]]
-    backward_begins: list[Callable[[], None]]
-    backward_ends: list[Callable[[bool], None]]
-    unstepped: list[Callable[[Unit], str | None]]
-    abandoned: list[Callable[[], None]]
-    scaling: list[Callable[[], AbstractContextManager[Any]]]
-    hook: list[Callable[[Unit, nn.Module, Callable[..., Any]], Callable[..., Any]]]
-    forward: list[Callable[[Forward], Callable[..., Any]]]
-    dismissed: list[Callable[..., None]]
+    """The events of one model: by the name of a method of ModelEvents the list of those that are overridden."""
 
     def __init__(self, listeners: Iterable[ModelEvents] = ()) -> None:
         listeners = [*listeners]
-        for name in self._METHODS:
-            does_nothing = vars(ModelEvents)[name]
-            vars(self)[name] = [getattr(one, name) for one in listeners if getattr(type(one), name) is not does_nothing]
+        for name, does_nothing in vars(ModelEvents).items():
+            if not name.startswith("_"):
+                of_all = [getattr(one, name) for one in listeners]
+                vars(self)[name] = [method for method in of_all if method.__func__ is not does_nothing]
+
+    def __getattr__(self, name: str) -> list[Callable[..., Any]]:
+        raise AttributeError(f"there is no event {name!r}")
 
 
 makers: list[Callable[[Any], ModelEvents]] = []

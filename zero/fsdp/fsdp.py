@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero._torch import children_of
 from zero.comm import Comm
-from zero.fsdp import unit_sizes
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
 from zero.fsdp.forward import Forward, refuse_forward
@@ -23,8 +22,8 @@ from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.unit import Unit
+from zero.fsdp.units import Policy, in_words, large_unit
 from zero.fsdp.weights import Weights
-from zero.fsdp.wrap import Policy
 from zero.sdp.buffers import BufferSync
 from zero.shards import norm
 from zero.shards.arguments import Wrapping, refusal
@@ -58,7 +57,7 @@ class FSDP(Weights):
         the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
     auto_wrap_policy: chooses the modules that become units; a policy of torch.distributed.fsdp.wrap. By default these
-        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.fsdp.repeated.
+        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.fsdp.units.
     as_one_unit: modules, or classes of modules, that become one unit each with everything inside them, such as a
         mixture of experts where ranks run different experts.
     ignored_modules, ignored_parameters: are not sharded, and their gradients are not averaged. Quantised parameters
@@ -144,7 +143,7 @@ class FSDP(Weights):
         )
         self.broadcast_buffers = broadcast_buffers
         self._run = self._runner(as_one_unit)
-        title = f"FSDP({type(module).__name__}, {strategy}, {unit_sizes.in_words(units)})"
+        title = f"FSDP({type(module).__name__}, {strategy}, {in_words(units)})"
         left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
         announce(title, placement.comm, self.shard_groups, left_out, sharded="parameters and gradients")
 
@@ -152,7 +151,7 @@ class FSDP(Weights):
         """Returns what runs in forward."""
         placement, name = self._placement, type(self.module).__name__
         warns = placement.comm.world > 1 and placement.first
-        warning = unit_sizes.large_unit(self._units, f"FSDP({name})", as_one_unit) if warns else None
+        warning = large_unit(self._units, f"FSDP({name})", as_one_unit) if warns else None
         buffers = BufferSync(self.module, placement.all_groups()) if self.broadcast_buffers else None
         forward = Forward(self._model, buffers, warning)
         run: Callable[..., Any] = forward

@@ -15,7 +15,7 @@ from zero.features import missing
 from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
-from zero.fsdp.wrap import Policy
+from zero.fsdp.units import Policy
 from zero.measure.kinds import finding_of, title
 from zero.plan.hardware import Hardware, as_hardware
 from zero.plan.result import Cost, Plan

@@ -13,7 +13,7 @@ from torch import nn
 import zero
 from zero.comm import Wire
 from zero.fsdp import MixedPrecision
-from zero.fsdp.wrap import Policy, params_by_unit, unit_modules
+from zero.fsdp.units import Policy, params_by_unit, unit_modules
 from zero.shards.partition import Partition
 
 

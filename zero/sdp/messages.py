@@ -17,7 +17,6 @@ from torch import Tensor
 from zero._torch import copy_all
 from zero.comm.packing import concatenate, lengths
 from zero.comm.transport import Message
-from zero.sdp.routes import Routes
 from zero.shards.layout import Span
 from zero.shards.shard_group import ShardGroup
 
@@ -61,35 +60,49 @@ class ByOwner:
     def __init__(self, group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
         numels, itemsize = group.layout.numels, group.full.element_size()
-        self._large = [index for index in trained if numels[index] * itemsize >= _LARGE]
-        self._routes = Routes(group.layout, trained, self._large)
-        large = set(self._large)
+        large = {index for index in trained if numels[index] * itemsize >= _LARGE}
+        self._large = [index for index in trained if index in large]
+        self._small = [index for index in trained if index not in large]
         owned = [group.spans[index] for index in trained if index in group.spans]
         self.owned: list[Span] = sorted(owned, key=lambda span: span.index not in large)
 
+    # What grows with the number of ranks is computed only when the first gradients are sent.
+
+    @cached_property
+    def _large_counts(self) -> list[list[int]]:
+        """The number of elements that go to each rank, for each large gradient."""
+        layout = self._group.layout
+        counts = [[0] * layout.world for _ in self._large]
+        for index, to_ranks in zip(self._large, counts, strict=True):
+            for rank, start, stop in layout.owners(index):
+                to_ranks[rank] = stop - start
+        return counts
+
+    @cached_property
+    def _shares(self) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """The shares of small gradients in rank order, as (index, start, stop), and the number of elements a rank."""
+        layout = self._group.layout
+        by_rank: list[list[tuple[int, int, int]]] = [[] for _ in range(layout.world)]
+        for index in self._small:
+            for rank, start, stop in layout.owners(index):
+                by_rank[rank].append((index, start, stop))
+        counts = [sum(stop - start for _, start, stop in shares) for shares in by_rank]
+        return [share for shares in by_rank for share in shares], counts
+
     def messages(self, taken: Gradients) -> list[Message]:
         """Returns the messages to reduce."""
-        return [*(self._large_message(index, taken) for index in self._large), self._small_message(taken)]
-
-    def _large_message(self, index: int, taken: Gradients) -> Message:
-        """Returns a gradient as a message without a copy: the ranks' shards of it are in rank order."""
-        gradient = taken.get(index)
-        if gradient is None:
-            gradient = self._group.full.new_zeros(self._group.layout.numels[index])
-        return gradient.to(self._dtype), self._routes.counts[index]
-
-    def _small_message(self, taken: Gradients) -> Message:
-        """Returns a copy of all small gradients, ordered by owner."""
-        sample = self._group.full
-        shares = [sample[:0]]
-        for index, start, stop in self._routes.together.shares:
+        sample, (shares, counts) = self._group.full, self._shares
+        messages: list[Message] = []
+        for index, to_ranks in zip(self._large, self._large_counts, strict=True):
             gradient = taken.get(index)
             if gradient is None:
-                gradient = sample.new_zeros(stop - start)
-            elif stop - start < gradient.numel():
-                gradient = gradient[start:stop]
-            shares.append(gradient)
-        return concatenate(shares).to(self._dtype), self._routes.together.counts
+                gradient = sample.new_zeros(self._group.layout.numels[index])
+            messages.append((gradient.to(self._dtype), to_ranks))  # the ranks' shards of it are in rank order
+        small = [sample[:0]]
+        for index, start, stop in shares:
+            gradient = taken.get(index)
+            small.append(sample.new_zeros(stop - start) if gradient is None else gradient[start:stop])
+        return [*messages, (concatenate(small).to(self._dtype), counts)]
 
     def cut(self, sums: Tensor) -> list[Tensor]:
         """Returns the sums of each span in `owned`, flat."""

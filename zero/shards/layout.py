@@ -17,7 +17,7 @@ cut is not a multiple of the vector width, give the same bits on a shard as on t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -91,6 +91,17 @@ class Layout:
             if start < stop or (numel == 0 and self._owner_of(offset) == rank):
                 spans.append(Span(index, start, stop, offset + start - low))
         return tuple(spans)
+
+    def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (rank, start, stop) for each owner of a parameter: its elements [start, stop). A parameter without
+        elements has an owner, too."""
+        bounds, offset, numel = self.bounds, self.offsets[index], self.numels[index]
+        rank = self._owner_of(offset)
+        yield rank, 0, min(bounds[rank + 1] - offset, numel)
+        while bounds[rank + 1] < offset + numel:
+            rank += 1
+            if bounds[rank] < bounds[rank + 1]:
+                yield rank, bounds[rank] - offset, min(bounds[rank + 1] - offset, numel)
 
     def _owner_of(self, position: int) -> int:
         return min(bisect_right(self.bounds, position) - 1, self.world - 1)

@@ -21,7 +21,7 @@ from zero._torch import children_of, recomputed_in_backward
 from zero.comm import Comm, Wire
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.strategy import as_strategy
-from zero.fsdp.wrap import unit_modules
+from zero.fsdp.units import unit_modules
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.interop.averaging import average_by_reading
 from zero.measure.built import finding_of_built
