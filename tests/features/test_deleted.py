@@ -42,7 +42,7 @@ QUICK = [
     "shards/test_layout.py",
     "oss/test_oss.py::test_trains_as_the_plain_optimizer_does_bit_for_bit[Adam]",
     "oss/test_oss.py::test_schedulers_reach_the_optimizer",
-    "sdp/test_routes.py",
+    "sdp/test_messages.py",
     "sdp/test_sharded_ddp.py::test_each_rank_keeps_its_part_of_the_averaged_gradients_and_no_more",
     "sdp/test_sharded_ddp.py::test_any_bucket_size_gives_the_same_numbers",
     "fsdp/test_fsdp.py::test_at_rest_parameters_and_gradients_are_parts",
@@ -55,7 +55,7 @@ OWN = """
     oss/test_as_optimizer oss/test_changes oss/test_clip interop/test_ddp_options interop/test_from_optimizer
     oss/test_granularity shards/test_layout oss/test_master oss/test_oss oss/test_oss_errors oss/test_scaler
     shards/test_shard_group state/test_shard_mark state/test_state
-    sdp/test_buffers sdp/test_indexed sdp/test_lifetimes sdp/test_routes sdp/test_sdp_errors
+    sdp/test_buffers sdp/test_indexed sdp/test_lifetimes sdp/test_messages sdp/test_sdp_errors
     sdp/test_sharded_ddp sdp/test_shown_gradients sdp/test_tensors
     fsdp/test_clip_grad_norm fsdp/test_closures fsdp/test_edges fsdp/test_experts fsdp/test_fsdp fsdp/test_fsdp_errors
     checks/test_guard fsdp/test_meta_init fsdp/test_nested state/test_optim_state fsdp/test_partition_whole

@@ -101,7 +101,9 @@ class ByOwner:
         small = [sample[:0]]
         for index, start, stop in shares:
             gradient = taken.get(index)
-            small.append(sample.new_zeros(stop - start) if gradient is None else gradient[start:stop])
+            if gradient is None:
+                gradient = sample.new_zeros(stop - start)
+            small.append(gradient if len(gradient) == stop - start else gradient[start:stop])
         return [*messages, (concatenate(small).to(self._dtype), counts)]
 
     def cut(self, sums: Tensor) -> list[Tensor]:
