@@ -140,7 +140,7 @@ def whole_at_once(rank: int, world: int, prefetch: zero.Prefetch) -> tuple[int, 
             unit
             for unit in model._units[1:]
             if any(group.full.untyped_storage().nbytes() for group in unit.groups)
-            or any(bucket.taken_bytes or bucket.phase.name == "REDUCING" for bucket in unit.gradients.buckets)
+            or any(bucket.taken_bytes or bucket.reducing for bucket in unit.gradients.buckets)
         ]
         most = max(most, len(in_flight))
 

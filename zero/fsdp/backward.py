@@ -16,7 +16,7 @@ import torch
 
 from zero._torch import at_end_of_backward
 from zero.fsdp.unit import Call, TrainingState, Unit
-from zero.sdp.usage import End
+from zero.sdp.bucket import End
 
 if TYPE_CHECKING:
     from zero.fsdp.model import Model

@@ -9,14 +9,13 @@ Autograd adds gradients of results computed from parameters at rest to `param.gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from zero._torch import add_all
 from zero.comm import Wire
 from zero.comm.wire import PLAIN
-from zero.sdp.bucket import GradBucket, Phase
+from zero.sdp.bucket import GradBucket
 from zero.shards.shard_group import ShardGroup
 
 
@@ -29,7 +28,7 @@ class UnitGradients:
     """
 
     def __init__(self, groups: Sequence[ShardGroup], *, wire: Wire = PLAIN) -> None:
-        self.buckets = [GradBucket(group, self, wire=wire) for group in groups]
+        self.buckets = [GradBucket(group, group.params, wire=wire) for group in groups]
         self.left_unreduced = self.reducing = False
         self._accumulated: dict[nn.Parameter, Tensor] = {}
         self._unreduced: dict[nn.Parameter, Tensor] = {}
@@ -46,7 +45,7 @@ class UnitGradients:
     def enter_backward(self) -> None:
         """Sets `param.grad` up for the full gradients that autograd writes from here on. No reduction is in flight."""
         for bucket in self.buckets:
-            assert bucket.phase is Phase.FILLING
+            assert not bucket.reducing
             bucket.notice_trained()
         for _, _, param in self._trained():
             param.grad = self._set_aside(param)
@@ -84,27 +83,11 @@ class UnitGradients:
                     "same backward, and not through an output of the unit's forward. Compute with parameters inside "
                     "forward, and return the results."
                 )
+            param.grad = self._accumulated.pop(param, None)
         for bucket in self.buckets:
-            if bucket.phase is Phase.REDUCING:
+            if bucket.reducing:
                 bucket.finish()
         self.reducing = False
-
-    def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
-        """See Destination."""
-        return group.bring_to_shard(sums)
-
-    def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
-        """See Destination. `param.grad` is the shard's gradient from here on."""
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for index, gradient in gradients.items():
-            param = group.params[index]
-            accumulated = self._accumulated.pop(param, param.grad)
-            if accumulated is not None and gradient is not None:
-                pairs.append((accumulated, gradient))
-            param.grad = gradient if accumulated is None else accumulated
-        if pairs:
-            group.settle()
-            add_all(*zip(*pairs, strict=True))
 
     # ----------------------------------------------------------------------------------------- under no_sync
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from zero._torch import add_all
 from zero.oss.shown_gradients import ShownGradients, full_gradient
 from zero.shards import norm
 from zero.shards.shard_group import ShardGroup
@@ -28,33 +27,10 @@ class OwnedGradients:
         self.shown = ShownGradients(optimizer.part)
         self._oss = optimizer
 
-    # ------------------------------------------------------------------------------------------ from ShardedDDP
-
-    def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
-        """Converts gradients of this rank's shard to the dtype and device of the shard that is stepped.
-
-        A copy to another device is complete after `arrive`.
-        """
-        return self._oss.shards.masters.bring(group, sums)
-
-    def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
-        """Sets the gradients of this rank's shards, or adds to them. gradients: by position of the parameter."""
-        part = self._oss.part
-        known = [(part(group.params[i]), gradient) for i, gradient in gradients.items() if gradient is not None]
-        added = [(shard.grad, gradient) for shard, gradient in known if shard.grad is not None]
-        if added:
-            self.arrive()
-            add_all(*zip(*added, strict=True))
-        for shard, gradient in known:
-            if shard.grad is None:
-                shard.grad = gradient
-
     def arrive(self) -> None:
-        """Waits for all copies of `bring`."""
+        """Makes the host wait for gradients that are on their way to it."""
         for group in self._oss.shard_groups:
-            self._oss.shards.masters.arrive(group)
-
-    # ------------------------------------------------------------------------------------------------ for a step
+            group.arrive()
 
     def collect(self) -> bool:
         """Puts gradients where the inner optimizer finds them. Returns whether there are any; True if ShardedDDP sets
@@ -63,7 +39,12 @@ class OwnedGradients:
         if self.arrive_sharded and not self._oss.saved.asked_for_full:  # who then steps with gradients of its own
             refuse_unreduced(self._oss.shard_groups)
             return True
-        return take_gradients(self._oss.shard_groups, self._oss.shards, self.bring)
+        shards = self._oss.shards
+        for shard in shards.values():
+            shard.grad = None
+        for group, index, share in _shares(self._oss.shard_groups):
+            shards[group.params[index]].grad = group.bring(share)
+        return any(param.grad is not None for param in shards)
 
     def norm(self, norm_type: float) -> Tensor:
         """Collective. Returns the norm of all gradients, 0-dim."""
@@ -72,7 +53,7 @@ class OwnedGradients:
             refuse_unreduced(self._oss.shard_groups)
             owned = self._oss.shards.gradients()
         else:
-            owned = shares(self._oss.shard_groups)
+            owned = [share for _, _, share in _shares(self._oss.shard_groups)]
         dtypes = {shard.dtype for shard in self._oss.shards.values()}
         return norm.total_norm(owned, self._oss.comm, norm_type, self._oss.shard_groups[0].full.device, dtypes)
 
@@ -83,32 +64,9 @@ class OwnedGradients:
         return total
 
 
-def take_gradients(
-    groups: Sequence[ShardGroup],
-    shards: Mapping[nn.Parameter, nn.Parameter],
-    bring: Callable[[ShardGroup, Tensor], Tensor],
-) -> bool:
-    """Sets the gradient of each shard of this rank to its slice of the parameter's gradient, a view where possible.
-
-    bring: converts a gradient to the dtype and device of the shard. Returns whether any parameter has a gradient.
-    Raises RuntimeError for a sparse gradient, whichever rank owns it, so that all ranks raise alike.
-    """
-    for shard in shards.values():
-        shard.grad = None
-    for group, index, share in _shares(groups):
-        shards[group.params[index]].grad = bring(group, share)
-    return any(param.grad is not None for param in shards)
-
-
-def shares(groups: Sequence[ShardGroup]) -> list[Tensor]:
-    """This rank's slices of the gradients of full parameters: views where their order in memory allows.
-
-    Raises RuntimeError for a sparse gradient, whichever rank owns it.
-    """
-    return [share for _, _, share in _shares(groups)]
-
-
 def _shares(groups: Sequence[ShardGroup]) -> Iterator[tuple[ShardGroup, int, Tensor]]:
+    """Yields this rank's slices of the gradients of full parameters, with their groups and positions: views where
+    their order in memory allows. Raises RuntimeError for a sparse gradient, whichever rank owns it, on all alike."""
     for name, gradient in _gradients(groups):
         refuse_sparse(gradient, name)
     for group in groups:

@@ -4,18 +4,19 @@
     sums    the received gradients of this rank's shard, averaged over the ranks: 1/W of a bucket
 
 A parameter that no rank used has no gradient. If only some ranks used it, the others count as zeros in the average. If
-this rank did not use a parameter, it learns only at the end of the backward whether another rank did (usage.py).
+this rank did not use a parameter, it learns only at the end of the backward whether another rank did.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection, Mapping
-from typing import NoReturn, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NoReturn
 
+import torch
 from torch import Tensor
 
-from zero.comm import Handle, Wire
+from zero._torch import add_all
+from zero.comm import Comm, Handle, Wire
 from zero.comm.wire import PLAIN
 from zero.oss.gradients import refuse_sparse
 from zero.sdp.messages import messages_of
@@ -23,39 +24,21 @@ from zero.shards.log import shown
 from zero.shards.shard_group import ShardGroup
 
 
-class Destination(Protocol):
-    """Holds the gradients of this rank's shards."""
-
-    def bring(self, group: ShardGroup, sums: Tensor) -> Tensor:
-        """Returns the sums (float32 if 16-bit floats were sent) in the dtype and on the device of the gradients. A copy
-        to another device may still be in flight."""
-
-    def receive(self, group: ShardGroup, gradients: Mapping[int, Tensor | None]) -> None:
-        """Adds gradients, as `bring` returned them, to the held ones. They come by position of the parameter, in the
-        shape of its shard; None if it is not known yet whether the parameter has a gradient."""
-
-
-class Phase(enum.Enum):
-    """The phase of a bucket within a backward."""
-
-    FILLING = "waiting for gradients"
-    REDUCING = "being reduced to the owners"
-
-
 class GradBucket:
-    """Takes the gradients of one shard group, reduces them to their owners, and passes on those of this rank's shard.
+    """Takes the gradients of one shard group, and reduces them to their owners.
 
+    shards: by position of the parameter, what is stepped for it: its `grad` is the gradient of this rank's shard.
     wire: how gradients are sent.
     `trained`: positions of the parameters that have gradients.
+    `reducing`: whether a reduce is in flight.
     `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
     `missing`: whether this rank has sent zeros for some parameter since then.
     `reduced`: positions of the parameters that got a gradient on any rank in the last backward that `decide` has ended.
     """
 
-    def __init__(self, group: ShardGroup, destination: Destination, *, wire: Wire = PLAIN) -> None:
-        self.group, self._destination, self._wire = group, destination, wire
+    def __init__(self, group: ShardGroup, shards: Sequence[Tensor], *, wire: Wire = PLAIN) -> None:
+        self.group, self._shards, self._wire = group, shards, wire
         self._sent_as = wire.dtype or group.full.dtype
-        self.phase = Phase.FILLING
         self._taken: dict[int, Tensor] = {}
         self.taken_bytes = 0
         self.used: set[int] = set()
@@ -63,12 +46,16 @@ class GradBucket:
         self.reduced: set[int] = set()
         self._sent: frozenset[int] = frozenset()
         """Positions of the parameters that this rank sent gradients of in the reduce in flight."""
-        self._undecided: dict[int, list[Tensor]] = {}
-        """Received gradients of parameters that this rank sent no gradients of, by position."""
+        self._undecided: list[tuple[int, Tensor]] = []
+        """Received gradients of parameters that this rank sent no gradients of, with their positions."""
         self._handle: Handle | None = None
         self.trained: tuple[int, ...] = ()
         self._messages = messages_of(group, (), self._sent_as)
         self.notice_trained()
+
+    @property
+    def reducing(self) -> bool:
+        return self._handle is not None
 
     def notice_trained(self, also: Collection[Tensor] = ()) -> bool:
         """Updates which parameters are trained, and returns whether they have changed. Only between backwards.
@@ -79,7 +66,7 @@ class GradBucket:
         trained = tuple(index for index, param in params if param.requires_grad or param in also)
         if trained == self.trained:
             return False
-        assert not self._taken and self.phase is Phase.FILLING
+        assert not self._taken and not self.reducing
         self.trained, self._messages = trained, messages_of(self.group, trained, self._sent_as)
         return True
 
@@ -94,7 +81,7 @@ class GradBucket:
         """Takes the full gradient of a parameter, if it is not None. The caller should keep no reference to it."""
         if gradient is None:
             return
-        if self.phase is Phase.REDUCING or index in self._taken:
+        if self.reducing or index in self._taken:
             self.refuse_late(index)
         name = self.group.names[index]
         refuse_sparse(gradient, name)
@@ -127,8 +114,6 @@ class GradBucket:
 
     def launch(self) -> None:
         """Collective. Launches the reduce of all gradients to their owners; missing ones are sent as zeros."""
-        assert self.phase is Phase.FILLING
-        self.phase = Phase.REDUCING
         group, messages = self.group, self._messages.messages(self._taken)
         self._sent = frozenset(self._taken)
         self.used |= self._sent
@@ -141,48 +126,85 @@ class GradBucket:
             self._handle = on_stream(group.exchange.reduce(messages, self._wire), keeps=messages)
 
     def finish(self) -> None:
-        """Waits for the reduce, and passes the averaged gradients of this rank's shard to the destination: None for
-        parameters that this rank has not used, whose gradients it keeps until `decide`."""
+        """Waits for the reduce, and adds the averages to the gradients of this rank's shard. It keeps those of
+        parameters that this rank has not used until `decide`."""
         assert self._handle is not None
-        handle, self._handle = self._handle, None
-        group = self.group
+        handle, group = self._handle, self.group
         with shown("wait_for_reduce", group.label, group.comm.rank):
             sums: Tensor = handle.wait()
-        self.phase = Phase.FILLING
-        received: dict[int, Tensor | None] = {}
-        brought = self._destination.bring(group, sums)
-        for span, flat in zip(self._messages.owned, self._messages.cut(brought), strict=True):
+        self._handle = None
+        used: list[tuple[int, Tensor]] = []
+        for span, flat in self._messages.cut(group.bring(sums)):
             gradient = group.shapes.shaped(span.index, flat, span)
-            received[span.index] = gradient if span.index in self._sent else None
-            if span.index not in self._sent:
-                self._undecided.setdefault(span.index, []).append(gradient)
-        self._destination.receive(group, received)
+            (used if span.index in self._sent else self._undecided).append((span.index, gradient))
+        self._add(used)
+
+    def _add(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
+        held, added = [], []
+        for index, gradient in gradients:
+            shard = self._shards[index]
+            if shard.grad is None:
+                shard.grad = gradient
+            else:
+                held.append(shard.grad)
+                added.append(gradient)
+        if held:
+            self.group.arrive()
+            add_all(held, added)
 
     def decide(self, used: Mapping[int, bool]) -> None:
-        """Passes on, at the end of a backward, gradients of parameters that only other ranks have used.
+        """Adds, at the end of a backward, gradients of parameters that only other ranks have used.
 
         used: whether any rank has used a parameter, by position. May be empty if no rank sent zeros.
         """
-        for index, gradients in self._undecided.items():
-            for gradient in gradients if used[index] else ():
-                self._destination.receive(self.group, {index: gradient})
+        for index, gradient in self._undecided:
+            self._add([(index, gradient)] if used[index] else ())
         self.reduced = self.used.union(index for index, anywhere in used.items() if anywhere)
         self._forget_usage()
 
     def abandon(self) -> None:
         """Waits for the reduce in flight, and forgets a backward that was interrupted."""
         self._forget_taken()
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
+        handle, self._handle = self._handle, None
+        if handle is not None:
             handle.wait()
         self._forget_usage()
-        self.phase = Phase.FILLING
 
     def _forget_taken(self) -> None:
         self._taken = {}
         self.taken_bytes = 0
 
     def _forget_usage(self) -> None:
-        self._undecided = {}
+        self._undecided = []
         self.used = set()
         self.missing = False
+
+
+class End:
+    """The end of the backwards of one model, where ranks compare their operations and exchange which parameters they
+    have used. comms: the process groups to compare, one after another."""
+
+    def __init__(self, comms: Sequence[Comm], name: str) -> None:
+        self._groups = [(comm, comm.channel(name)) for comm in comms]
+
+    def reach(self, buckets: Sequence[GradBucket]) -> None:
+        """Collective. Raises RuntimeError on every rank unless all ranks have done the same operations.
+
+        Adds the gradients of parameters that only other ranks have used. For this, ranks exchange one byte for each
+        trained parameter, but only if some rank has sent zeros.
+        """
+        missing = any(bucket.missing for bucket in buckets)
+        for comm, channel in self._groups:
+            missing = comm.agree(channel, flag=missing)
+        used = self._used_anywhere(buckets) if missing else [{} for _ in buckets]
+        for bucket, anywhere in zip(buckets, used, strict=True):
+            bucket.decide(anywhere)
+
+    def _used_anywhere(self, buckets: Sequence[GradBucket]) -> list[dict[int, bool]]:
+        """Collective. Returns for each bucket whether any rank has used a parameter, by position."""
+        used_here = [i in bucket.used for bucket in buckets for i in bucket.trained]
+        anywhere = torch.tensor(used_here, dtype=torch.uint8, device="cpu")
+        for comm, _ in self._groups:
+            comm.all_reduce(anywhere, maximum=True)
+        found = iter(anywhere.bool().tolist())
+        return [{index: next(found) for index in bucket.trained} for bucket in buckets]

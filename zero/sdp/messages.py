@@ -8,7 +8,7 @@ ByOwner       one message for each large gradient, from the memory in which auto
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -29,11 +29,11 @@ Gradients = Mapping[int, Tensor]
 
 class InOneMessage:
     """All gradients in one message. trained: positions of the parameters that have gradients. dtype: the dtype in which
-    they are sent. `owned`: this rank's spans of these parameters, in the order of the sums."""
+    they are sent."""
 
     def __init__(self, group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
-        self.owned = [group.spans[index] for index in trained if index in group.spans]
+        self._owned = [group.spans[index] for index in trained if index in group.spans]
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -49,9 +49,9 @@ class InOneMessage:
             copy_all(views, [*taken.values()])
         return [(packed, self._lengths)]
 
-    def cut(self, sums: Tensor) -> list[Tensor]:
-        """Returns the sums of each span in `owned`, flat."""
-        return [sums[span.offset : span.offset + span.numel] for span in self.owned]
+    def cut(self, sums: Tensor) -> Iterable[tuple[Span, Tensor]]:
+        """Returns the sums of each of this rank's spans of trained parameters, flat."""
+        return [(span, sums[span.offset : span.offset + span.numel]) for span in self._owned]
 
 
 class ByOwner:
@@ -64,7 +64,7 @@ class ByOwner:
         self._large = [index for index in trained if index in large]
         self._small = [index for index in trained if index not in large]
         owned = [group.spans[index] for index in trained if index in group.spans]
-        self.owned: list[Span] = sorted(owned, key=lambda span: span.index not in large)
+        self._owned: list[Span] = sorted(owned, key=lambda span: span.index not in large)
 
     # What grows with the number of ranks is computed only when the first gradients are sent.
 
@@ -106,9 +106,8 @@ class ByOwner:
             small.append(gradient if len(gradient) == stop - start else gradient[start:stop])
         return [*messages, (concatenate(small).to(self._dtype), counts)]
 
-    def cut(self, sums: Tensor) -> list[Tensor]:
-        """Returns the sums of each span in `owned`, flat."""
-        return [*sums.split([span.numel for span in self.owned])] if self.owned else []
+    def cut(self, sums: Tensor) -> Iterable[tuple[Span, Tensor]]:
+        return zip(self._owned, sums.split([span.numel for span in self._owned]), strict=True) if self._owned else ()
 
 
 def messages_of(group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> InOneMessage | ByOwner:

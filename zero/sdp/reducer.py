@@ -19,9 +19,8 @@ from zero.comm.streams import ModelStreams
 from zero.comm.wire import PLAIN
 from zero.oss.optimizer import OSS
 from zero.oss.shown_gradients import ShownGradients
-from zero.sdp.bucket import GradBucket
+from zero.sdp.bucket import End, GradBucket
 from zero.sdp.tensors import nearest_leaf, tensors_in
-from zero.sdp.usage import End
 from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
 
@@ -68,7 +67,10 @@ class Reducer:
         owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shard_groups}
         if [bucket.group for bucket in self._buckets] == list(owners):
             return
-        self._buckets = [GradBucket(group, owner.gradients, wire=self._wire) for group, owner in owners.items()]
+        self._buckets = [
+            GradBucket(group, [owner.part(param) for param in group.params], wire=self._wire)
+            for group, owner in owners.items()
+        ]
         self._owners = [*owners.values()]
         self._numbers = {group: number for number, group in enumerate(owners)}
         self._places = {param: place for optimizer in self._optimizers for param, place in optimizer.places.items()}

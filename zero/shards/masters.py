@@ -11,12 +11,10 @@ After a step they are copied into the parameters. Before a step, elements of the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero.comm.streams import apart
 from zero.shards.shard_group import ShardGroup
 
 _CHUNK = 2**22
@@ -28,19 +26,17 @@ class Masters:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._stepped: dict[ShardGroup, Tensor] = {}
-        self._on_their_way: dict[ShardGroup, Any] = {}
-        """Events after the last copy of gradients that are on their way to the CPU."""
+        self._groups: list[ShardGroup] = []
 
-    def add(self, group: ShardGroup) -> Tensor:
-        """Makes the stepped tensor of a group; returns the shard itself where no other is needed."""
+    def add(self, group: ShardGroup) -> None:
+        """Makes the stepped tensor of a group, if that is not to be the shard itself."""
         shard = group.shard
         if self._is_wider(group):
             shard = shard.to(self._dtype)
         elif not group.home.apart or group.home.has(shard):
-            return shard
-        self._stepped[group] = group.home.place(shard)
-        return self._stepped[group]
+            return
+        group.stepped = group.home.place(shard)
+        self._groups.append(group)
 
     def _is_wider(self, group: ShardGroup) -> bool:
         return (
@@ -52,16 +48,16 @@ class Masters:
     @property
     def of_more_bits(self) -> bool:
         """Whether there are master weights of a wider dtype, which belong to the optimizer state."""
-        return any(self._is_wider(group) for group in self._stepped)
+        return any(self._is_wider(group) for group in self._groups)
 
     def differ(self) -> bool:
         """Whether any stepped tensor differs from the parameters in its dtype."""
-        chunks = (pair for group, stepped in self._stepped.items() for pair in _chunks(stepped, group.shard))
+        chunks = (pair for group in self._groups for pair in _chunks(group))
         return any(bool((own != shard.to(own)).any()) for own, shard in chunks)
 
     def of(self, group: ShardGroup) -> Tensor | None:
         """The master weights of a group; None if its stepped tensor is no wider than the parameters."""
-        return self._stepped.get(group) if self._is_wider(group) else None
+        return group.stepped if group in self._groups and self._is_wider(group) else None
 
     def settled(self, group: ShardGroup) -> Tensor | None:
         """The master weights for the next step; see `settled`."""
@@ -70,35 +66,19 @@ class Masters:
 
     def refresh(self) -> None:
         """Copies elements that were written into the parameters since the last `write` into the stepped tensors."""
-        for group, stepped in self._stepped.items():
-            for own, shard in _chunks(stepped, group.shard):
+        for group in self._groups:
+            for own, shard in _chunks(group):
                 now = shard.to(own.device)
                 torch.where(_written(now, own), now.to(own.dtype), own, out=own)
-            group.home.used(stepped)
+            group.home.used(group.stepped)
 
     def write(self, groups: Iterable[ShardGroup]) -> None:
         """Copies the stepped tensors into this rank's shards of the parameters, rounded."""
         for group in groups:
-            if group in self._stepped:
-                for own, shard in _chunks(self._stepped[group], group.shard):
+            if group.stepped is not group.shard:
+                for own, shard in _chunks(group):
                     shard.copy_(own)  # the host may write into masters from here on
-                group.home.used(self._stepped[group])
-
-    # ----------------------------------------------------------------------------------------------- elsewhere
-
-    def bring(self, group: ShardGroup, gradient: Tensor) -> Tensor:
-        """Converts a gradient of the shard to the dtype and device of the stepped tensor. The copy may be on its way
-        until `arrive`."""
-        stepped = self._stepped.get(group, group.shard)
-        brought = group.streams.bring(gradient, stepped)
-        if apart(gradient, stepped) and (departure := group.streams.departure()) is not None:
-            self._on_their_way[group] = departure
-        return brought
-
-    def arrive(self, group: ShardGroup) -> None:
-        """Makes the host wait for the gradients that `bring` has copied."""
-        if group in self._on_their_way:
-            self._on_their_way.pop(group).synchronize()
+                group.home.used(group.stepped)
 
 
 def settled(master: Tensor, shard: Tensor) -> Tensor:
@@ -115,5 +95,5 @@ def _written(shard: Tensor, master: Tensor) -> Tensor:
     return shard != master.to(shard.dtype)
 
 
-def _chunks(stepped: Tensor, shard: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    return zip(stepped.split(_CHUNK), shard.split(_CHUNK), strict=True)
+def _chunks(group: ShardGroup) -> Iterable[tuple[Tensor, Tensor]]:
+    return zip(group.stepped.split(_CHUNK), group.shard.split(_CHUNK), strict=True)

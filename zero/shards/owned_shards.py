@@ -70,7 +70,8 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         self.places.update(places_in(added))
         self._note_trained()
         for flat in added:
-            stepped = flat.views_of_shard(self.masters.add(flat))
+            self.masters.add(flat)
+            stepped = flat.views_of_shard(flat.stepped)
             for index, param in enumerate(flat.params):
                 self._shards[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
                 if index in flat.spans:
@@ -152,7 +153,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
                 if by_group:
                     self.step_group(optimizer, flat)
                 else:
-                    self.masters.arrive(flat)
+                    flat.arrive()
             if not by_group:
                 optimizer.step(**options)
         finally:
@@ -160,7 +161,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
         """Steps the shards of one group only. The optimizer treats each element by itself."""
-        self.masters.arrive(flat)
+        flat.arrive()
         self.home.step(optimizer, [self._shards[flat.params[index]] for index in flat.spans])
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:

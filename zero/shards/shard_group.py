@@ -15,12 +15,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero.comm import Handle, Wire
-from zero.comm.streams import NONE, NoStreams, streams_of
+from zero.comm.streams import NONE, NoStreams, apart, streams_of
 from zero.comm.wire import PLAIN
 from zero.shards.home import DEVICE, Home
 from zero.shards.layout import Layout, Span
@@ -87,6 +88,7 @@ class ShardGroup:
 
     params, names: the parameters in the order of the layout, and their names in error messages.
     label: the name of the group in error messages.
+    `stepped`: the flat tensor that the optimizer steps: `shard`, or what stands in its place (masters.py).
     """
 
     def __init__(
@@ -113,6 +115,8 @@ class ShardGroup:
         self.frees = options.own_shard and (self.comm.world > 1 or options.home.apart or other_dtype)
         """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
+        self._departure: Any = None
+        """The event after the last copy of gradients that are on their way to the CPU."""
         self._summoned: Tensor | None = None
         self.gathered_as = PLAIN
         self._lay_out(other_dtype, computed_as)
@@ -133,6 +137,7 @@ class ShardGroup:
             self._bind(self._full_views)
             own = self.own_of_full
             self.shard = (home.place(own) if home.apart else own.clone()) if self.frees else own
+        self.stepped = self.shard
         self.shard_views = self.views_of_shard(self.shard)
         if not self.frees:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
@@ -258,12 +263,23 @@ class ShardGroup:
             self.streams.release()
             self.full.untyped_storage().resize_(0)
 
-    def bring_to_shard(self, gradients: Tensor) -> Tensor:
-        """Converts gradients to the dtype and device of `shard`. A copy to the CPU is complete after `settle`."""
-        return self.streams.bring(gradients, self.shard)
+    def bring(self, sums: Tensor) -> Tensor:
+        """Converts a gradient of the shard to the dtype and device of `stepped`. The copy may be on its way until
+        `arrive`."""
+        if apart(sums, self.stepped):
+            brought = self.streams.bring(sums, self.stepped)
+            self._departure = self.streams.departure()
+            return brought
+        return sums.to(self.stepped.dtype)
+
+    def arrive(self) -> None:
+        """Makes the host wait for the copies of `bring`."""
+        departure, self._departure = self._departure, None
+        if departure is not None:
+            departure.synchronize()
 
     def settle(self) -> None:
-        """Makes the host wait for copies of `bring_to_shard`, and for reads of `shard`."""
+        """Makes the host wait for copies of `bring`, and for reads of `shard`."""
         self.streams.settle()
 
     # --------------------------------------------------------------------------------------- summon_full_params
