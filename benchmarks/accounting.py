@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero
-from zero.oss.shown_gradients import full_gradient
+from zero.oss.gradients import full_gradient
 from zero.plan.meter import Meter as CpuMemory
 from zero.plan.meter import nbytes
 

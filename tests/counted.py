@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from transports import between_hosts
-from zero.oss.shown_gradients import full_gradient
+from zero.oss.gradients import full_gradient
 from zero.plan import Cost, Options
 from zero.plan.meter import Meter, nbytes
 

@@ -300,7 +300,7 @@ def test_rule_holds(rule):
         (private_names_of_torch, "zero/measure/undisturbed.py", "hooks._global_optimizer_pre_hooks = {}"),
         (private_names_of_torch, "zero/oss/optimizer.py", "backend.options._timeout"),
         (private_names_of_torch, "zero/shards/shard_group.py", "self.module._modules['a']"),
-        (private_names_of_torch, "zero/oss/scaler.py", "super()._unscale_grads_()"),
+        (private_names_of_torch, "zero/interop/grad_scaler.py", "super()._unscale_grads_()"),
         (private_names_of_torch, "zero/features/gathers/gathers.py", "getattr(module, '_orig_mod', None)"),
         (private_names_of_torch, "zero/features/gathers/gathers.py", "self.__dict__['_modules']"),
         (unpickling, "zero/checkpoint/read.py", "import pickle"),

@@ -248,9 +248,9 @@ def looked_at(rank: int, folder: str) -> Any:
     told = trained(model, optimizer, rank)
     with model.summon_full_params(with_grads=True):
         told.append({name: [param.clone(), param.grad] for name, param in model.module.named_parameters()})
-    state, weights = state_of(model, optimizer), model.local_state_dict()
+    state, weights = state_of(model, optimizer), model.state_dict()
     other, its = built(3, OPTIMIZERS["sgd"], seed=1)
-    other.load_local_state_dict(weights)
+    other.load_state_dict(weights)
     other.load_optim_state_dict(its, state)
     told += trained(other, its, rank, 1, first=3)
     other.load_state_dict(told[6])

@@ -16,7 +16,8 @@ from zero.fsdp import (
     ShardingStrategy,
 )
 from zero.interop import ddp, from_optimizer, torch_options, within_ddp  # noqa: F401 - they register themselves
-from zero.oss import OSS, GradScaler
+from zero.interop.grad_scaler import GradScaler
+from zero.oss import OSS
 from zero.plan import plan
 from zero.report import Report, report
 from zero.scripts import ParameterCount, count_parameters, full_state_dict, grad_norm, unwrap

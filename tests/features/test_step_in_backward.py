@@ -18,7 +18,7 @@ import ranks
 import zero
 from sidebyside import data
 from transports import overlapping
-from zero.oss.shown_gradients import full_gradient
+from zero.oss.gradients import full_gradient
 from zero.plan.meter import Meter
 
 OPTIMIZERS: dict[str, Any] = {

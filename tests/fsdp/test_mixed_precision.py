@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -431,17 +430,15 @@ def saved_buffers(rank: int, world: int, path: Path, nested: bool) -> None:
     zero.checkpoint.save(path, model)
     with model.summon_full_params():
         inside = model.module.state_dict()
-    for state in (model.state_dict(), zero.full_state_dict(model), model.local_state_dict(), inside):
+    for state in (model.state_dict(), zero.full_state_dict(model), inside):
         assert {name: state[name].dtype for name in own} == own
         assert all(torch.equal(state[f"blocks.{i}.shift"], expected[i]) for i in range(2))
         assert all(isinstance(value, Tensor) for value in state.values())
-    save_file(model.local_state_dict(), path / f"{rank}.safetensors")
     plain.load_state_dict(model.state_dict())
     zero.checkpoint.load(path, read := Normalised())
     assert all(torch.equal(plain.state_dict()[name], value) for name, value in read.state_dict().items())
     for load in (
         lambda other: other.load_state_dict(plain.state_dict()),
-        lambda other: other.load_local_state_dict(load_file(path / f"{rank}.safetensors")),
         lambda other: zero.checkpoint.load(path, other),
     ):
         other = wrapped(nested=nested)

@@ -67,10 +67,6 @@ def take_weights(model: FSDP, rank: int) -> None:
     model.state_dict()
 
 
-def take_shards(model: FSDP, rank: int) -> None:
-    model.local_state_dict()
-
-
 def summon(model: FSDP, rank: int) -> None:
     with model.summon_full_params():
         pass
@@ -89,22 +85,10 @@ def rebound(rank: int, world: int, rebind: Callable[[FSDP], None], use: Callable
 
 @pytest.mark.parametrize(
     ("rebind", "use"),
-    [(exchange, use) for use in (evaluate, take_weights, take_shards, summon, step)]
-    + [(cast, evaluate), (from_a_vector, step)],
+    [(exchange, use) for use in (evaluate, take_weights, summon, step)] + [(cast, evaluate), (from_a_vector, step)],
 )
 def test_other_data_is_refused_where_it_would_be_lost(rebind, use):
     ranks.expect_error(rebound, 2, RuntimeError, *REFUSED, args=(rebind, use), timeout=15)
-
-
-def load_parts(rank: int, world: int) -> None:
-    model = zero.FSDP(Net())
-    shards = model.local_state_dict()
-    one_part(model)
-    model.load_local_state_dict(shards)
-
-
-def test_parts_are_not_loaded_into_other_data():
-    ranks.expect_error(load_parts, 2, ValueError, *REFUSED, timeout=15)
 
 
 def test_a_step_names_what_another_rank_has_rebound():

@@ -14,7 +14,7 @@ import matrix
 import ranks
 import zero
 from sidebyside import SideBySide, average_over_ranks, data, ddp_sends_buffers
-from zero.oss.shown_gradients import full_gradient
+from zero.oss.gradients import full_gradient
 
 WIDTH = 64
 OPTIMIZERS = {

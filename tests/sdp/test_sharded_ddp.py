@@ -20,7 +20,7 @@ import zero
 from models import CASES, GPT, OddMLP
 from sidebyside import SideBySide, close, data, ddp_sends_buffers, sgd, stage_2
 from transports import overlapping
-from zero.oss.shown_gradients import full_gradient
+from zero.oss.gradients import full_gradient
 
 WIDTH = 9
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.choice import Choice
-from zero.fsdp.full_params import restore_module
+from zero.fsdp.full_weights import restore_module
 from zero.fsdp.materialise import Materialiser
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch

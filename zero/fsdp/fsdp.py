@@ -15,7 +15,7 @@ from zero.comm import Comm
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
 from zero.fsdp.forward import Forward, refuse_forward
-from zero.fsdp.full_params import restore_module
+from zero.fsdp.full_weights import restore_module
 from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.options import Asked, refuse_number_of_ranks, refuse_unknown, translate
 from zero.fsdp.precision import MixedPrecision, as_precision

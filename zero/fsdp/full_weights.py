@@ -1,47 +1,188 @@
-"""Gathers full weights unit by unit, so that a rank holds one full unit at most beside the weights it receives.
+"""Full weights: copies that are gathered unit by unit, and full parameters in place (summon_full_params).
 
-A rank that receives no weights sends its shards and holds nothing.
+    full_weights   one unit after another, so that a rank holds one full unit at most beside the weights it receives; a
+                   rank that receives none sends its shards and holds nothing
+    summoned       all units at once, where the module's own code, or the user's, must see full parameters
+
+Buffers that mixed precision has cast are saved in their original dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from zero._torch import state_dict_hooks_of, wraps_others
+from zero._torch import buffers_of, state_dict_hooks_of, wraps_others
 from zero.comm import Comm
-from zero.fsdp import full_params
-from zero.fsdp.model import models_of
-from zero.fsdp.precision import OwnHook
-from zero.fsdp.unit import Unit
+from zero.fsdp.model import Model, models, models_of, moved_problem
+from zero.fsdp.precision import CastBuffer, OwnHook
+from zero.fsdp.unit import TrainingState, Unit
 from zero.sdp.wrapper import Wrapper
 from zero.shards.placement import Placement
+from zero.shards.shard_group import ShardGroup
+
+Sharded = Sequence[tuple[Model, list[Unit]]]
+"""Models, and those of their units that are asked for."""
+
+
+def refuse_busy(units: Sequence[Unit], call: str) -> None:
+    """Raises RuntimeError if `call` is made within forward, backward or summon_full_params()."""
+    busy = [unit.title for unit in units if unit.state is not TrainingState.IDLE or unit.running or unit.summoned]
+    if busy:
+        raise RuntimeError(
+            f"{call} was called while {busy[0]} is unsharded already: within forward, backward or another "
+            "summon_full_params(). Call it between steps, and once."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ in place
+
+
+@contextmanager
+def summon(module: nn.Module, *, wrapped: nn.Module, recurse: bool, **options: bool) -> Iterator[None]:
+    """Collective. See FSDP.summon_full_params, which has the same options.
+
+    module: held here so that it exists until the end. wrapped: the module inside it if it is an FSDP, else itself.
+    """
+    with ExitStack() as stack:
+        for model in models():
+            units = model.units_of(wrapped, recurse=recurse)
+            if units:
+                stack.enter_context(summoned(model, units, **options))
+        yield
+
+
+@contextmanager
+def summoned(
+    model: Model,
+    units: Sequence[Unit],
+    *,
+    writeback: bool = False,
+    rank0_only: bool = False,
+    with_grads: bool = False,
+    offload_to_cpu: bool = False,
+) -> Iterator[None]:
+    """Collective. See FSDP.summon_full_params."""
+    model.refuse_moved()
+    if offload_to_cpu and with_grads:
+        raise ValueError(
+            "offload_to_cpu=True with with_grads=True: torch keeps a gradient on the device of its parameter. Pass one "
+            "of them."
+        )
+    if rank0_only and writeback:
+        raise ValueError(
+            "rank0_only=True with writeback=True: what rank 0 writes would not reach the owners of the shards. Pass "
+            "writeback=False, or unshard the parameters on all ranks."
+        )
+    refuse_busy(units, "summon_full_params()")
+    groups, to = [group for unit in units for group in unit.groups], 0 if rank0_only else None
+    gradients: list[_Gradients] = []
+    keep = False
+    try:
+        for unit in units:
+            unit.reshard()  # a forward without backward may have left it unsharded
+        if with_grads:
+            gradients = [_Gradients(group, to) for group in groups]
+        for group in groups:
+            group.summon(to, on_cpu=offload_to_cpu)
+        for of_group in gradients:
+            of_group.show()
+        yield
+        if writeback:
+            model.placement.compare("the full parameters of FSDP", [], moved_problem(groups))
+        keep = writeback
+    finally:
+        for group in groups:
+            if group.summoned:
+                group.dismiss(keep=keep)
+        for of_group in gradients:
+            of_group.end(keep=keep)
+
+
+class _Gradients:
+    """Collective. Gathers the gradients of a shard group, and puts them into `param.grad` until `end`."""
+
+    def __init__(self, group: ShardGroup, to: int | None) -> None:
+        self._group = group
+        self._shards = [param.grad for param in group.params]
+        dtypes = {grad.dtype for grad in self._shards if grad is not None}
+        shard = torch.zeros_like(group.shard, dtype=dtypes.pop() if dtypes else None)
+        for view, grad in zip(group.views_of_shard(shard), self._shards, strict=True):
+            if grad is not None:
+                view.copy_(grad)
+        exist = torch.tensor([float(grad is not None) for grad in self._shards], device=shard.device)
+        group.comm.all_reduce(exist, maximum=True)
+        self._exist = exist.tolist()
+        self._full = group.gather_of(shard, to)
+
+    def show(self) -> None:
+        if self._full is not None:
+            views = self._group.shapes.views_of_full(self._full)
+            for param, view, exists in zip(self._group.params, views, self._exist, strict=True):
+                param.grad = view if exists else None
+
+    def end(self, *, keep: bool) -> None:
+        group, shards = self._group, self._shards
+        if keep and self._full is not None:
+            own = self._full[group.layout.segment(group.comm.rank)].to(group.shard.device, copy=True)
+            views = zip(group.params, group.views_of_shard(own), strict=True)
+            shards = [
+                view if param.grad is not None and index in group.spans else None
+                for index, (param, view) in enumerate(views)
+            ]
+        for param, shard in zip(group.params, shards, strict=True):
+            param.grad = shard
+
+
+def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
+    """Collective. Unshards the units' parameters for good on every rank, drops gradients, and undoes casts of buffers.
+
+    hooks: those of mixed precision on modules, which are removed. Raises RuntimeError within forward, backward and
+    summon_full_params().
+    """
+    refuse_busy(units, "zero.unwrap()")
+    for unit in units:
+        unit.reshard()
+        for group in unit.groups:
+            for param in group.params:
+                param.grad = None
+            group.summon()  # without dismiss()
+    for cast in cast_buffers:
+        buffers_of(cast.module)[cast.name] = cast.tensor.to(cast.dtype)
+    for hook in hooks:
+        hook.remove()
+
+
+# -------------------------------------------------------------------------------------------------------- copies
 
 
 @dataclass(frozen=True)
 class Recipient:
     """to: the rank that receives full weights, None for all. device: None for the device that computes."""
 
-    to: int | None
-    device: torch.device | str | None
+    to: int | None = None
+    device: torch.device | str | None = None
 
     def receives(self, placement: Placement) -> bool:
         """Returns whether this rank receives the weights."""
-        return self.to is None or (self._in_this_replica(placement) and placement.comm.rank == self._owner(placement))
+        return self.to is None or (placement.has(self.to) and placement.comm.rank == placement.owner(self.to))
 
     def gather(self, unit: Unit, placement: Placement) -> dict[Tensor, Tensor]:
         """Collective. Returns copies of the unit's full parameters on the recipient, nothing on other ranks."""
         if unit.summoned:
             return {param: self.copy(param) for param in unit.params} if self.receives(placement) else {}
-        if self.to is not None and not self._in_this_replica(placement):
+        if self.to is not None and not placement.has(self.to):
             return {}
         unit.reshard()  # a forward without backward may have left it unsharded
         copies: dict[Tensor, Tensor] = {}
         for group in unit.groups:
-            group.summon(to=None if self.to is None else self._owner(placement))
+            group.summon(None if self.to is None else placement.owner(self.to))
             try:
                 if self.receives(placement):
                     copies.update({param: self.copy(param) for param in group.params})
@@ -55,26 +196,13 @@ class Recipient:
             return value.detach().clone().to(self.device)
         return value.detach().to(self.device or value.device, dtype or value.dtype, copy=True)
 
-    def move(self, copies: dict[str, Any]) -> dict[str, Any]:
-        """Returns the copies on the recipient's device. Tied weights stay one tensor."""
-        moved: dict[Any, Tensor] = {}
-        for value in copies.values():
-            if isinstance(value, Tensor):
-                moved.setdefault(value, value.to(self.device or value.device))
-        return {name: moved[value] if isinstance(value, Tensor) else value for name, value in copies.items()}
-
-    def problem(self, placement: Placement) -> str | None:
-        """Returns an error message if `to` is no rank, else None."""
+    def refuse_unknown(self, placement: Placement) -> None:
+        """Raises ValueError if `to` is no rank."""
         ranks = placement.ranks
-        if self.to is None or (type(self.to) is int and 0 <= self.to < ranks):
-            return None
-        return f"to={self.to!r} is no rank of the group of {ranks}: choose 0 to {ranks - 1}, or None for all."
-
-    def _in_this_replica(self, placement: Placement) -> bool:
-        return self.to is not None and placement.has(self.to)
-
-    def _owner(self, placement: Placement) -> int:
-        return placement.owner(self.to or 0)
+        if not (self.to is None or (type(self.to) is int and 0 <= self.to < ranks)):
+            raise ValueError(
+                f"to={self.to!r} is no rank of the group of {ranks}: choose 0 to {ranks - 1}, or None for all."
+            )
 
 
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:
@@ -83,35 +211,80 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
     comm: the ranks among which `to` is one, if nothing is sharded.
     """
     sharded = models_of(module)
-    placements = [model.placement for model, _ in sharded]
-    receives = all(map(recipient.receives, placements or [Placement(comm)]))
-    for placement in placements or [Placement(comm)]:
-        problem = recipient.problem(placement)
-        if problem is not None:
-            raise ValueError(problem)
+    placements = [model.placement for model, _ in sharded] or [Placement(comm)]
+    for placement in placements:
+        recipient.refuse_unknown(placement)
+    receives = all(map(recipient.receives, placements))
     for model, units in sharded:
         model.refuse_moved()
-        full_params.refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
-        if receives:
-            full_params.refuse_unreadable(units)
+        refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
     named = _named(module) if sharded else None
-    if named is None:
-        if not sharded and not receives:
-            return {}
-        full = full_params.state_dict(module, [unit for _, units in sharded for unit in units])
-        return recipient.move(full) if receives else {}
+    if named is not None:
+        return _gathered(named, sharded, recipient)
+    full = state_dict(module, sharded) if sharded or receives else {}
+    moved: dict[Any, Tensor] = {}  # tied weights stay one tensor
+    for name, value in full.items() if receives else ():
+        if isinstance(value, Tensor):
+            full[name] = moved.setdefault(value, value.to(recipient.device or value.device))
+    return full if receives else {}
+
+
+def state_dict(module: nn.Module, sharded: Sharded, *args: Any, **kwargs: Any) -> Any:
+    """Collective, if any units are given. Returns the module's own state_dict() with copies of full parameters.
+
+    sharded: the units that hold the module's parameters. Hooks of the module see full parameters, too. Inside
+    summon_full_params the values are those that this rank sees there.
+    """
+    _refuse_unreadable(sharded)
+    if not args and not kwargs and (named := _named(module)) is not None:
+        return _gathered(named, sharded, Recipient())
+    destination = kwargs.get("destination", args[0] if args else None)
+    before = dict(destination or {})
+    with ExitStack() as stack:
+        temporary = set()
+        for model, units in sharded:
+            hidden = [unit for unit in units if not unit.summoned]
+            stack.enter_context(summoned(model, hidden))
+            temporary |= {param.untyped_storage() for unit in hidden for param in unit.params}
+        weights = module.state_dict(*args, **{**kwargs, "keep_vars": False})
+        copies: dict[Any, Tensor] = {}
+        for key, value in weights.items():
+            if not isinstance(value, Tensor) or before.get(key) is value:
+                continue
+            if wraps_others(value):
+                weights[key] = value.detach().clone()
+            elif value.untyped_storage() not in temporary:
+                memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)  # equal for tied parameters
+                weights[key] = copies.setdefault(memory, value.detach().clone())
+    return weights
+
+
+def _gathered(named: dict[str, Any], sharded: Sharded, recipient: Recipient) -> dict[str, Any]:
+    """Collective. Replaces parameters and buffers by full copies on the recipient; returns nothing on other ranks."""
+    receives = all(recipient.receives(model.placement) for model, _ in sharded)
+    if receives:
+        _refuse_unreadable(sharded)
     copies: dict[Tensor, Tensor] = {}
     for model, units in sharded:
         for unit in units:
             copies |= recipient.gather(unit, model.placement)
         if receives:
             copies |= {cast.tensor: recipient.copy(cast.tensor, cast.dtype) for cast in model.cast_buffers}
-    if not receives:
-        return {}
-    for value in named.values():
-        if isinstance(value, Tensor) and value not in copies:
-            copies[value] = recipient.copy(value)
-    return {name: copies[value] if isinstance(value, Tensor) else value for name, value in named.items()}
+    for name, value in named.items() if receives else ():
+        if isinstance(value, Tensor):
+            if value not in copies:
+                copies[value] = recipient.copy(value)
+            named[name] = copies[value]
+    return named if receives else {}
+
+
+def _refuse_unreadable(sharded: Sharded) -> None:
+    """Raises RuntimeError if only another rank has the full parameters."""
+    if any(unit.summoned and not unit.readable for _, units in sharded for unit in units):
+        raise RuntimeError(
+            "state_dict() on a rank that has only shards: inside summon_full_params(rank0_only=True) only rank 0 of "
+            "the group has full parameters. Call it there on rank 0 alone, or outside on every rank."
+        )
 
 
 def _named(module: nn.Module) -> dict[str, Any] | None:

@@ -1,27 +1,43 @@
-"""The methods of FSDP that save and load weights and optimizer state, full or as this rank's shards."""
+"""The methods of FSDP that save and load weights and optimizer state, in full."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import named_as_compiled
 from zero.comm import Comm
-from zero.fsdp import full_params
+from zero.fsdp.full_weights import state_dict, summon
 from zero.fsdp.model import Model
-from zero.fsdp.saved import states
-from zero.fsdp.summon import summon
 from zero.fsdp.unit import Unit
+from zero.oss.saved import Missing
 from zero.sdp.wrapper import Wrapper
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class OptimizerState(Protocol):
+    """The seam at which the state of the user's optimizer, which steps shards of the model, is saved and loaded."""
+
+    def full(self, model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
+        """Collective. See FSDP.optim_state_dict."""
+
+    def load(self, model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """See FSDP.load_optim_state_dict."""
+
+    def register(self, model: Model, optimizer: Optimizer) -> None:
+        """Has the optimizer's own `load_state_dict` take full state."""
+
+
+states: list[OptimizerState] = [Missing()]
+"""The last one is asked. zero/state plugs in."""
 
 
 class Weights(Wrapper):
@@ -101,7 +117,7 @@ class Weights(Wrapper):
         Raises RuntimeError if parameters were moved, cast or given other data.
         """
         self._model.refuse_moved()
-        return full_params.state_dict(self.module, self._units, *args, **kwargs)
+        return state_dict(self.module, [(self._model, [*self._units])], *args, **kwargs)
 
     def _load_from_state_dict(
         self,
@@ -159,24 +175,3 @@ class Weights(Wrapper):
     def register_optimizer(self, optimizer: Optimizer) -> None:
         """Lets `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
         states[-1].register(self._model, optimizer)
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """Returns copies of this rank's shards and of all buffers, without communication, to save each rank separately.
-
-        All values are tensors, except for the results of get_extra_state(). "zero_shard" says which shard it is.
-
-        Raises RuntimeError on this rank if its parameters were moved, cast or given other data.
-        """
-        problem = self._model.moved_problem()
-        if problem is not None:
-            raise RuntimeError(problem)
-        return full_params.local_state_dict(self.module, self._units, self._model.cast_buffers)
-
-    def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Collective. Loads the result of `local_state_dict` of this rank, of the same model on as many ranks.
-
-        Raises ValueError on every rank, and changes nothing, if any rank was given another state.
-        """
-        problem = self._model.moved_problem() or full_params.local_problem(self.module, self._units, state_dict)
-        self._comm.compare("the shards given to FSDP", [], problem)
-        full_params.load_local_state_dict(self.module, self._units, state_dict)

@@ -1,9 +1,11 @@
-"""How an OSS shards: the user's options, checked and agreed between ranks, before anything is changed."""
+"""How an OSS shards: the user's options, checked and agreed between ranks before anything is changed, and the optimizer
+that it shards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm, Wire
 from zero.measure.kinds import Finding, Kind, finding_of, known, title
+from zero.measure.named import build
 from zero.measure.param_groups import called, described_options, options
 from zero.shards.arguments import (
     as_groups,
@@ -25,6 +28,9 @@ from zero.shards.home import take_home
 from zero.shards.masters import Masters
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
+
+if TYPE_CHECKING:
+    from zero.oss.optimizer import OSS
 
 
 class Choices:
@@ -109,3 +115,38 @@ class Choices:
         """Collective if the home is apart. Raises ValueError on every rank if that of any rank is full."""
         if self.home.apart:
             self._comm.compare("the shards of OSS", [], self.home.problem("the shards of OSS"))
+
+
+def build_inner(oss: OSS, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
+    """Collective. Returns the optimizer. Raises ValueError on every rank if it cannot be built on any."""
+    inner, by_name, problem = None, False, None
+    groups, named = [oss.shards.group(group) for group in oss.param_groups], oss.shards.named(oss.param_groups)
+    try:
+        inner, by_name = build(optim, groups, named, defaults)
+    except Exception as error:  # every rank must know of any error before it waits for this rank
+        problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
+    made = len(inner.param_groups) if inner is not None else 0
+    oss.comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
+    assert inner is not None
+    if by_name:
+        oss.shards.regroup(inner, oss.param_groups)
+    for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
+        if callable(getattr(inner, name, None)):
+            vars(inner)[name] = _followed_by_gather(oss, getattr(inner, name))
+    return inner
+
+
+def _followed_by_gather(oss: OSS, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of the inner optimizer that writes into shards; makes it collective."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        oss.stepper.refuse_changes()
+        oss.shards.masters.refresh()
+        result = method(*args, **kwargs)
+        oss.stepper.share_options(oss.optim.param_groups, oss.param_groups)
+        oss.stepper.gather(oss.shard_groups)
+        oss.finish_gathers()
+        return result
+
+    return call

@@ -15,9 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.comm import Comm, Wire
 from zero.measure.param_groups import called
-from zero.oss.choices import Choices
+from zero.oss.choices import Choices, build_inner
 from zero.oss.gradients import OwnedGradients
-from zero.oss.inner import build_inner
 from zero.oss.saved import makers
 from zero.oss.step import Step
 from zero.shards.arguments import NO_JOIN

@@ -20,7 +20,7 @@ from zero.comm.packing import batches
 from zero.comm.traffic import traffic
 from zero.fsdp import FSDP, Prefetch
 from zero.oss import OSS
-from zero.oss.shown_gradients import full_gradient
+from zero.oss.gradients import full_gradient
 from zero.plan.averaging import Averaged
 from zero.plan.hardware import Group
 from zero.plan.meter import nbytes

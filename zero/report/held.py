@@ -14,7 +14,7 @@ from zero.comm import Comm, Traffic, traffic
 from zero.fsdp.model import models_of
 from zero.fsdp.unit import Unit
 from zero.oss import OSS
-from zero.oss.shown_gradients import full_gradient
+from zero.oss.gradients import full_gradient
 from zero.plan.meter import nbytes
 from zero.plan.result import TITLES, Cost
 from zero.report.planned import planned_for

@@ -17,8 +17,8 @@ from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm, Wire
 from zero.comm.streams import ModelStreams
 from zero.comm.wire import PLAIN
+from zero.oss.gradients import OwnedGradients
 from zero.oss.optimizer import OSS
-from zero.oss.shown_gradients import ShownGradients
 from zero.sdp.bucket import End, GradBucket
 from zero.sdp.tensors import nearest_leaf, tensors_in
 from zero.shards.partition import Place
@@ -45,7 +45,7 @@ class Reducer:
         self._numbers: dict[ShardGroup, int] = {}
         self._end = End([comm], f"the end of a backward of ShardedDDP({type(module).__name__})")
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        finalize(self, _let_go, self._hooks, [optimizer.gradients.shown for optimizer in optimizers])
+        finalize(self, _let_go, self._hooks, [optimizer.gradients for optimizer in optimizers])
         self._hooks_on_leaves: list[RemovableHandle] = []
         self._trained_in_forward: set[Tensor] = set()
         """Parameters that required gradients in a forward since the last backward; they may be frozen by now."""
@@ -131,12 +131,12 @@ class Reducer:
 
     def _hide_gradients(self) -> None:
         for optimizer in self._optimizers:
-            optimizer.gradients.shown.hide()
+            optimizer.gradients.hide()
 
     def _show_gradients(self) -> None:
         for bucket, owner in zip(self._buckets, self._owners, strict=True):
             params, names = bucket.group.params, bucket.group.names
-            owner.gradients.shown.show((params[index], names[index]) for index in bucket.reduced)
+            owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
 
     def retire(self, reason: str) -> None:
         """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""
@@ -264,7 +264,7 @@ _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The Reducer that takes the gradients of a parameter, by parameter."""
 
 
-def _let_go(hooks: dict[Tensor, RemovableHandle], shown: Sequence[ShownGradients]) -> None:
+def _let_go(hooks: dict[Tensor, RemovableHandle], shown: Sequence[OwnedGradients]) -> None:
     """Leaves plain parameters, for whoever trains the module without the wrapper."""
     _remove(hooks)
     for gradients in shown:

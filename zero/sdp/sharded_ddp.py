@@ -192,7 +192,7 @@ class ShardedDDP(Wrapper):
         for optimizer in self._optimizers:
             optimizer.steps.refuse("no_sync()", "Step after backward to accumulate.")
         for optimizer in self._optimizers:
-            optimizer.gradients.shown.hide()
+            optimizer.gradients.hide()
         before, self._reducer.active = self._reducer.active, False
         try:
             yield

@@ -9,18 +9,18 @@ from torch.optim import Optimizer
 
 from zero.checks.guard import guard_of
 from zero.fsdp.model import Model
-from zero.fsdp.saved import OptimizerState, states
+from zero.fsdp.weights import states
 from zero.interop.torch_checkpoint import asked_by_torch_checkpoint
-from zero.oss.saved import SavedState, makers
+from zero.oss.saved import makers
 from zero.state import optimizer_state as state
 from zero.state.user_optimizer import SteppedShards, refuse_other_shards
 
 
-class Saved(SavedState):
+class Saved:
     """See SavedState. torch.distributed.checkpoint gets the full state."""
 
     def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
+        self.optimizer = optimizer
         self._full: dict[str, Any] | None = None
         """The full state, if it was consolidated here since the last step."""
         self._full_for_torch: dict[str, Any] | None = None
@@ -69,8 +69,8 @@ class Saved(SavedState):
         self.forget()
 
 
-class Stepped(OptimizerState):
-    """The state of the user's optimizer of an FSDP."""
+class Stepped:
+    """See OptimizerState."""
 
     def full(self, model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
         return state.consolidate(_shards(model, optimizer), None if to is None else model.placement.owner(to))

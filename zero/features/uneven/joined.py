@@ -31,7 +31,7 @@ from zero.features.uneven.ranks import Message, Ranks, problem_in
 from zero.features.uneven.repeat import Call, Repeat, outputs_in
 from zero.fsdp import FSDP
 from zero.oss import OSS
-from zero.oss.shown_gradients import full_gradient
+from zero.oss.gradients import full_gradient
 
 
 class _Forward:

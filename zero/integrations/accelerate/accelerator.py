@@ -35,7 +35,7 @@ from zero.integrations.accelerate.choosing import (
 from zero.integrations.accelerate.optimizer import ShardedAcceleratedOptimizer
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
-from zero.oss import GradScaler
+from zero.interop.grad_scaler import GradScaler
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
