@@ -48,6 +48,11 @@ def in_stream_order(options: _Options) -> _Options:
     return options
 
 
+_GATHER = in_stream_order(AllgatherOptions())
+_ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
+_REDUCE_SCATTER = in_stream_order(dist.ReduceScatterOptions())
+
+
 def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Any:
     """A Backend of the same ranks with communicators of its own; None if the group's for the device is not NCCL.
 
@@ -72,7 +77,7 @@ def abort(group: Any, device: torch.device) -> None:
 def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work | None:
     """All-gather on a ProcessGroup or Backend. torch.distributed's functions take only groups that it made itself."""
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
-    return gather(into, tensor, in_stream_order(AllgatherOptions()))  # type: ignore[no-any-return]
+    return gather(into, tensor, _GATHER)  # type: ignore[no-any-return]
 
 
 def all_to_all_of_one_tensor(
@@ -80,11 +85,10 @@ def all_to_all_of_one_tensor(
 ) -> dist.Work | None:
     """All-to-all on a ProcessGroup or Backend. Counts are of elements, along the first dimension."""
     send = getattr(group, "all_to_all_single", None) or group.alltoall_base
-    how = in_stream_order(dist.AllToAllOptions())
-    return send(into, tensor, counts_in, counts_out, how)  # type: ignore[no-any-return]
+    return send(into, tensor, counts_in, counts_out, _ALL_TO_ALL)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work | None:
     """Reduce-scatter, summing, on a ProcessGroup or Backend."""
     scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    return scatter(into, tensor, in_stream_order(dist.ReduceScatterOptions()))  # type: ignore[no-any-return]
+    return scatter(into, tensor, _REDUCE_SCATTER)  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ from torch import Tensor
 from zero.comm.link import Link, link_of
 from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM, Transfer
 from zero.comm.packing import batches, copy_into, empty_flat, flatten
-from zero.comm.traffic import count
+from zero.comm.traffic import sent
 from zero.comm.transport import Handle, Message, Transport
 
 
@@ -157,7 +157,7 @@ class Comm:
 
     def _exchange(self, data: bytes) -> list[bytes]:
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
-        count(other=len(data) * (self.world - 1))
+        sent["other"] += len(data) * (self.world - 1)
         return self.link.transport().exchange(data)
 
     # ---------------------------------------------------------------------------------------------- shards
@@ -171,7 +171,7 @@ class Comm:
         `full` must not change until `wait` has returned. `wait` may block until the other ranks have called `wait`.
         """
         low, high = bounds[self.rank : self.rank + 2]
-        count(gather=(high - low) * full.element_size() * (self.world - 1))
+        sent["gather"] += (high - low) * full.element_size() * (self.world - 1)
         return self.link.transport(full.device).gather(full, bounds, channel)
 
     def reduce(
@@ -199,7 +199,7 @@ class Comm:
     def _to_owners(self, messages: Sequence[Message]) -> Transport:
         """Counts the bytes of messages, and returns the transport that sends them."""
         if self.world > 1:
-            count(reduce=sum((len(flat) - counts[self.rank]) * flat.element_size() for flat, counts in messages))
+            sent["reduce"] += sum((len(flat) - counts[self.rank]) * flat.element_size() for flat, counts in messages)
         return self.link.transport(messages[0][0].device)
 
     # ------------------------------------------------------------------------------------- other tensors
@@ -212,7 +212,7 @@ class Comm:
             flat = flatten(batch) if self.rank == source else empty_flat(batch)
             self.link.transport(flat.device).broadcast(flat, source)
             if self.rank == source:
-                count(other=flat.nbytes * (self.world - 1))
+                sent["other"] += flat.nbytes * (self.world - 1)
             else:
                 copy_into(batch, flat)
 
@@ -220,7 +220,7 @@ class Comm:
         """Collective. Overwrites a contiguous tensor with its sum, or maximum, over the ranks. channel: number of the
         operation, which ranks compare; by default all such sums share one number."""
         if self.world > 1:
-            count(other=2 * tensor.nbytes * (self.world - 1) // self.world)
+            sent["other"] += 2 * tensor.nbytes * (self.world - 1) // self.world
             self.link.transport(tensor.device).all_reduce(tensor, channel, maximum=maximum)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
@@ -233,7 +233,7 @@ class Comm:
             return
         own = [tensor for owner, tensor in transfers if owner == self.rank and tensor is not None]
         receivers = self.world - 1 if to is None else int(to != self.rank)
-        count(other=sum(tensor.nbytes for tensor in own) * receivers)
+        sent["other"] += sum(tensor.nbytes for tensor in own) * receivers
         devices = [tensor.device for _, tensor in transfers if tensor is not None]
         self.link.transport(devices[0] if devices else torch.device("cpu")).collect(transfers, to)
 
@@ -246,12 +246,12 @@ def _as_text(lines: Sequence[str], problem: str | None) -> str:
 def _refuse_differences(what: str, texts: Sequence[str]) -> None:
     """Raises ValueError if any rank has a problem, or if signatures differ. texts: of all ranks, or of this one."""
     ranks = [json.loads(text) for text in texts]
-    problems = [(rank, sent["problem"]) for rank, sent in enumerate(ranks) if sent["problem"] is not None]
+    problems = [(rank, given["problem"]) for rank, given in enumerate(ranks) if given["problem"] is not None]
     if problems:
         where = f" (on rank {', '.join(str(rank) for rank, _ in problems)})" if len(texts) > 1 else ""
         raise ValueError(f"{problems[0][1]}{where}")
-    for rank, sent in enumerate(ranks):
-        _refuse_difference(what, ranks[0]["lines"], sent["lines"], rank)
+    for rank, given in enumerate(ranks):
+        _refuse_difference(what, ranks[0]["lines"], given["lines"], rank)
 
 
 def _refuse_difference(what: str, expected: list[str], lines: list[str], rank: int) -> None:

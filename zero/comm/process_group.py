@@ -140,9 +140,7 @@ class ProcessGroupTransport(Transport):
         return any(flags)
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work | None:
-        options = in_stream_order(dist.BroadcastOptions())
-        options.rootRank, options.rootTensor = source, 0
-        return self._group.broadcast([_as_sent(flat)], options)  # type: ignore[no-any-return]
+        return self._group.broadcast([_as_sent(flat)], _from(source))  # type: ignore[no-any-return]
 
     def _begin(self, channel: int, nbytes: int) -> None:
         """Notes an operation before its launch. Collective if it is new here: then ranks compare it."""
@@ -267,6 +265,13 @@ class Overlapping(ProcessGroupTransport):
         sums = [rows.sum(0, dtype=wide(rows[:0]).dtype) for rows in received]
         total = sums[0] if len(sums) == 1 else concatenate(sums)
         return total if times == 1 else total.mul_(times)
+
+
+@lru_cache(maxsize=1024)
+def _from(source: int) -> dist.BroadcastOptions:
+    options = in_stream_order(dist.BroadcastOptions())
+    options.rootRank, options.rootTensor = source, 0
+    return options
 
 
 @lru_cache(maxsize=64)  # similar units have the same bounds, and there may be thousands of ranks

@@ -31,7 +31,8 @@ class Traffic:
         return Traffic(self.gather - less.gather, self.reduce - less.reduce, self.other - less.other)
 
 
-_sent: Counter[str] = Counter()
+sent: Counter[str] = Counter()
+"""Bytes that this process has sent, by the fields of Traffic. Transports' callers add to it."""
 
 
 def traffic() -> Traffic:
@@ -39,22 +40,16 @@ def traffic() -> Traffic:
 
     Transfers of other libraries, such as the all-reduce of `DistributedDataParallel`, are not counted.
     """
-    return Traffic(**_sent)
-
-
-def count(*, gather: int = 0, reduce: int = 0, other: int = 0) -> None:
-    """Adds to the bytes that this process has sent. Called thousands of times a step in models of small layers."""
-    _sent["gather"] += gather
-    _sent["reduce"] += reduce
-    _sent["other"] += other
+    return Traffic(**sent)
 
 
 @contextmanager
 def rehearsed_traffic() -> Iterator[None]:
     """Returns a context that counts from 0 on what steps would send, and restores the count afterwards."""
-    global _sent
-    before, _sent = _sent, Counter()
+    before = dict(sent)
+    sent.clear()
     try:
         yield
     finally:
-        _sent = before
+        sent.clear()
+        sent.update(before)

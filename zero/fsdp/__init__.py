@@ -1,9 +1,9 @@
 """ZeRO stage 3: parameters, gradients and optimizer state are sharded."""
 
 from zero.fsdp.fsdp import FSDP
+from zero.fsdp.options import ShardingStrategy
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import MEMORY_FIRST, SPEED_FIRST, BackwardPrefetch, Prefetch
-from zero.fsdp.strategy import ShardingStrategy
 
 __all__ = [
     "FSDP",

@@ -34,7 +34,7 @@ class Backward:
         self.reduces = True
         self.active = self.awaited = self.accumulates = False
         self._model, self._units, self._root = model, model.units, model.root
-        self._prefetch = model.prefetch
+        self._prefetch, self._prefetches_after = model.prefetch, model.prefetch.after_backward
         self._end = End(model.comms, "the end of a backward of FSDP")
         self._interrupted = False
         self._end_callback: weakref.ref[Any] | None = None
@@ -116,7 +116,7 @@ class Backward:
         """Launches the all-gather of the unit that backward is expected to reach next, unless it is in backward."""
         following = unit.before
         if following is not None and following.calls and following.state is TrainingState.IDLE:
-            following.unshard_ahead(for_backward=True)
+            following.unshard(for_backward=True, ahead=True)
 
     def _complete(self, unit: Unit, *, at_end: bool = False) -> None:
         """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction.
@@ -130,7 +130,7 @@ class Backward:
             self._finish_reduce()
         else:
             unit.end_unreduced_backward()
-        if self._prefetch.after_backward and not at_end:
+        if self._prefetches_after and not at_end:
             self._launch_ahead(unit)
         if self.reduces:
             self._launch_reduce(unit)

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from zero.fsdp.forward import Forward
-    from zero.fsdp.model import Model
+    from zero.fsdp.model import Forward, Model
     from zero.fsdp.unit import Unit
     from zero.shards.shard_group import ShardGroup
 

@@ -14,13 +14,11 @@ from zero._torch import children_of
 from zero.comm import Comm
 from zero.fsdp.build import Builder, Options
 from zero.fsdp.choice import Choice
-from zero.fsdp.forward import Forward, refuse_forward
 from zero.fsdp.full_weights import restore_module
-from zero.fsdp.model import Model, sharded_params
-from zero.fsdp.options import Asked, refuse_number_of_ranks, refuse_unknown, translate
+from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
+from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown, translate
 from zero.fsdp.precision import MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
-from zero.fsdp.strategy import ShardingStrategy, place
 from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, in_words, large_unit
 from zero.fsdp.weights import Weights
@@ -112,7 +110,7 @@ class FSDP(Weights):
         super().__init__()
         self.module = module
         refuse_unknown(more, known={*homes})
-        asked = Asked(prefetch, [*ignored_modules], [*ignored_parameters])
+        asked = GivenOptions(prefetch, [*ignored_modules], [*ignored_parameters])
         strategy, placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
         with placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
@@ -271,7 +269,7 @@ def running_model(fsdp: FSDP) -> Model:
     return fsdp._model
 
 
-def _understand(more: dict[str, Any], asked: Asked) -> Home:
+def _understand(more: dict[str, Any], asked: GivenOptions) -> Home:
     """Takes the options of features and those of other names out of `more`. Returns where shards lie."""
     home, wrong = take_home(more)
     if wrong is not None:

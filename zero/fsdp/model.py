@@ -1,8 +1,10 @@
-"""One model at stage 3: its units, and who unshards them."""
+"""One model at stage 3: its units, where its parameters lie, who unshards them, and its forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 from weakref import ReferenceType, ref
 
 from torch import nn
@@ -11,18 +13,47 @@ from zero.comm import Comm
 from zero.comm.streams import ModelStreams
 from zero.fsdp.backward import Backward
 from zero.fsdp.events import Events, makers
-from zero.fsdp.index import Index
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Unit
-from zero.shards.partition import Partition
+from zero.sdp.buffers import BufferSync
+from zero.sdp.wrapper import UNWRAPPED
+from zero.shards.partition import Partition, Place, places_in
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 from zero.shards.steps import Steps
 
+_TO_USER = 6
+"""Frames from a warning to the code that calls the FSDP, through torch's module call."""
+
 _alive: list[ReferenceType[Model]] = []
 """All models that exist, in the order of their construction, which is the same on all ranks."""
+
+
+class Index(Mapping[nn.Parameter, Place]):
+    """Maps each parameter to its shard group and position. `units`: the root first; `groups`: those of all units."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
+        self._places = places_in(self.groups)
+        self._units = {group: unit for unit in units for group in unit.groups}
+
+    def unit_of(self, param: nn.Parameter) -> Unit:
+        return self._units[self._places[param].group]
+
+    def __getitem__(self, param: nn.Parameter) -> Place:
+        return self._places[param]
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._places
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 class Model:
@@ -96,6 +127,40 @@ class Model:
         self.schedule.remove()
         for dismissed in self.events.dismissed:
             dismissed(unwrapped=unwrapped)
+
+
+class Forward:
+    """Calls the module, between what all ranks do before and after. buffers: broadcast before a forward. warning:
+    shown once, in the first forward."""
+
+    def __init__(self, model: Model, buffers: BufferSync | None, warning: str | None = None) -> None:
+        self.module = model.module
+        self._model, self._buffers, self._warning = model, buffers, warning
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin()
+        output = self.module(*args, **kwargs)
+        self.end()
+        return output
+
+    def begin(self) -> None:
+        """Collective. Raises RuntimeError if parameters were moved, cast or given other data since wrapping."""
+        if self._warning is not None:
+            warning, self._warning = self._warning, None
+            warnings.warn(warning, stacklevel=_TO_USER)
+        self._model.refuse_moved()
+        self._model.schedule.before_forward()
+        if self._buffers is not None:
+            self._buffers.before_forward()
+
+    def end(self) -> None:
+        if self._buffers is not None:
+            self._buffers.after_forward(reduced=self._model.backward.reduces)
+
+
+def refuse_forward(*_: Any, **__: Any) -> NoReturn:
+    """Raises RuntimeError. Called in place of the forward, once the module is unwrapped."""
+    raise RuntimeError(UNWRAPPED.format("FSDP"))
 
 
 def models() -> list[Model]:

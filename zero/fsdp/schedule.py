@@ -131,7 +131,7 @@ class Schedule:
             self._last_entered.after, unit.before = unit, self._last_entered
         self._last_entered = unit
         if unit.after is not None and self._model.prefetch.before_forward:
-            unit.after.unshard_ahead()
+            unit.after.unshard(ahead=True)
 
     def also_unshard(self, other: Unit) -> Unit:
         """Collective. Unshards another unit for as long as the innermost running one runs. Returns that one."""

@@ -122,7 +122,7 @@ class Unit:
 
     def complete(self, call: Call) -> bool:
         """Counts the backward of the call as complete. Returns whether it was expected."""
-        expected = self.expects(call)
+        expected = call.expected_round == self._round
         if expected:
             call.expected_round = -1
             self.calls -= 1
@@ -172,27 +172,25 @@ class Unit:
         """Whether all-gathers of its parameters overlap computing."""
         return any(group.overlaps for group in self.groups)
 
-    def unshard(self, *, for_backward: bool = False) -> None:
-        """Collective. Unshards the parameters. Raises RuntimeError if an earlier all-gather of them failed."""
-        for unsharding in self.events.unsharding:
+    def unshard(self, *, for_backward: bool = False, ahead: bool = False) -> None:
+        """Collective. Unshards the parameters. ahead: they are needed later, and their all-gather is only launched.
+
+        Raises RuntimeError if an earlier all-gather of them failed.
+        """
+        for unsharding in () if ahead else self.events.unsharding:
             unsharding(self)
-        self._launch_unshard(for_backward=for_backward)
+        for group in self.groups:
+            if group.state is GroupState.SHARDED:
+                channel = self._for_backward if for_backward else self._for_forward
+                group.launch_unshard(channel, wire=self._wire, ahead=ahead)
+        if ahead:
+            return
         self.finish_unshard()
         if any(group.state is GroupState.LOST for group in self.groups):
             raise RuntimeError(
                 f"the parameters of {self.title} of FSDP have not arrived: an earlier all-gather of them failed. Look "
                 "for the first error, and initialise the process group again."
             )
-
-    def unshard_ahead(self, *, for_backward: bool = False) -> None:
-        """Collective. Launches the all-gather of parameters that are needed later, if they are sharded."""
-        self._launch_unshard(for_backward=for_backward, ahead=True)
-
-    def _launch_unshard(self, *, for_backward: bool, ahead: bool = False) -> None:
-        for group in self.groups:
-            if group.state is GroupState.SHARDED:
-                channel = self._for_backward if for_backward else self._for_forward
-                group.launch_unshard(channel, wire=self._wire, ahead=ahead)
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are unsharded."""

@@ -63,9 +63,11 @@ class UnitGradients:
 
     def hand_over(self) -> None:
         """Moves the gradients of a complete backward into the buckets, to be reduced."""
-        for bucket, index, param in self._trained():
-            gradient, param.grad = param.grad, None
-            bucket.take(index, gradient)
+        for bucket in self.buckets:
+            for index in bucket.trained:
+                param = bucket.group.params[index]
+                gradient, param.grad = param.grad, None
+                bucket.take(index, gradient)
         self.reducing, self.left_unreduced = True, False
 
     def hand_over_leftovers(self) -> None:
@@ -107,7 +109,7 @@ class UnitGradients:
             ordered = group.shapes.in_memory_order(index, gradient)
             span = group.spans.get(index)
             shard = (ordered[span.start : span.stop] if span else ordered[:0]).to(group.shard)
-            param.grad = group.shapes.shaped(index, shard, span) if span else shard.view(group.shard_views[index].shape)
+            param.grad = group.shapes.shaped(index, shard) if span else shard.view(group.shard_views[index].shape)
             self._unreduced[param] = gradient
 
     def unreduced(self, param: nn.Parameter) -> bool:

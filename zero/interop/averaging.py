@@ -39,7 +39,7 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
             )
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            refuse_sparse(buffer, _names(bucket, model))
+            refuse_sparse(_names(bucket, model))
         _average(buffer, comm, channel)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero._torch import buffers_of
-from zero.fsdp.options import Asked, translators
+from zero.fsdp.options import GivenOptions, translators
 from zero.fsdp.prefetch import Prefetch
 
 NAMES = (
@@ -23,7 +23,7 @@ NAMES = (
 )
 
 
-def from_torch(given: dict[str, Any], asked: Asked) -> None:
+def from_torch(given: dict[str, Any], asked: GivenOptions) -> None:
     """Takes PyTorch's options out of `given`, and sets what they mean.
 
     Raises ValueError for options that zero does not have, and if two options set the same thing.

@@ -150,21 +150,19 @@ def _shares(groups: Sequence[ShardGroup]) -> Iterator[tuple[ShardGroup, int, Ten
     """Yields this rank's slices of the gradients of full parameters, with their groups and positions: views where
     their order in memory allows. Raises RuntimeError for a sparse gradient, whichever rank owns it, on all alike."""
     for name, gradient in _gradients(groups):
-        refuse_sparse(gradient, name)
+        if gradient.is_sparse:
+            refuse_sparse(name)
     for group in groups:
         for index, span in group.spans.items():
             full = group.params[index].grad
             if full is not None:
                 ordered = group.shapes.in_memory_order(index, full)
-                yield group, index, group.shapes.shaped(index, ordered[span.start : span.stop], span)
+                yield group, index, group.shapes.shaped(index, ordered[span.start : span.stop])
 
 
-def refuse_sparse(gradient: Tensor, name: str) -> None:
-    """Raises RuntimeError for a sparse gradient of the parameter of this name."""
-    if gradient.is_sparse:
-        raise RuntimeError(
-            f"{name} has a sparse gradient. zero shards dense ones: build the embedding with sparse=False."
-        )
+def refuse_sparse(name: str) -> NoReturn:
+    """Raises RuntimeError for the sparse gradient of the parameter of this name."""
+    raise RuntimeError(f"{name} has a sparse gradient. zero shards dense ones: build the embedding with sparse=False.")
 
 
 def refuse_unreduced(groups: Sequence[ShardGroup]) -> None:

@@ -81,15 +81,15 @@ class GradBucket:
         """Takes the full gradient of a parameter, if it is not None. The caller should keep no reference to it."""
         if gradient is None:
             return
-        if self.reducing or index in self._taken:
+        if self._handle is not None or index in self._taken:
             self.refuse_late(index)
-        name = self.group.names[index]
-        refuse_sparse(gradient, name)
+        if gradient.is_sparse:
+            refuse_sparse(self.group.names[index])
         if gradient.requires_grad:
             raise RuntimeError(
-                f"the gradient of {name} is itself part of a graph (create_graph=True), but a reduced gradient cannot "
-                "be differentiated. Compute inner derivatives by torch.autograd.grad(..., create_graph=True), and call "
-                "backward() without create_graph."
+                f"the gradient of {self.group.names[index]} is itself part of a graph (create_graph=True), but a "
+                "reduced gradient cannot be differentiated. Compute inner derivatives by torch.autograd.grad(..., "
+                "create_graph=True), and call backward() without create_graph."
             )
         self._taken[index] = self.group.shapes.in_memory_order(index, gradient)
         self.taken_bytes += gradient.nbytes
@@ -117,8 +117,8 @@ class GradBucket:
         group, messages = self.group, self._messages.messages(self._taken)
         self._sent = frozenset(self._taken)
         self.used |= self._sent
-        self.missing = self.missing or not self.complete
-        self._forget_taken()
+        self.missing = self.missing or len(self._sent) < len(self.trained)
+        self._taken, self.taken_bytes = {}, 0
         with (
             shown("reduce", group.label, group.comm.rank),
             group.streams.reductions(group.exchange.gathered_by) as on_stream,
@@ -134,9 +134,9 @@ class GradBucket:
             sums: Tensor = handle.wait()
         self._handle = None
         used: list[tuple[int, Tensor]] = []
-        for span, flat in self._messages.cut(group.bring(sums)):
-            gradient = group.shapes.shaped(span.index, flat, span)
-            (used if span.index in self._sent else self._undecided).append((span.index, gradient))
+        for index, flat in self._messages.cut(group.bring(sums)):
+            gradient = group.shapes.shaped(index, flat)
+            (used if index in self._sent else self._undecided).append((index, gradient))
         self._add(used)
 
     def _add(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
@@ -164,20 +164,14 @@ class GradBucket:
 
     def abandon(self) -> None:
         """Waits for the reduce in flight, and forgets a backward that was interrupted."""
-        self._forget_taken()
+        self._taken, self.taken_bytes = {}, 0
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
         self._forget_usage()
 
-    def _forget_taken(self) -> None:
-        self._taken = {}
-        self.taken_bytes = 0
-
     def _forget_usage(self) -> None:
-        self._undecided = []
-        self.used = set()
-        self.missing = False
+        self._undecided, self.used, self.missing = [], set(), False
 
 
 class End:

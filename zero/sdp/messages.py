@@ -17,7 +17,6 @@ from torch import Tensor
 from zero._torch import copy_all
 from zero.comm.packing import concatenate, lengths
 from zero.comm.transport import Message
-from zero.shards.layout import Span
 from zero.shards.shard_group import ShardGroup
 
 _LARGE = 1 << 18
@@ -49,9 +48,9 @@ class InOneMessage:
             copy_all(views, [*taken.values()])
         return [(packed, self._lengths)]
 
-    def cut(self, sums: Tensor) -> Iterable[tuple[Span, Tensor]]:
-        """Returns the sums of each of this rank's spans of trained parameters, flat."""
-        return [(span, sums[span.offset : span.offset + span.numel]) for span in self._owned]
+    def cut(self, sums: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """Returns the flat sums of what this rank owns of trained parameters, with their positions."""
+        return [(span.index, sums[span.offset : span.offset + span.numel]) for span in self._owned]
 
 
 class ByOwner:
@@ -63,8 +62,8 @@ class ByOwner:
         large = {index for index in trained if numels[index] * itemsize >= _LARGE}
         self._large = [index for index in trained if index in large]
         self._small = [index for index in trained if index not in large]
-        owned = [group.spans[index] for index in trained if index in group.spans]
-        self._owned: list[Span] = sorted(owned, key=lambda span: span.index not in large)
+        self._owned = [index for index in (*self._large, *self._small) if index in group.spans]
+        self._numels = [group.spans[index].numel for index in self._owned]
 
     # What grows with the number of ranks is computed only when the first gradients are sent.
 
@@ -106,8 +105,8 @@ class ByOwner:
             small.append(gradient if len(gradient) == stop - start else gradient[start:stop])
         return [*messages, (concatenate(small).to(self._dtype), counts)]
 
-    def cut(self, sums: Tensor) -> Iterable[tuple[Span, Tensor]]:
-        return zip(self._owned, sums.split([span.numel for span in self._owned]), strict=True) if self._owned else ()
+    def cut(self, sums: Tensor) -> Iterable[tuple[int, Tensor]]:
+        return zip(self._owned, sums.split(self._numels), strict=True) if self._owned else ()
 
 
 def messages_of(group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> InOneMessage | ByOwner:

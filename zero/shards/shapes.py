@@ -33,13 +33,13 @@ class Shapes:
             tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
-    def shaped(self, index: int, flat: Tensor, span: Span) -> Tensor:
-        """Reshapes a flat tensor of `span`'s elements to the shape of this rank's shard."""
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """Reshapes the flat elements of parameter `index` that this rank owns to the shape of its shard."""
         if self.strides[index] == (1,):
             return flat
-        if span.numel == self._layout.numels[index]:
+        if len(flat) == self._layout.numels[index]:
             return flat.as_strided(self.full[index], self.strides[index], flat.storage_offset())
-        return flat.view(shard_shape(self.full[index], span.numel))
+        return flat.view(shard_shape(self.full[index], len(flat)))
 
     def views_of_full(self, full: Tensor) -> list[Tensor]:
         """Views of a flat tensor as long as the layout: one a parameter, in the parameter's shape."""
@@ -57,7 +57,7 @@ class Shapes:
             if span is None:
                 views.append(shard[:0].view(shard_shape(shape, 0)))
             else:
-                views.append(self.shaped(index, shard[span.offset : span.offset + span.numel], span))
+                views.append(self.shaped(index, shard[span.offset : span.offset + span.numel]))
         return views
 
 

@@ -22,8 +22,7 @@ from zero.features.compile.compiled import (
 )
 from zero.features.compile.tracing import Gradients, watch
 from zero.fsdp.events import ModelEvents
-from zero.fsdp.forward import Forward
-from zero.fsdp.model import Model
+from zero.fsdp.model import Forward, Model
 from zero.fsdp.unit import Unit
 
 

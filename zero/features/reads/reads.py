@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zero.fsdp.events import ModelEvents
-from zero.fsdp.index import Index
-from zero.fsdp.model import Model
+from zero.fsdp.model import Index, Model
 from zero.fsdp.unit import Unit
 
 _GETTERS_THAT_READ = {

@@ -13,9 +13,9 @@ from torch import nn
 import zero
 from zero.comm import Wire
 from zero.fsdp import MixedPrecision, Prefetch
+from zero.fsdp.options import as_strategy
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
-from zero.fsdp.strategy import as_strategy
 from zero.integrations.accelerate import deepspeed_keys, files, fsdp_keys
 from zero.shards.home import take_home
 from zero.shards.partition import Partition, partition_problem

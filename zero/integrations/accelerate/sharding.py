@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zero._torch import children_of, recomputed_in_backward
 from zero.comm import Comm, Wire
 from zero.fsdp import FSDP, MixedPrecision
-from zero.fsdp.strategy import as_strategy
+from zero.fsdp.options import as_strategy
 from zero.fsdp.units import unit_modules
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.interop.averaging import average_by_reading
