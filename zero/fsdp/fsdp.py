@@ -147,7 +147,7 @@ class FSDP(Weights):
 
     def _runner(self, as_one_unit: Sequence[nn.Module | type[nn.Module]]) -> Callable[..., Any]:
         """Returns what runs in forward."""
-        placement, name = self._placement, type(self.module).__name__
+        placement, name = self._model.placement, type(self.module).__name__
         warns = placement.comm.world > 1 and placement.first
         warning = large_unit(self._units, f"FSDP({name})", as_one_unit) if warns else None
         buffers = BufferSync(self.module, placement.all_groups()) if self.broadcast_buffers else None
@@ -223,7 +223,7 @@ class FSDP(Weights):
         params = [*self._model.index]
         shards = [param.grad for param in params if param.grad is not None]
         dtypes = {param.dtype for param in params}
-        return norm.total_norm(shards, self._comm, float(norm_type), params[0].device, dtypes)
+        return norm.total_norm(shards, self._model.comm, float(norm_type), params[0].device, dtypes)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -233,7 +233,8 @@ class FSDP(Weights):
     @property
     def comms(self) -> list[Comm]:
         """The group that shards the master weights, then the group that replicates them, if there is one."""
-        return [self._comm, *([self._placement.replicas] if self._placement.replicas else [])]
+        placement = self._model.placement
+        return [placement.comm, *([placement.replicas] if placement.replicas else [])]
 
     @property
     def buffer_dtypes(self) -> dict[Tensor, torch.dtype]:
@@ -284,7 +285,7 @@ def _nested_in(module: nn.Module) -> dict[str, FSDP]:
 
 
 def _parameters_of(nested: dict[str, FSDP]) -> set[nn.Parameter]:
-    return {param for fsdp in nested.values() for group in fsdp.shard_groups for param in group.params}
+    return {param for fsdp in nested.values() for param in fsdp._model.index}
 
 
 def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placement: Placement) -> str | None:
@@ -306,7 +307,7 @@ def _nesting_problem(nested: dict[str, FSDP], placement: Placement) -> str | Non
     if "" in nested:
         return "the module is an FSDP already. Wrap it once, and choose units by auto_wrap_policy."
     for name, fsdp in nested.items():
-        if fsdp._placement.groups != placement.groups:
+        if fsdp._model.placement.groups != placement.groups:
             return (
                 f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
                 "groups, or leave its parameters out by ignored_modules and average their gradients yourself."

@@ -10,13 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import named_as_compiled
-from zero.comm import Comm
 from zero.fsdp.full_weights import state_dict, summon
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 from zero.oss.saved import Missing
 from zero.sdp.wrapper import Wrapper
-from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 
 if TYPE_CHECKING:
@@ -50,17 +48,9 @@ class Weights(Wrapper):
         return self._model.units
 
     @property
-    def _comm(self) -> Comm:
-        return self._model.comm
-
-    @property
-    def _placement(self) -> Placement:
-        return self._model.placement
-
-    @property
     def shard_groups(self) -> list[ShardGroup]:
         """The shard groups of all units, which hold the parameters."""
-        return [group for unit in self._units for group in unit.groups]
+        return self._model.index.groups
 
     def reshard(self) -> None:
         """Reshards units that a forward without backward may have left unsharded. Call it between steps."""
@@ -108,7 +98,7 @@ class Weights(Wrapper):
         """Collective. Calls fn with every module, as nn.Module.apply, on full parameters; keeps rank 0's results."""
         with self.summon_full_params():
             super().apply(fn)
-            self._placement.broadcast([*self.module.parameters(), *self.module.buffers()])
+            self._model.placement.broadcast([*self.module.parameters(), *self.module.buffers()])
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,20 +24,17 @@ class BufferSync:
     def __init__(self, module: nn.Module, comms: Sequence[Comm]) -> None:
         self._module, self._comms = module, comms
         self._due = True
-        self._known = self._shapes()
-
-    def _shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
-        return [(buffer.shape, buffer.dtype) for buffer in self._module.buffers()]
+        self._known = [(buffer.shape, buffer.dtype) for buffer in module.buffers()]
 
     def before_forward(self) -> None:
         """Collective. Broadcasts the buffers if that is due."""
         if not self._due:
             return
-        shapes = self._shapes()
+        buffers = [*self._module.buffers()]
+        shapes = [(buffer.shape, buffer.dtype) for buffer in buffers]
         if shapes != self._known:
             self._compare()
             self._known = shapes
-        buffers = [*self._module.buffers()]
         for comm in self._comms:
             comm.broadcast(buffers)
         if any(comm.world > 1 for comm in self._comms):

@@ -128,12 +128,7 @@ class ShardedDDP(Wrapper):
                 return "ShardedDDP and its optimizers were given different process groups. Pass the same group to both."
             if optimizer.gradients_arrive_sharded:
                 return "this OSS already belongs to another ShardedDDP. Build one OSS for each ShardedDDP."
-            foreign = [
-                name
-                for group in optimizer.shard_groups
-                for name, param in zip(group.names, group.params, strict=True)
-                if param not in names
-            ]
+            foreign = [place.name for param, place in optimizer.places.items() if param not in names]
             if foreign:
                 return (
                     f"the optimizer has {len(foreign)} parameters that are not in the module, such as {foreign[0]}. "
@@ -142,7 +137,7 @@ class ShardedDDP(Wrapper):
         problem = refusal(Wrapping(self._inner))
         if problem is not None:
             return problem
-        held = {param for optimizer in self._optimizers for group in optimizer.shard_groups for param in group.params}
+        held = {param for optimizer in self._optimizers for param in optimizer.places}
         missing = [name for param, name in names.items() if param.requires_grad and param not in held]
         if missing:
             return (
@@ -153,8 +148,7 @@ class ShardedDDP(Wrapper):
 
     def _announce(self, names: dict[nn.Parameter, str]) -> None:
         groups = [group for optimizer in self._optimizers for group in optimizer.shard_groups]
-        held = {param for group in groups for param in group.params}
-        frozen = len(names.keys() - held)
+        frozen = len(names) - sum(len(group.params) for group in groups)
         left_out = f"{frozen} parameters that are frozen and in no optimizer" if frozen else ""
         title = f"ShardedDDP({type(self._inner).__name__})"
         announce(title, self._comm, groups, left_out, sharded="gradients")
