@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from sidebyside import SideBySide, data, sgd, stage_3
 
-WIDTH = 8
+WIDTH = 10
 
-Scenario = Callable[[int, int, dict[str, Any]], None]
-"""Of rank, number of ranks, and options of FSDP. Raises where numbers are not those of the reference."""
+Scenario = Callable[[int, int, Any], None]
+"""Of rank, number of ranks, and options of FSDP or a stage. Raises where numbers are not those of the reference."""
 
 
 class Scenarios(dict[str, Scenario]):
@@ -26,12 +26,15 @@ class Scenarios(dict[str, Scenario]):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """Two layers; a ModuleList of these becomes a list of units at stage 3."""
+
+    def __init__(self, between: nn.Module | None = None) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.between = between or nn.Tanh()
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        return self.down(self.between(self.up(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)

@@ -226,7 +226,8 @@ class Waves(nn.Module):
         return x * self.weight
 
 
-def built_without_values(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_model_built_and_sharded_where_new_tensors_have_no_values_gets_its_own(rank, world):
     with torch.device("meta"):
         model = zero.FSDP(nn.Sequential(Waves(), Waves()))
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -234,10 +235,6 @@ def built_without_values(rank: int, world: int) -> None:
         found = zero.full_state_dict(model)
         optimizer.step()
     same(found, nn.Sequential(Waves(), Waves()).state_dict())
-
-
-def test_a_model_built_and_sharded_where_new_tensors_have_no_values_gets_its_own():
-    ranks.run(built_without_values)
 
 
 # -------------------------------------------------------------------------------------------------------- full tensors
@@ -289,13 +286,10 @@ def saves(rank: int, folder: str, path: Path, stage: int, name: str) -> Any:
     return told
 
 
-def saved(rank: int, world: int, path: Path, stage: int, name: str) -> None:
-    unchanged(saves, rank, path, stage, name)
-
-
 @matrix.combined("stage, name", STAGES, ["sgd", "adamw"])
-def test_checkpoints_do_not_depend_on_the_default_device(tmp_path, stage, name):
-    ranks.run(saved, args=(tmp_path, stage, name))
+@ranks.on(2)
+def test_checkpoints_do_not_depend_on_the_default_device(rank, world, tmp_path, stage, name):
+    unchanged(saves, rank, tmp_path, stage, name)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

@@ -91,8 +91,18 @@ def test_the_report_never_raises():
 # ------------------------------------------------------------------------------------------------------ zero.report
 
 
-def reported(rank, world, stage, options):
-    """Of a settled step, between backward and step: the report, and whether its text can be made."""
+@pytest.mark.parametrize(
+    ("stage", "options", "kind"),
+    [
+        (1, {}, "1"),
+        (2, {"master_dtype": torch.float32}, "2"),
+        (3, {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}, "3"),
+    ],
+    ids=str,
+)
+@ranks.on(2)
+def test_a_report_tells_what_the_plan_told(rank, world, stage, options, kind):
+    """Of a settled step, between backward and step."""
     torch.manual_seed(0)
     before = zero.traffic()
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)]
@@ -113,30 +123,17 @@ def reported(rank, world, stage, options):
         before = zero.traffic()
         optimizer.step()
     assert zero.report(inner, [optimizer]).parameters == found.parameters
-    return found, str(found), found.numbers()
-
-
-@pytest.mark.parametrize(
-    ("stage", "options", "kind"),
-    [
-        (1, {}, "1"),
-        (2, {"master_dtype": torch.float32}, "2"),
-        (3, {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}, "3"),
-    ],
-    ids=str,
-)
-def test_a_report_tells_what_the_plan_told(stage, options, kind):
-    for rank, (found, text, numbers) in enumerate(ranks.run(reported, args=(stage, options))):
-        assert (found.stage, found.rank, found.world, found.peak) == (kind, rank, 2, None)
-        planned = found.planned
-        resident = (planned.parameters, planned.gradients, planned.optimizer)
-        assert (found.parameters, found.gradients, found.optimizer) == pytest.approx(resident, rel=0.02)
-        if stage > 1:  # DistributedDataParallel sends by itself
-            assert found.sent == pytest.approx(planned.sent, rel=0.1)
-        assert f"stage {kind} (" in text
-        assert [line.split()[0] for line in text.splitlines()[2:]] == ["here", "planned"]
-        assert numbers["zero/resident_bytes"] == found.resident
-        assert "zero/peak_bytes" not in numbers
+    text, numbers = str(found), found.numbers()
+    assert (found.stage, found.rank, found.world, found.peak) == (kind, rank, 2, None)
+    planned = found.planned
+    resident = (planned.parameters, planned.gradients, planned.optimizer)
+    assert (found.parameters, found.gradients, found.optimizer) == pytest.approx(resident, rel=0.02)
+    if stage > 1:  # DistributedDataParallel sends by itself
+        assert found.sent == pytest.approx(planned.sent, rel=0.1)
+    assert f"stage {kind} (" in text
+    assert [line.split()[0] for line in text.splitlines()[2:]] == ["here", "planned"]
+    assert numbers["zero/resident_bytes"] == found.resident
+    assert "zero/peak_bytes" not in numbers
 
 
 def test_an_optimizer_that_cannot_be_planned_is_reported_without_a_plan():
@@ -159,22 +156,21 @@ class Around(torch.optim.Optimizer):
             self.state = optimizer.state
 
 
-def wrapped_optimizers(rank, world):
+@ranks.on(2)
+def test_an_optimizer_that_another_wraps_is_found_unless_that_has_state(rank, world):
     model = nn.Linear(64, 64)
     model(torch.ones(1, 64)).sum().backward()
     adam = torch.optim.Adam(model.parameters())
     adam.step()
-    told = [zero.report(model, one).optimizer for one in (adam, Around(adam, keeps=False), Around(adam, keeps=True))]
+    alone, shown, around = [
+        zero.report(model, one).optimizer for one in (adam, Around(adam, keeps=False), Around(adam, keeps=True))
+    ]
     sharding = zero.OSS(model.parameters(), torch.optim.Adam)
-    found = [zero.report(model, one).stage for one in (sharding, Around(Around(sharding, keeps=False), keeps=False))]
-    return told, found, sum(param.nbytes for param in model.parameters())
-
-
-def test_an_optimizer_that_another_wraps_is_found_unless_that_has_state():
-    for (alone, shown, around), stages, weights in ranks.run(wrapped_optimizers):
-        assert alone == shown == pytest.approx(2 * weights, rel=0.01)
-        assert around == weights
-        assert stages == ["1", "1"]
+    stages = [zero.report(model, one).stage for one in (sharding, Around(Around(sharding, keeps=False), keeps=False))]
+    weights = sum(param.nbytes for param in model.parameters())
+    assert alone == shown == pytest.approx(2 * weights, rel=0.01)
+    assert around == weights
+    assert stages == ["1", "1"]
 
 
 def test_the_command_prints_the_environment():

@@ -69,22 +69,20 @@ def test_operations_are_compared_one_by_one_only_where_the_schedule_is_new():
     assert ranks.run(comparisons_of_each_step, 2) == [[4, 1, 3, 1, 1]] * 2
 
 
-def comparisons_without_agreement(rank: int, world: int, together: bool) -> list[int]:
-    """As of an evaluation, which has forwards alone."""
+@pytest.mark.parametrize(("together", "of_the_first_operation"), [(False, 0), (True, 3)])
+@ranks.on(2)
+def test_schedules_settle_without_agreements_too(rank, world, together, of_the_first_operation):
+    """If ranks begin them together, one that begins another schedule alone must not send it into others' backward.
+
+    As of an evaluation, which has forwards alone.
+    """
     with between_hosts(), counted() as seen:
         steps = Steps()
         for _ in range(4):
             steps.comm.begin_schedule(together=together)
             steps.gather(0)
             steps.gather(1)
-    return seen
-
-
-@pytest.mark.parametrize(("together", "of_the_first_operation"), [(False, 0), (True, 3)])
-def test_schedules_settle_without_agreements_too(together, of_the_first_operation):
-    """If ranks begin them together, one that begins another schedule alone must not send it into others' backward."""
-    for seen in ranks.run(comparisons_without_agreement, 2, args=(together,)):
-        assert len(seen) == 2 + of_the_first_operation
+    assert len(seen) == 2 + of_the_first_operation
 
 
 def test_each_operation_is_compared_where_the_environment_says_so():
@@ -230,7 +228,9 @@ class Net(torch.nn.Module):
         return x
 
 
-def comparisons_of_steps(rank: int, world: int, stage: int) -> list[int]:
+@pytest.mark.parametrize(("stage", "most"), [(1, 1), (2, 2), (3, 2)])
+@ranks.on(2)
+def test_a_settled_step_has_few_comparisons_whatever_the_number_of_units(rank, world, stage, most):
     """What waits for all ranks without bringing anything: comparisons, and sums of a few numbers."""
     found = []
     with between_hosts(), counted() as seen:
@@ -243,11 +243,6 @@ def comparisons_of_steps(rank: int, world: int, stage: int) -> list[int]:
                 model(torch.full((2, 8), float(rank + step))).square().mean().backward()
                 optimizer.step()
             found.append(len(seen) + summed.call_count)
-    return found
-
-
-@pytest.mark.parametrize(("stage", "most"), [(1, 1), (2, 2), (3, 2)])
-def test_a_settled_step_has_few_comparisons_whatever_the_number_of_units(stage, most):
-    for first, *settled_ones in ranks.run(comparisons_of_steps, 2, args=(stage,)):
-        assert settled_ones == [most, most]
-        assert first > most
+    first, *settled_ones = found
+    assert settled_ones == [most, most]
+    assert first > most

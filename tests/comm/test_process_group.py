@@ -99,15 +99,12 @@ class NCCL(metaclass=_AnyBackend):
         self.calls.append("abort")
 
 
-def with_nccl(rank: int, world: int) -> tuple[int, list[str]]:
+@ranks.on(2, fresh=True)
+def test_reductions_have_communicators_of_their_own_which_a_failure_ends(rank, world):
     NCCL.made = []
     group = dist.new_group([0, 1], backend="cuda:gloo")
     with mock.patch.object(dist, "ProcessGroupNCCL", NCCL, create=True):
         comm = Comm(group)
         assert comm.transport_name(torch.device("cuda")) == "gloo"  # what this group calls itself
     refusal(lambda: comm._order.out_of_step({}))
-    return len(NCCL.made), NCCL.made[0].calls
-
-
-def test_reductions_have_communicators_of_their_own_which_a_failure_ends():
-    assert ranks.run(with_nccl, 2, fresh=True) == [(1, ["abort"])] * 2
+    assert (len(NCCL.made), NCCL.made[0].calls) == (1, ["abort"])

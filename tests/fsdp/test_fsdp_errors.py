@@ -227,7 +227,8 @@ def test_a_rank_outside_the_process_group_is_refused():
     assert "rank 2 of the job is not in the process group" in message
 
 
-def alone(rank: int, world: int) -> None:
+@ranks.on(bare=True)
+def test_one_process_without_a_group_refuses_the_same(rank, world):
     for function, words in [
         (no_parameters, "without parameters"),
         (partial(unknown_stage, stage=7), "stage=7 is unknown"),
@@ -238,21 +239,12 @@ def alone(rank: int, world: int) -> None:
         assert "on rank" not in str(raised.value)
 
 
-def test_one_process_without_a_group_refuses_the_same():
-    ranks.run(alone, bare=True)
-
-
 # ---------------------------------------------------------------------------------------------------------- lost units
 
 
-def gathered_after_a_failure(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, "parameters of the root unit of FSDP have not arrived", "first error")
+def test_a_unit_whose_gather_failed_is_named_instead_of_computing_with_what_is_there(rank, world):
     model = zero.FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     with mock.patch.object(Comm, "gather", side_effect=OSError("down")), pytest.raises(OSError, match="down"):
         model(torch.ones(2, 3))
     model(torch.ones(2, 3))
-
-
-def test_a_unit_whose_gather_failed_is_named_instead_of_computing_with_what_is_there():
-    ranks.expect_error(
-        gathered_after_a_failure, 2, RuntimeError, "parameters of the root unit of FSDP have not arrived", "first error"
-    )

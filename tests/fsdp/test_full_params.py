@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +53,8 @@ def test_gradients_are_whole_too_and_what_is_written_is_stepped(world, partition
     ranks.run(with_grads, world, args=(partition,))
 
 
-def without_writeback(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_without_writeback_changes_are_lost(rank, world):
     both = side_by_side(rank, world)
     inner, _ = both.each()
     with both.model.summon_full_params(writeback=False, with_grads=True):
@@ -64,11 +64,9 @@ def without_writeback(rank: int, world: int) -> None:
     both.update()
 
 
-def test_without_writeback_changes_are_lost():
-    ranks.run(without_writeback)
-
-
-def on_rank_0(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+@ranks.on("world")
+def test_only_rank_0_may_see_them_whole(rank, world):
     both = side_by_side(rank, world)
     inner, plain = both.each()
     shards = [param.detach().clone() for param in inner.parameters()]
@@ -78,11 +76,6 @@ def on_rank_0(rank: int, world: int) -> None:
             if not rank and both.averages.get(expected) is not None:
                 assert close(param.grad, both.averages[expected], both.tolerance)
     both.update()
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_only_rank_0_may_see_them_whole(world):
-    ranks.run(on_rank_0, world)
 
 
 class Root(nn.Module):
@@ -104,7 +97,8 @@ def shapes(module: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(param.shape) for param in module.parameters()]
 
 
-def called_on_the_class(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_called_on_the_class_it_takes_any_module(rank, world):
     plain, model = Root(), Root().wrapped()
     shards = shapes(model)
     given = {"recurse": True, "writeback": True, "rank0_only": False, "offload_to_cpu": True, "with_grads": False}
@@ -127,10 +121,6 @@ def called_on_the_class(rank: int, world: int) -> None:
         assert torch.equal(model.last(torch.ones(2, 8)), plain.last(torch.ones(2, 8)))
     with zero.FSDP.summon_full_params(nn.Linear(2, 2)):
         pass
-
-
-def test_called_on_the_class_it_takes_any_module():
-    ranks.run(called_on_the_class)
 
 
 def gradients_on_the_cpu(rank: int, world: int) -> None:
@@ -187,7 +177,8 @@ def initialise(module: nn.Module) -> None:
         nn.init.orthogonal_(module.weight)
 
 
-def apply(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_apply_sees_whole_parameters_and_leaves_what_it_did_on_rank_0(rank, world):
     torch.manual_seed(0)
     plain = GPT()
     model = zero.FSDP(copy.deepcopy(plain))
@@ -200,11 +191,8 @@ def apply(rank: int, world: int) -> None:
     assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
 
 
-def test_apply_sees_whole_parameters_and_leaves_what_it_did_on_rank_0():
-    ranks.run(apply)
-
-
-def copies(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_state_dict_is_made_of_copies_each_by_itself_but_for_tied_ones(rank, world):
     case = CASES["gpt"]
     inner = case.model()
     model = zero.FSDP(inner, ignored_parameters=[inner.norm.weight])
@@ -218,10 +206,6 @@ def copies(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_a_state_dict_is_made_of_copies_each_by_itself_but_for_tied_ones():
-    ranks.run(copies)
-
-
 class Pair(nn.Module):
     """A plain module around an FSDP."""
 
@@ -231,7 +215,8 @@ class Pair(nn.Module):
         self.left, self.right = wrap(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))), nn.Linear(5, 1)
 
 
-def in_a_plain_module(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain(rank, world):
     pair, plain = Pair(zero.FSDP), Pair()
     with torch.no_grad():
         for tensor in plain.state_dict().values():
@@ -251,19 +236,16 @@ def in_a_plain_module(rank: int, world: int) -> None:
         pair.load_state_dict({**weights, "left.0.weight": left}, assign=True)
 
 
-def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain():
-    ranks.run(in_a_plain_module)
-
-
 # --------------------------------------------------------------------------------------------------------------- shards
 
 
-def by_part(rank: int, world: int, path: Path) -> None:
+@ranks.on(2)
+def test_each_rank_saves_and_loads_its_own_parts(rank, world, tmp_path):
     torch.manual_seed(rank)
     model = zero.FSDP(CASES["convnet"].model())
     before = model.state_dict()
-    torch.save(model.local_state_dict(), path / f"{rank}.pt")
-    saved = torch.load(path / f"{rank}.pt", weights_only=True)
+    torch.save(model.local_state_dict(), tmp_path / f"{rank}.pt")
+    saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
     assert (
         sum(value.numel() for name, value in saved.items() if "head" in name)
         < model.state_dict()["head.weight"].numel()
@@ -274,10 +256,6 @@ def by_part(rank: int, world: int, path: Path) -> None:
     model.load_local_state_dict(saved)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_each_rank_saves_and_loads_its_own_parts(tmp_path):
-    ranks.run(by_part, args=(tmp_path,))
 
 
 def of_another(rank: int, world: int, options: dict[str, Any], blocks: int) -> None:

@@ -97,14 +97,12 @@ def test_an_optimizer_that_works_in_blocks_equals_the_unsharded_one(stage, world
     assert sum(state["scale"] for _, state in told) == sum(-(-numel // BLOCK) for numel in numels), "a block was cut"
 
 
-def _any_cut(rank, world, cut):
-    zero.OSS(built(Odd).parameters(), Blockwise, **cut)
-
-
 @pytest.mark.parametrize("cut", [{"partition": "even"}, {"granularity": BLOCK // 2}], ids=str)
-def test_cuts_that_do_not_respect_blocks_are_refused(cut):
-    words = [r"cuts inside parameters, but Blockwise .* needs each parameter whole", "partition='whole'"]
-    ranks.expect_error(_any_cut, 2, ValueError, *words, args=(cut,))
+@ranks.raises(
+    2, ValueError, r"cuts inside parameters, but Blockwise .* needs each parameter whole", "partition='whole'"
+)
+def test_cuts_that_do_not_respect_blocks_are_refused(rank, world, cut):
+    zero.OSS(built(Odd).parameters(), Blockwise, **cut)
 
 
 def _step(rank, number, *pairs):
@@ -154,20 +152,18 @@ class Uneven(Blockwise):
             state["moments"] = torch.ones(3)
 
 
-def _unknown(rank, world):
+@ranks.on(2)
+def test_state_of_any_other_length_is_refused_where_parameters_are_cut(rank, world):
     ours = built(Odd)
     optimizer = zero.OSS(ours.parameters(), Uneven, granularity=BLOCK)
     _step(0, 0, (ours, optimizer))
-    return refusal(lambda: optimizer.consolidate_state_dict(to=None))
+    told = refusal(lambda: optimizer.consolidate_state_dict(to=None))
+    assert told.startswith("ValueError: the state 'moments' of"), told
+    assert "partition='whole'" in told
 
 
-def test_state_of_any_other_length_is_refused_where_parameters_are_cut():
-    for told in ranks.run(_unknown, 2):
-        assert told.startswith("ValueError: the state 'moments' of"), told
-        assert "partition='whole'" in told
-
-
-def _own_shard(rank, world):
+@ranks.on(2)
+def test_state_by_blocks_of_a_rank_itself_continues_bit_for_bit(rank, world):
     """Without consolidation each rank's own shard is saved and loaded as it is."""
     finals = []
     for restart in (False, True):
@@ -185,12 +181,8 @@ def _own_shard(rank, world):
     same(finals[1], finals[0], "weights")
 
 
-def test_state_by_blocks_of_a_rank_itself_continues_bit_for_bit():
-    ranks.run(_own_shard, 2)
-
-
-def _groups(rank, world):
-    """Parameters that are added later are cut at multiples, too."""
+@ranks.on(3)
+def test_parameters_added_later_are_cut_at_multiples(rank, world):
     model, plain = built(Odd), built(Odd)
     optimizer = zero.OSS(model.first.parameters(), Blockwise, granularity=BLOCK)
     expected = Blockwise(plain.first.parameters())
@@ -202,10 +194,6 @@ def _groups(rank, world):
             loss_of(each, 0, step).backward()
             its.step()
     same([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()], "weights")
-
-
-def test_parameters_added_later_are_cut_at_multiples():
-    ranks.run(_groups, 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

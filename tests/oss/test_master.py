@@ -142,12 +142,9 @@ def test_float16_parameters_have_masters_too(stage):
     ranks.run(_steps, 2, args=(stage, "even", "adam", torch.float16))
 
 
-def _no_float(rank, world):
+@ranks.raises(2, ValueError, "master_dtype", "float32")
+def test_masters_of_integers_are_refused_when_built(rank, world):
     zero.OSS(built(Half).parameters(), SGD, master_dtype=torch.int32, lr=0.1)
-
-
-def test_masters_of_integers_are_refused_when_built():
-    ranks.expect_error(_no_float, 2, ValueError, "master_dtype", "float32")
 
 
 def _small_updates(rank, world, master_dtype):
@@ -168,7 +165,9 @@ def test_small_updates_add_up():
     assert all(torch.equal(weight, torch.ones_like(weight)) for weight in lost)
 
 
-def _clipped(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_gradients_of_masters_are_clipped(rank, world, stage):
     """The norm is of the gradients as they arrive, in 16 bits at stage 1."""
     expected, model, optimizer = start(world, stage, "even", "sgd")
     gradients = []
@@ -184,12 +183,12 @@ def _clipped(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_of_masters_are_clipped(stage):
-    ranks.run(_clipped, 2, args=(stage,))
+@ranks.on(2)
+def test_float16_parameters_with_masters_are_trained_with_a_loss_scale(rank, world, stage):
+    """torch's GradScaler refuses gradients of 16 bits, because without masters they would be stepped in 16 bits.
 
-
-def _scaled(rank, world, stage):
-    """With a scale of 1 the numbers are those without; an infinite gradient skips the step."""
+    With a scale of 1 the numbers are those without; an infinite gradient skips the step.
+    """
     expected, model, optimizer = start(world, stage, "even", "sgd", torch.float16)
     scaler = zero.GradScaler("cpu", init_scale=1.0)
     for number in range(4):
@@ -205,17 +204,14 @@ def _scaled(rank, world, stage):
     assert scaler.get_scale() == 0.5
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_float16_parameters_with_masters_are_trained_with_a_loss_scale(stage):
-    """torch's GradScaler refuses gradients of 16 bits, because without masters they would be stepped in 16 bits."""
-    ranks.run(_scaled, 2, args=(stage,))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
 
-def _bytes(rank, world, stage, cut):
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("stage", "cut"), AT)
+@ranks.on("world")
+def test_takes_two_bytes_a_parameter_whole_and_twelve_in_parts(rank, world, stage, cut):
     model = built(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))).to(torch.bfloat16))
     wrapped, optimizer = at_stage(stage, model, Adam, partition=cut, master_dtype=torch.float32)
     wrapped(torch.randn(3, 64, dtype=torch.bfloat16)).sum().backward()
@@ -228,16 +224,9 @@ def _bytes(rank, world, stage, cut):
     params = list(model.parameters())
     state = [value for each in optimizer.optim.state.values() for value in each.values() if value.dim()]
     owned = size([*(optimizer.part(param) for param in params), *state])
-    return sum(param.numel() for param in params), size(params), owned
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("stage", "cut"), AT)
-def test_takes_two_bytes_a_parameter_whole_and_twelve_in_parts(world, stage, cut):
-    told = ranks.run(_bytes, world, args=(stage, cut))
-    for count, whole, owned in told:
-        assert whole == pytest.approx(2 * count, rel=0.01)
-        assert owned == pytest.approx(12 * count / world, rel=0.02)
+    count = sum(param.numel() for param in params)
+    assert size(params) == pytest.approx(2 * count, rel=0.01)
+    assert owned == pytest.approx(12 * count / world, rel=0.02)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,7 +250,9 @@ def by_foreach(model, values):
 WAYS = {"load_state_dict": in_place, "data.copy_": by_data, "foreach_copy_": by_foreach}
 
 
-def _loaded(rank, world, stage, cut, way):
+@matrix.combined("stage, way, cut", [1, 2], WAYS, CUTS)
+@ranks.on(2)
+def test_weights_loaded_between_steps_are_taken_over(rank, world, stage, cut, way):
     expected, model, optimizer = start(world, stage, cut, "sgd")
     for number in range(2):
         expected.step(number)
@@ -276,13 +267,8 @@ def _loaded(rank, world, stage, cut, way):
         assert_by_hand(model, optimizer, expected, f"step {number}")
 
 
-@matrix.combined("stage, way, cut", [1, 2], WAYS, CUTS)
-def test_weights_loaded_between_steps_are_taken_over(stage, cut, way):
-    ranks.run(_loaded, 2, args=(stage, cut, way))
-
-
-def _partly(rank, world):
-    """Only some elements are written: the masters of the others keep their precision."""
+@ranks.on(2)
+def test_masters_of_what_was_not_written_keep_their_precision(rank, world):
     expected, model, optimizer = start(world, 2, "even", "sgd")
     for number in range(2):
         expected.step(number)
@@ -294,10 +280,6 @@ def _partly(rank, world):
     expected.step(2)
     step(rank, 2, model, optimizer)
     assert_by_hand(model, optimizer, expected, "after one row was written")
-
-
-def test_masters_of_what_was_not_written_keep_their_precision():
-    ranks.run(_partly, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,7 +357,8 @@ def test_masters_are_restored_without_a_process_group(weights_first):
         same(master, expected[number], f"master {number}")
 
 
-def _own_shard(rank, world):
+@ranks.on(2)
+def test_a_ranks_own_part_restores_its_masters(rank, world):
     """What state_dict() returns before consolidation holds this rank's masters."""
     expected, model, optimizer = start(world, 2, "even", "adam")
     for number in range(2):
@@ -391,11 +374,9 @@ def _own_shard(rank, world):
     assert_by_hand(again, restored, expected, "after loading this rank's shard")
 
 
-def test_a_ranks_own_part_restores_its_masters():
-    ranks.run(_own_shard, 2)
-
-
-def _new_buckets(rank, world, name):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@ranks.on(2)
+def test_masters_come_along_into_other_buckets(rank, world, name):
     expected, model, optimizer = start(world, 1, "even", name)
     for number in range(4):
         if number == 2:
@@ -405,12 +386,9 @@ def _new_buckets(rank, world, name):
         assert_by_hand(model, optimizer, expected, f"step {number}")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_masters_come_along_into_other_buckets(name):
-    ranks.run(_new_buckets, 2, args=(name,))
-
-
-def _carried(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(rank, world, stage):
     """A plain optimizer takes masters along in its state, trains, and hands them on: they are as old as they were."""
     optim = OPTIMIZERS["sgd"]
     _, model, optimizer = start(world, stage, "even", "sgd")
@@ -455,16 +433,12 @@ def _carried(rank, world, stage):
             assert torch.allclose(one.float(), other.float(), rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(stage):
-    ranks.run(_carried, 2, args=(stage,))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Read between writing weights and the next step
 
 
-def _read_before_the_step(rank, world, path):
+@ranks.on(2)
+def test_masters_are_read_as_the_next_step_takes_them(rank, world, tmp_path):
     expected, model, optimizer = start(world, 2, "even", "sgd")
     for number in range(2):
         expected.step(number)
@@ -477,18 +451,15 @@ def _read_before_the_step(rank, world, path):
         masters[expected.model.first.weight][3] = 0.75
         masters[expected.model.gain].fill_(0.75)
     assert_by_hand(model, optimizer, expected, "what was consolidated")
-    zero.checkpoint.save(path, model, optimizer)
+    zero.checkpoint.save(tmp_path, model, optimizer)
     wide = Half(torch.float32)
-    zero.checkpoint.load(path, wide)
+    zero.checkpoint.load(tmp_path, wide)
     for name, param in expected.model.named_parameters():
         same(wide.get_parameter(name).detach(), masters.get(param, param).detach().float(), f"what was saved of {name}")
 
 
-def test_masters_are_read_as_the_next_step_takes_them(tmp_path):
-    ranks.run(_read_before_the_step, 2, args=(str(tmp_path),))
-
-
-def _weights_last(rank, world):
+@ranks.on(2)
+def test_masters_wait_for_weights_that_are_loaded_after_them(rank, world):
     """Reading the state, and laying it out anew, before the weights that belong to it are loaded."""
     expected, model, optimizer = start(world, 1, "even", "sgd")
     for number in range(2):
@@ -503,7 +474,3 @@ def _weights_last(rank, world):
     restored.set_bucket_size(250)
     again.module.load_state_dict(model.module.state_dict())
     assert_by_hand(again, restored, expected, "after the weights were loaded")
-
-
-def test_masters_wait_for_weights_that_are_loaded_after_them():
-    ranks.run(_weights_last, 2)

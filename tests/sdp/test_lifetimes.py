@@ -74,7 +74,8 @@ def test_a_module_that_is_wrapped_again_is_trained_by_the_new_one(dropped):
     ranks.run(wrapped_again, 2, (dropped,))
 
 
-def unwrapped(rank, world):
+@ranks.on(2)
+def test_without_its_wrapper_a_module_is_a_plain_one(rank, world):
     model = net()
     train(*sharded(model), rank)
     gc.collect()
@@ -83,11 +84,8 @@ def unwrapped(rank, world):
         assert all(param.grad is not None for param in model.parameters())
 
 
-def test_without_its_wrapper_a_module_is_a_plain_one():
-    ranks.run(unwrapped, 2)
-
-
-def freed(rank, world):
+@ranks.on(2)
+def test_everything_is_freed_when_nobody_has_it(rank, world):
     model = net()
     wrapped, optimizer = sharded(model)
     train(wrapped, optimizer, rank)
@@ -95,10 +93,6 @@ def freed(rank, world):
     del model, wrapped, optimizer
     gc.collect()
     assert [one() for one in watched] == [None] * 3
-
-
-def test_everything_is_freed_when_nobody_has_it():
-    ranks.run(freed, 2)
 
 
 class Scaled(nn.Module):
@@ -112,7 +106,8 @@ class Scaled(nn.Module):
         return self.inner(inputs), self.scale
 
 
-def returned(rank, world):
+@ranks.on(2)
+def test_a_parameter_that_is_returned_gathers_no_hooks(rank, world):
     model = Scaled()
     wrapped, optimizer = sharded(model)
     for step in range(5):
@@ -121,10 +116,6 @@ def returned(rank, world):
         (output * scale).square().mean().backward()
         optimizer.step()
         assert len(model.scale._backward_hooks or ()) == 1
-
-
-def test_a_parameter_that_is_returned_gathers_no_hooks():
-    ranks.run(returned, 2)
 
 
 # --------------------------------------------------------------------------------------- parameters that are frozen
@@ -158,7 +149,8 @@ def test_freezing_for_a_second_forward_loses_no_gradient(numbers):
     ranks.run(frozen_as_plainly, 2, (numbers,))
 
 
-def frozen_in_backward(rank, world):
+@ranks.on(2)
+def test_what_is_frozen_when_backward_comes_is_not_trained(rank, world):
     model = net()
     wrapped, optimizer = sharded(model)
     before, loss = weights(model), loss_of(wrapped, rank, 0)
@@ -172,24 +164,17 @@ def frozen_in_backward(rank, world):
     assert not equal(weights(model), before)
 
 
-def test_what_is_frozen_when_backward_comes_is_not_trained():
-    ranks.run(frozen_in_backward, 2)
-
-
 # --------------------------------------------------------------------------------- ranks that do not do the same
 
 
-def frozen_alone(rank, world):
+@ranks.raises(2, RuntimeError, "out of step", "a comparison of what the ranks were given")
+def test_a_rank_that_trains_other_parameters_is_noticed(rank, world):
     model = net()
     wrapped, optimizer = sharded(model)
     train(wrapped, optimizer, rank)
     if rank:
         model[2].requires_grad_(False)
     train(wrapped, optimizer, rank)
-
-
-def test_a_rank_that_trains_other_parameters_is_noticed():
-    ranks.expect_error(frozen_alone, 2, RuntimeError, "out of step", "a comparison of what the ranks were given")
 
 
 class Ends(nn.Module):
@@ -211,16 +196,13 @@ class Branched(nn.Module):
         return self.sometimes(hidden) if use else hidden
 
 
-def between(rank, world):
+@ranks.raises(2, RuntimeError, "out of step", "reduction of a bucket")
+def test_gradients_of_two_wrappers_are_not_mixed(rank, world):
     """Buckets of one wrapper are sent between those of another, on the ranks in another order."""
     ends, _ = sharded(Ends(), reduce_buffer_size=WIDTH * (WIDTH + 1))
     branched, _ = sharded(Branched(), reduce_buffer_size=WIDTH * (WIDTH + 1))
     hidden = branched(ends(data(5, WIDTH, rank=rank), "first"), rank == 1)
     ends(hidden, "last").square().mean().backward()
-
-
-def test_gradients_of_two_wrappers_are_not_mixed():
-    ranks.expect_error(between, 2, RuntimeError, "out of step", "reduction of a bucket")
 
 
 # ---------------------------------------------------------------------------------------------------------- complex
@@ -236,7 +218,8 @@ class Conjugating(nn.Module):
         return (product.real + 2 * product.imag).sum()
 
 
-def conjugated(rank, world):
+@ranks.on(2)
+def test_conjugated_gradients_arrive_as_they_are(rank, world):
     plain, model = Conjugating(), Conjugating()
     wrapped, optimizer = sharded(model)
     inputs = torch.view_as_complex(data(200, 200, 2, rank=rank))
@@ -247,7 +230,3 @@ def conjugated(rank, world):
     [span] = optimizer.shard_groups[0].spans.values()
     shard = optimizer.part(model.weight).grad.flatten()
     assert torch.equal(shard, whole[span.start : span.stop].resolve_conj())
-
-
-def test_conjugated_gradients_arrive_as_they_are():
-    ranks.run(conjugated, 2)

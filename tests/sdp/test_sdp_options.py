@@ -91,8 +91,8 @@ def test_sizes_do_not_matter_for_adam():
     ranks.run(_sizes, 2, args=(1000, "adam"))
 
 
-def _dtypes(rank, world):
-    """The size is a number of elements, of whatever dtype."""
+@ranks.on(2)
+def test_sizes_count_elements_of_whatever_dtype(rank, world):
 
     class Mixed(nn.Module):
         def __init__(self):
@@ -112,15 +112,13 @@ def _dtypes(rank, world):
     optimizer.step()
 
 
-def test_sizes_count_elements_of_whatever_dtype():
-    ranks.run(_dtypes, 2)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # reduce
 
 
-def _reduce(rank, world, name):
+@by_optimizer
+@ranks.on(2)
+def test_reduce_sends_what_no_sync_left(rank, world, name):
     """Two backwards under no_sync and reduce() are what DDP makes of one under no_sync and one without."""
     plain, ours = pair(layers, OPTIMIZERS[name])
     for step in range(3):
@@ -140,12 +138,8 @@ def _reduce(rank, world, name):
         assert_same(ours[0], plain[0], f"step {step}:")
 
 
-@by_optimizer
-def test_reduce_sends_what_no_sync_left(name):
-    ranks.run(_reduce, 2, args=(name,))
-
-
-def _reduce_on_one(rank, world):
+@ranks.on(2)
+def test_reduce_averages_with_zeros_where_a_rank_has_nothing(rank, world):
     """Only one rank has something to send: the average is with zeros. What nobody has gets no gradient."""
     model = built(layers)
     wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
@@ -165,11 +159,8 @@ def _reduce_on_one(rank, world):
         assert (optimizer.part(param).grad is None) == (not name.startswith("0.") or not len(optimizer.part(param)))
 
 
-def test_reduce_averages_with_zeros_where_a_rank_has_nothing():
-    ranks.run(_reduce_on_one, 2)
-
-
-def _reduce_nothing(rank, world):
+@ranks.on(2)
+def test_reduce_without_anything_left_changes_nothing(rank, world):
     model = built(layers)
     wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
     squares(wrapped, rank, 0).backward()
@@ -177,10 +168,6 @@ def _reduce_nothing(rank, world):
     wrapped.reduce()
     after = [optimizer.part(param).grad for param in model.parameters()]
     assert all(one is two if one is None else torch.equal(one, two) for one, two in zip(before, after, strict=True))
-
-
-def test_reduce_without_anything_left_changes_nothing():
-    ranks.run(_reduce_nothing, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +234,10 @@ def test_models_start_as_the_first_ranks_or_as_they_are(sync):
 # Several optimizers, modules used again
 
 
-def _two(rank, world, size, every_other):
+@pytest.mark.parametrize("every_other", [False, True])
+@pytest.mark.parametrize("size", [None, 0])
+@ranks.on(2)
+def test_two_optimizers_step_each_their_own(rank, world, size, every_other):
     """every_other: the second one steps every other time only, on gradients that have added up."""
     kinds = partial(SGD, lr=0.05, momentum=0.9), partial(SGD if every_other else Adam, lr=0.01)
     models = built(layers), built(layers)
@@ -268,12 +258,6 @@ def _two(rank, world, size, every_other):
             assert_same(wrapped, plain, f"step {step}:")
 
 
-@pytest.mark.parametrize("every_other", [False, True])
-@pytest.mark.parametrize("size", [None, 0])
-def test_two_optimizers_step_each_their_own(size, every_other):
-    ranks.run(_two, 2, args=(size, every_other))
-
-
 class Recurrent(nn.Module):
     """Runs the same cell once more at every step, and one weight both in a module and by itself."""
 
@@ -290,17 +274,14 @@ class Recurrent(nn.Module):
         return F.linear(self.out(hidden), self.out.weight.t())
 
 
-def _reused(rank, world, size):
+@pytest.mark.parametrize("size", [None, 0])
+@ranks.on(2)
+def test_modules_may_be_used_several_times_in_one_forward(rank, world, size):
     side = SideBySide(built(Recurrent), partial(sharded, reduce_buffer_size=size), OPTIMIZERS["sgd"])
     for step in range(4):
         for each in side.each():
             each.times = 1 + step
         side.step(lambda each, step=step: squares(each, rank, step))
-
-
-@pytest.mark.parametrize("size", [None, 0])
-def test_modules_may_be_used_several_times_in_one_forward(size):
-    ranks.run(_reused, 2, args=(size,))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,7 +300,10 @@ def penalised(model, inputs):
     return scores.mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
 
 
-def _penalty(rank, world, name, size):
+@matrix.combined("world, size", [2, 3], [None, 0])
+@ranks.on("world")
+def test_a_gradient_penalty_is_that_of_the_whole_batch(rank, world, size):
+    name = "sgd"
     model = built(critic)
     wrapped, optimizer = sharded(model, OPTIMIZERS[name], reduce_buffer_size=size)
     alone = built(critic)
@@ -335,13 +319,8 @@ def _penalty(rank, world, name, size):
             assert torch.allclose(param, other, rtol=1e-4, atol=1e-6), f"step {step}: {what}"
 
 
-@matrix.combined("world, size", [2, 3], [None, 0])
-def test_a_gradient_penalty_is_that_of_the_whole_batch(world, size):
-    ranks.run(_penalty, world, args=("sgd", size))
-
-
-def _by_parameters(rank, world):
-    """The inner derivative is by the parameters, as in meta-learning."""
+@ranks.on(2)
+def test_inner_derivatives_by_the_parameters_are_those_of_plain_torch(rank, world):
 
     def loss_of(model, inputs):
         params = list(model.parameters())
@@ -364,11 +343,8 @@ def _by_parameters(rank, world):
             assert torch.equal(param, other), f"step {step}: {what}"
 
 
-def test_inner_derivatives_by_the_parameters_are_those_of_plain_torch():
-    ranks.run(_by_parameters, 2)
-
-
-def _inner(rank, world):
+@ranks.on(2)
+def test_an_inner_derivative_sends_nothing(rank, world):
     """By the input, by parameters, by both, and a backward for the input alone: bytes sent meanwhile."""
     model = built(critic)
     wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
@@ -387,22 +363,15 @@ def _inner(rank, world):
         scores.mean().backward()  # which is reduced as ever
         assert (zero.traffic() - before).reduce > 0
         optimizer.zero_grad()
-    return sent
+    assert sent == [0] * 4
 
 
-def test_an_inner_derivative_sends_nothing():
-    assert ranks.run(_inner, 2) == [[0] * 4] * 2
-
-
-def _graph_of_gradients(rank, world):
+@ranks.raises(2, RuntimeError, "create_graph", "autograd.grad", r"gradient of '?4\.")
+def test_a_graph_of_reduced_gradients_is_refused_with_the_remedy(rank, world):
     wrapped, _ = sharded(built(critic), OPTIMIZERS["sgd"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of the cycle between parameter and gradient
         wrapped(data(4, WIDTH, rank=rank)).square().sum().backward(create_graph=True)
-
-
-def test_a_graph_of_reduced_gradients_is_refused_with_the_remedy():
-    ranks.expect_error(_graph_of_gradients, 2, RuntimeError, "create_graph", "autograd.grad", r"gradient of '?4\.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -437,7 +406,8 @@ def test_complex_parameters_are_trained_or_refused_with_the_remedy(name):
         assert told is None or ("complex" in told and "view_as_real" in told)
 
 
-def _sync_batch_norm(rank, world):
+@ranks.on(2)
+def test_sync_batch_norm_on_the_cpu_gets_torchs_own_message(rank, world):
     messages = []
     for wrap in (nn.Sequential, lambda model: sharded(model, OPTIMIZERS["sgd"])[0]):
         try:
@@ -446,9 +416,5 @@ def _sync_batch_norm(rank, world):
             messages.append((type(error), str(error)))
     assert len(messages) == 2
     assert messages[0] == messages[1]
-    return messages[1][1]
-
-
-def test_sync_batch_norm_on_the_cpu_gets_torchs_own_message():
-    for message in ranks.run(_sync_batch_norm, 2):
-        assert "SyncBatchNorm expected input tensor to be on" in message
+    message = messages[1][1]
+    assert "SyncBatchNorm expected input tensor to be on" in message

@@ -112,7 +112,9 @@ def test_what_a_step_holds_in_between_is_of_a_slice():
     assert 0 < meter.peak() < 4 * param[: slices.SLICE].nbytes
 
 
-def as_ddp(rank, world, name):
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW amsgrad"])
+@ranks.on(2)
+def test_oss_steps_as_the_plain_optimizer_beside_ddp(rank, world, name):
     before, slices.SLICE = slices.SLICE, 64
     try:
         optim, options = ELEMENTWISE[name]
@@ -121,8 +123,3 @@ def as_ddp(rank, world, name):
         same_weights(model, reference)
     finally:
         slices.SLICE = before
-
-
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW amsgrad"])
-def test_oss_steps_as_the_plain_optimizer_beside_ddp(name):
-    ranks.run(as_ddp, args=(name,))
