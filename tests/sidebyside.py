@@ -132,6 +132,11 @@ class SideBySide:
         assert not different, f"other weights than the reference: {different}"
 
 
+def side_by_side(model: nn.Module, options: dict[str, Any], optim: Any = sgd, *, tolerance: float = 0.0) -> SideBySide:
+    """At stage 3, with options of FSDP."""
+    return SideBySide(model, partial(stage_3, **options), optim, tolerance=tolerance)
+
+
 def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """The same bits, or within `tolerance` of the largest value."""
     if torch.equal(found, expected):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sidebyside import SideBySide, data, sgd, stage_3
+from sidebyside import SideBySide, data
 
 WIDTH = 10
 
@@ -57,10 +56,6 @@ class Stack(nn.Module):
 
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
-
-
-def side_by_side(model: nn.Module, options: dict[str, Any], optim: Any = sgd, *, tolerance: float = 0.0) -> SideBySide:
-    return SideBySide(model, partial(stage_3, **options), optim, tolerance=tolerance)
 
 
 def batch(rank: int, step: int) -> Tensor:

@@ -1,6 +1,5 @@
 """What zero says of itself: a line at construction, `zero.report`, and `python -m zero.report`."""
 
-import logging
 import os
 import re
 import subprocess
@@ -14,39 +13,24 @@ from torch import nn
 
 import ranks
 import zero
+from logs import Heard
 from transports import TRANSPORTS, by
 from zero.report.environment import environment
 
 ROOT = Path(__file__).parents[1]
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def construct(rank, world, transport):
-    logger, lines = logging.getLogger("zero"), Lines()
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    try:
-        with by(transport):
-            for stage in (2, 3):
-                model = nn.Sequential(nn.Linear(16, 3, bias=False), nn.Linear(3, 1, bias=False))
-                model[1].weight.requires_grad_(False)
-                if stage == 2:
-                    sharding = zero.OSS([model[0].weight], torch.optim.SGD, lr=0.1)
-                    zero.ShardedDDP(model, sharding)
-                else:
-                    zero.FSDP(model, ignored_parameters=[model[1].weight])
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(logging.NOTSET)
-    return lines.lines
+    with by(transport), Heard() as heard:
+        for stage in (2, 3):
+            model = nn.Sequential(nn.Linear(16, 3, bias=False), nn.Linear(3, 1, bias=False))
+            model[1].weight.requires_grad_(False)
+            if stage == 2:
+                sharding = zero.OSS([model[0].weight], torch.optim.SGD, lr=0.1)
+                zero.ShardedDDP(model, sharding)
+            else:
+                zero.FSDP(model, ignored_parameters=[model[1].weight])
+    return heard.messages
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -45,8 +45,7 @@ def assert_equal(got, expected, what):
     assert torch.equal(got, expected), f"{what}: off by {(got - expected).abs().max()}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# gather
+# -------------------------------------------------------------------------------------------------------------- gather
 
 
 def cuts(world):
@@ -77,8 +76,7 @@ def test_gather_brings_every_segment_to_every_rank(rank, world, way):
                 assert_equal(full, expected, f"{dtype} {lengths}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# reduce
+# -------------------------------------------------------------------------------------------------------------- reduce
 
 
 def splits(world):
@@ -163,8 +161,7 @@ def test_on_two_ranks_reduce_gives_the_bits_of_all_reduce(rank, world):
     assert_equal(result, expected.chunk(world)[rank], "the reduced segment")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Groups
+# -------------------------------------------------------------------------------------------------------------- Groups
 
 
 def _subgroup(rank, world, way):
@@ -249,8 +246,7 @@ def test_users_of_one_group_never_share_a_channel():
     assert len(set(first[:3])) == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Full tensors
+# -------------------------------------------------------------------------------------------------------- Full tensors
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -299,8 +295,7 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
     assert comm.all_gather_text(texts[rank]) == texts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Traffic
+# ------------------------------------------------------------------------------------------------------------- Traffic
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -345,8 +340,7 @@ def test_traffic_is_added_and_subtracted_kind_by_kind():
     assert more.total == 23
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several at once, and ranks out of step
+# ------------------------------------------------------------------------------ Several at once, and ranks out of step
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -433,8 +427,7 @@ def test_after_ranks_were_out_of_step_the_group_refuses_to_go_on(way):
         assert "nitialise the process group again" in second
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Groups that send only what is on a GPU
+# ------------------------------------------------------------------------------ Groups that send only what is on a GPU
 
 
 def _host_group(rank, world):
@@ -461,8 +454,7 @@ def test_ranks_of_a_group_for_gpus_alone_are_compared_all_the_same():
     assert outside is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparing
+# ----------------------------------------------------------------------------------------------------------- Comparing
 
 
 def _compare(rank, world):

@@ -32,8 +32,7 @@ def launched(comm: Comm, channel: int) -> tuple[torch.Tensor, Any]:
     return full, comm.gather(full, range(0, comm.world * LENGTH + 1, LENGTH), channel)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A failed transfer
+# --------------------------------------------------------------------------------------------------- A failed transfer
 
 
 def poisoned(rank: int, world: int, way: str) -> list[str]:
@@ -71,8 +70,7 @@ def test_a_unit_whose_gather_failed_does_not_compute(rank, world):
     assert all(one.startswith("RuntimeError") for one in told), told
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The user's own groups
+# ----------------------------------------------------------------------------------------------- The user's own groups
 
 
 @ranks.on(2, timeout=60)
@@ -128,8 +126,7 @@ def test_a_model_left_on_the_cpu_under_a_group_for_gpus_alone_is_refused(rank, w
         zero.OSS(model.parameters(), torch.optim.SGD, group, lr=0.1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the user says
+# -------------------------------------------------------------------------------------------------- What the user says
 
 
 def transport(rank: int, world: int) -> str:

@@ -167,15 +167,12 @@ def test_nor_are_those_of_a_model_on_the_cpu_where_nothing_is_recorded(rank, wor
     graphs_of_a_unit_in_place(Net())
 
 
-def captured(rank: int, world: int) -> str:
+@ranks.on(2)
+def test_a_forward_that_is_captured_is_refused_on_every_rank(rank, world):
     sharded = zero.FSDP(Net())
     with as_on_gpus():
         loss(sharded, rank, 0).backward()
     with as_on_gpus(capturing=True):
-        return ranks.refusal(lambda: loss(sharded, rank, 1))
-
-
-def test_a_forward_that_is_captured_is_refused_on_every_rank():
-    for told in ranks.run(captured):
-        assert told.startswith("RuntimeError")
-        assert "FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs" in told
+        told = ranks.refusal(lambda: loss(sharded, rank, 1))
+    assert told.startswith("RuntimeError")
+    assert "FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs" in told

@@ -48,8 +48,7 @@ def _readable():
         pytest.skip("this system does not let processes read one another's memory")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Who reads
+# ----------------------------------------------------------------------------------------------------------- Who reads
 
 
 def _hindered(rank, world, hindered, target, effect):
@@ -132,8 +131,7 @@ def test_the_end_of_a_group_closes_its_sockets(rank, world):
     assert open_sockets() - before == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is read stays until it was read
+# -------------------------------------------------------------------------------- What is read stays until it was read
 
 
 @pytest.mark.parametrize("slow", [0, 2])
@@ -188,8 +186,7 @@ def test_what_is_not_compared_by_collectives_is_compared_all_the_same():
     assert gathers.startswith("RuntimeError: ranks are out of step: rank 1 is in a gather, but rank 0 in a reduction")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A rank that ends
+# ---------------------------------------------------------------------------------------------------- A rank that ends
 
 
 def _ends(rank, world, operation, launched):

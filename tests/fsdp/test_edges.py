@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
-from stacks import WIDTH, Block, Scenarios, Stack, batch, side_by_side
+from sidebyside import side_by_side
+from stacks import WIDTH, Block, Scenarios, Stack, batch
 
 SCENARIOS = scenario = Scenarios()
 
@@ -147,12 +149,12 @@ class Slots:
 @scenario
 def outputs_in_objects_and_deques(rank, world, options):
     class Hiding(Block):
-        def __init__(self):
+        def __init__(self, kind):
             super().__init__()
-            self.gain = nn.Parameter(torch.ones(WIDTH))
+            self.gain, self.kind = nn.Parameter(torch.ones(WIDTH)), kind
 
         def forward(self, x):
-            return Slots(super().forward(x) * self.gain)
+            return self.kind(super().forward(x) * self.gain)
 
     class Finding(Stack):
         def call(self, block, x):
@@ -161,7 +163,8 @@ def outputs_in_objects_and_deques(rank, world, options):
         def forward(self, x):
             return deque([super().forward(x)])
 
-    three_steps(Finding(Hiding), options, rank, lambda model, x: model(x)[0].square().mean())
+    for kind in (Slots, lambda hidden: SimpleNamespace(hidden=hidden)):
+        three_steps(Finding(lambda: Hiding(kind)), options, rank, lambda model, x: model(x)[0].square().mean())  # noqa: B023
 
 
 class Shifted(Stack):

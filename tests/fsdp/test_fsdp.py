@@ -21,7 +21,7 @@ import matrix
 import ranks
 import zero
 from models import CASES, GPT
-from sidebyside import SideBySide, data, sgd
+from sidebyside import SideBySide, data, sgd, side_by_side
 
 WIDTH = 9
 
@@ -226,15 +226,10 @@ class OwnsNothing(nn.Module):
         return self.trained(torch.tanh(self.norm(self.frozen(x))))
 
 
-def in_units(model: nn.Module, optim: Any, policy: Any) -> Any:
-    wrapped = zero.FSDP(model, auto_wrap_policy=policy)
-    return wrapped, optim(wrapped.parameters())
-
-
 @ranks.on(2)
 def test_a_root_without_parameters_and_units_without_trained_ones(rank, world):
     policy = ModuleWrapPolicy({nn.Linear, nn.BatchNorm1d})
-    both = SideBySide(OwnsNothing(), lambda model, optim: in_units(model, optim, policy))
+    both = side_by_side(OwnsNothing(), {"auto_wrap_policy": policy})
     for step in range(3):
         both.step(loss_on(batch(rank, step)))
     assert_in_parts(both.model, OwnsNothing())
@@ -243,7 +238,7 @@ def test_a_root_without_parameters_and_units_without_trained_ones(rank, world):
 @ranks.on(2)
 def test_units_within_units(rank, world):
     policy = CustomPolicy(lambda module: isinstance(module, (Block, nn.Linear, nn.LayerNorm)))
-    both = SideBySide(Net(), lambda model, optim: in_units(model, optim, policy))
+    both = side_by_side(Net(), {"auto_wrap_policy": policy})
     assert len(both.model._units) == 2 + 3 * 4
     for step in range(3):
         both.step(loss_on(batch(rank, step)))
@@ -279,8 +274,7 @@ def tied_net() -> nn.Module:
 @pytest.mark.parametrize("options", [{}, {"partition": "whole"}], ids=["even", "whole"])
 @ranks.on(3)
 def test_state_dict_is_the_plain_one_and_plain_ones_load(rank, world, options):
-    net = Net()
-    net.blocks[3].linear.weight = net.first.weight
+    net = tied_net()
     expected = copy.deepcopy(net.state_dict())
     model = zero.FSDP(net, **options)
     found = model.state_dict()
@@ -374,7 +368,7 @@ def test_a_step_sends_at_most_one_and_a_half_times_what_ddp_sends(world):
         assert 0.98 < sum(traffic.total for traffic, _ in sent) / all_reduce <= most
 
 
-# ------------------------------------------------------------------------------------------------------ ranks out of st
+# ---------------------------------------------------------------------------------------------------- ranks out of step
 
 
 class Experts(nn.Module):
@@ -418,12 +412,7 @@ def test_units_run_by_some_ranks_only_raise_on_every_rank(run, widths, options):
 
 def experts_used_by_rank(rank: int, world: int, use: list[list[int]], options: dict[str, Any]) -> str:
     """All ranks run all experts, but their losses depend on other ones."""
-
-    def build(model: nn.Module, optim: Any) -> Any:
-        wrapped = zero.FSDP(model, **options)
-        return wrapped, optim(wrapped.parameters())
-
-    both = SideBySide(Experts((WIDTH, WIDTH)), build)
+    both = side_by_side(Experts((WIDTH, WIDTH)), options)
     try:
         for step in range(3):
             both.step(lambda model: model(batch(rank, step), [0, 1], use[rank]).square().mean())  # noqa: B023
@@ -447,43 +436,6 @@ def test_a_rank_that_takes_another_step_raises_on_every_rank(rank, world):
     if rank:
         model(batch(rank)).square().mean().backward()
     model.state_dict()
-
-
-class Hidden:
-    """An object that is no container."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-class Hiding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.line = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Hidden:
-        return Hidden(self.line(self.norm(x)))
-
-
-class Found(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Hiding() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x).tensor
-        return x
-
-
-@ranks.on(2, timeout=20)
-def test_tensors_in_objects_that_are_no_containers_are_found(rank, world):
-    both = SideBySide(Found(), "3")
-    for step in range(3):
-        both.step(lambda model, step=step: model(batch(rank, step)).square().mean())
 
 
 @ranks.raises(2, RuntimeError, "create_graph=True", "stage 2", timeout=20)

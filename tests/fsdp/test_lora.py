@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import ranks
+import sidebyside
 import zero
 from sidebyside import SideBySide, data, sgd
 
@@ -79,12 +80,7 @@ def side_by_side(model: nn.Module, stage: str, optim: Any = sgd, tolerance: floa
     options = dict(STAGES[stage])
     if stage == "hybrid":
         options["device_mesh"] = init_device_mesh("cpu", (1, 2))
-
-    def build(inner: nn.Module, optim: Any) -> Any:
-        wrapped = zero.FSDP(inner, **options)
-        return wrapped, optim(wrapped.parameters())
-
-    return SideBySide(model, build, optim, tolerance=tolerance)
+    return sidebyside.side_by_side(model, options, optim, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -100,24 +100,20 @@ def test_the_peak_of_a_step_is_within_the_formula(kind):
         assert peak >= 0.75 * formula, f"{share:.2f} P + {in_b:.2f} B: the formula says more than it needs to"
 
 
-def peak_beside(rank: int, world: int, options: dict[str, Any]) -> tuple[int, int]:
-    with overlapping():
-        return peak_of_a_step(rank, world, options, 0)
-
-
 @pytest.mark.parametrize(
     ("options", "buffers"),
     [({}, 4.25), ({"mixed_precision": BF16}, 5.5), ({"prefetch": zero.MEMORY_FIRST}, 2.25)],
     ids=str,
 )
-def test_where_transfers_overlap_computing_all_that_does_is_within_the_formula(options, buffers):
+@ranks.on(4)
+def test_where_transfers_overlap_computing_all_that_does_is_within_the_formula(rank, world, options, buffers):
     """Parameters and gradients of the unit that computes, parameters of the next, gradients of the last and what comes
     of them: 4 B + B / S. Where 16 bits travel, what comes is B, and its sums in float32 2 B / S."""
-    world = 4
-    for peak, largest in ranks.run(peak_beside, world, args=(options,)):
-        formula = 4 / world * size() + buffers * largest + 0.03 * size()
-        in_b = (peak - 4 / world * size()) / largest
-        assert 0.75 * formula <= peak <= formula, f"{in_b:.2f} B where {buffers} B are allowed"
+    with overlapping():
+        peak, largest = peak_of_a_step(rank, world, options, 0)
+    formula = 4 / world * size() + buffers * largest + 0.03 * size()
+    in_b = (peak - 4 / world * size()) / largest
+    assert 0.75 * formula <= peak <= formula, f"{in_b:.2f} B where {buffers} B are allowed"
 
 
 # ------------------------------------------------------------------------------------------------------- initialisation

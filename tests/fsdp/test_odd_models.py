@@ -17,7 +17,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import SGD
 
 import ranks
-from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, side_by_side, steps
+from sidebyside import side_by_side
+from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, steps
 
 SCENARIOS = scenario = Scenarios()
 

@@ -15,13 +15,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ranks
-import stacks
+import sidebyside
 import zero
 from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, steps
 
 SCENARIOS = scenario = Scenarios()
 
-side_by_side = partial(stacks.side_by_side, tolerance=1e-6)  # gradients sent in two goes are rounded once more
+side_by_side = partial(sidebyside.side_by_side, tolerance=1e-6)  # gradients sent in two goes are rounded once more
 
 
 # ------------------------------------------------------------------------------------------- graphs of several forwards

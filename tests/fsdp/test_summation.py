@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
-from stacks import WIDTH, Scenarios, Stack, batch, side_by_side, steps
+from sidebyside import side_by_side
+from stacks import WIDTH, Scenarios, Stack, batch, steps
 
 SCENARIOS = scenario = Scenarios()
 

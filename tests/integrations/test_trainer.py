@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 import ranks
 import zero
 from launched import launched
+from logs import Heard
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     pytest.skip("needs transformers and accelerate", allow_module_level=True)
@@ -72,28 +72,6 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-class Heard(logging.Handler):
-    """The messages of a logger."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-        self.logger = logging.getLogger(name)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __enter__(self) -> Heard:
-        self.before = self.logger.level
-        self.logger.addHandler(self)
-        self.logger.setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.logger.removeHandler(self)
-        self.logger.setLevel(self.before)
 
 
 @ranks.on(2, timeout=100)

@@ -24,8 +24,7 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 40), nn.Tanh(), nn.Linear(40, FEATURES))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Steps without gradients
+# --------------------------------------------------------------------------------------------- Steps without gradients
 
 
 @by_stage
@@ -57,8 +56,7 @@ def test_steps_that_never_find_a_gradient_warn_once(rank, world):
     assert "assign=False" in told[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hooks on gradients
+# -------------------------------------------------------------------------------------------------- Hooks on gradients
 
 
 def noise(optimizer: Optimizer, *_: Any) -> None:
@@ -97,8 +95,7 @@ def test_a_hook_that_clips_by_the_norm_of_a_shard_is_refused(rank, world):
     train(model, optimizer, rank, range(1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hooks on states
+# ----------------------------------------------------------------------------------------------------- Hooks on states
 
 
 @ranks.on(2)
@@ -117,8 +114,7 @@ def test_hooks_on_state_dicts_are_called(rank, world):
     assert seen == [True, 1, "loaded"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Closures and arguments of step
+# -------------------------------------------------------------------------------------- Closures and arguments of step
 
 
 class Extragradient(Optimizer):
@@ -214,8 +210,7 @@ def test_closures_and_arguments_of_step_reach_the_inner_optimizer(rank, world, s
     same(finals[1], finals[0], "losses and weights")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What only the inner optimizer has
+# ----------------------------------------------------------------------------------- What only the inner optimizer has
 
 
 class Averaged(Optimizer):
@@ -281,8 +276,7 @@ def test_weights_that_the_inner_optimizer_switches_are_gathered(rank, world, sta
     same(finals[1], finals[0], "losses, averages, weights")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters without gradients
+# ---------------------------------------------------------------------------------------- Parameters without gradients
 
 
 class DecayingAll(Optimizer):

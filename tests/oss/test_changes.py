@@ -22,8 +22,7 @@ CUTS = ["even", "whole"]
 by_cut = pytest.mark.parametrize("cut", CUTS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Frozen and unfrozen
+# ------------------------------------------------------------------------------------------------- Frozen and unfrozen
 
 
 FROZEN = [{"first"}, {"middle", "norm"}, set(), {"conv", "tied", "first"}]  # children of Net, in turn
@@ -81,12 +80,15 @@ def test_frozen_between_backward_and_step_is_stepped_once_more(rank, world, stag
     same(finals[1], finals[0], "weights")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Moved, cast, replaced
+# ----------------------------------------------------------------------------------------------- Moved, cast, replaced
 
 
 def cast(model):
     model.double()
+
+
+def cast_there_and_back(model):
+    model.half().float()
 
 
 def cast_part(model):
@@ -102,12 +104,17 @@ def vector_loaded(model):
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params).detach() * 2, params)
 
 
-CHANGES = {each.__name__: each for each in (cast, cast_part, data_replaced, vector_loaded)}
+CHANGES = {each.__name__: each for each in (cast, cast_there_and_back, cast_part, data_replaced, vector_loaded)}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @by_stage
-@ranks.raises(2, RuntimeError, "moved, cast or given other data", "build OSS")
+@ranks.raises(
+    2,
+    RuntimeError,
+    "was moved, cast or given other data after OSS was built",
+    "Move and cast the model first, then build",
+)
 def test_parameters_moved_or_cast_are_refused_with_the_remedy(rank, world, stage, change):
     model, optimizer = at_stage(stage, built(), SGD, **MOMENTUM)
     train(model, optimizer, rank, range(1))
@@ -186,8 +193,7 @@ def test_assigning_through_sharded_ddp_is_refused_at_once(rank, world):
     assert "assign=False" in told
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loaded in place
+# ----------------------------------------------------------------------------------------------------- Loaded in place
 
 
 @by_cut
@@ -214,8 +220,7 @@ def test_weights_written_in_place_are_trained_on(rank, world, stage, cut):
     same(finals[1], finals[0], "losses and weights")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Copied and pickled
+# -------------------------------------------------------------------------------------------------- Copied and pickled
 
 
 @by_stage
@@ -305,8 +310,7 @@ def test_copying_and_pickling_what_is_spread_over_ranks_is_refused(rank, world):
     same_weights(model.module, plain[0].module)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Laid out anew
+# ------------------------------------------------------------------------------------------------------- Laid out anew
 
 
 @by_cut

@@ -34,8 +34,7 @@ def rounded(value, dtype):
     return value.to(dtype).to(value.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters after a step
+# --------------------------------------------------------------------------------------------- Parameters after a step
 
 
 @pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
@@ -132,8 +131,7 @@ def test_no_more_than_two_buckets_are_rounded_at_a_time():
         assert took <= 0.2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Gradients
+# ----------------------------------------------------------------------------------------------------------- Gradients
 
 
 def by_hand(world, step, dtype):
@@ -224,8 +222,7 @@ def test_both_together_stay_close_to_plain_training(rank, world):
             assert (param - other).abs().max() <= 2e-3 * other.abs().max() + 1e-4, what
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Int8: tests/features/test_codec.py tells how far off a block may be
+# ------------------------------------------------- Int8: tests/features/test_codec.py tells how far off a block may be
 
 
 def layers(dtype=torch.float32):
@@ -342,8 +339,7 @@ def test_blocks_that_differ_between_ranks_are_refused(rank, world):
     zero.OSS(layers().parameters(), SGD, broadcast_fp16=zero.Int8(64 * (1 + rank)), lr=0.1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What cannot be sent
+# ------------------------------------------------------------------------------------------------- What cannot be sent
 
 
 def _broadcast_as(rank, world, dtype):

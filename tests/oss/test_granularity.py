@@ -196,8 +196,7 @@ def test_parameters_added_later_are_cut_at_multiples(rank, world):
     same([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()], "weights")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Balance: shapes only, no rank starts
+# -------------------------------------------------------------------------------- Balance: shapes only, no rank starts
 
 
 def gpt2():

@@ -204,8 +204,7 @@ def test_float16_parameters_with_masters_are_trained_with_a_loss_scale(rank, wor
     assert scaler.get_scale() == 0.5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
+# -------------------------------------------------------------------------------------------------------------- Memory
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -229,8 +228,7 @@ def test_takes_two_bytes_a_parameter_whole_and_twelve_in_parts(rank, world, stag
     assert owned == pytest.approx(12 * count / world, rel=0.02)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights that are written into the parameters
+# ------------------------------------------------------------------------ Weights that are written into the parameters
 
 
 def in_place(model, values):
@@ -282,8 +280,7 @@ def test_masters_of_what_was_not_written_keep_their_precision(rank, world):
     assert_by_hand(model, optimizer, expected, "after one row was written")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Saved and loaded
+# ---------------------------------------------------------------------------------------------------- Saved and loaded
 
 
 def _save(rank, world, stage, cut, name):
@@ -433,8 +430,7 @@ def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(
             assert torch.allclose(one.float(), other.float(), rtol=2**-7, atol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Read between writing weights and the next step
+# ---------------------------------------------------------------------- Read between writing weights and the next step
 
 
 @ranks.on(2)

@@ -71,8 +71,7 @@ def assert_equal_training(rank, plain, sharded, **options):
     assert expected[0] != expected[-1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whatever the optimizer
+# ---------------------------------------------------------------------------------------------- Whatever the optimizer
 
 
 def _optimizers(rank, world, name, partition):
@@ -144,8 +143,7 @@ def test_trains_the_same_with_several_dtypes_in_one_model(rank, world):
     assert_equal_training(rank, plain, sharded)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whatever the group
+# -------------------------------------------------------------------------------------------------- Whatever the group
 
 
 def close(got, expected):
@@ -174,8 +172,7 @@ def test_trains_the_same_without_a_process_group(rank, world):
     same(sharded[1].state_dict(), plain[1].state_dict(), "the state")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whatever the user does with it
+# -------------------------------------------------------------------------------------- Whatever the user does with it
 
 
 def _groups_of(model):
@@ -422,8 +419,7 @@ def test_ranks_own_all_elements_once():
     assert sum(owned for owned, _ in told) == told[0][1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What it is for
+# ------------------------------------------------------------------------------------------------------ What it is for
 
 
 def _state_bytes(rank, world, partition):

@@ -52,7 +52,9 @@ def equal(some, others):
 # ------------------------------------------------------------------------------------------------ wrappers that go
 
 
-def wrapped_again(rank, world, dropped):
+@pytest.mark.parametrize("dropped", [True, False])
+@ranks.on(2)
+def test_a_module_that_is_wrapped_again_is_trained_by_the_new_one(rank, world, dropped):
     model, other = net(), net()
     first = sharded(model)
     train(*first, rank)
@@ -67,11 +69,6 @@ def wrapped_again(rank, world, dropped):
     if first is not None:
         with pytest.raises(RuntimeError, match="replaced by another"):
             loss_of(first[0], rank, 0)
-
-
-@pytest.mark.parametrize("dropped", [True, False])
-def test_a_module_that_is_wrapped_again_is_trained_by_the_new_one(dropped):
-    ranks.run(wrapped_again, 2, (dropped,))
 
 
 @ranks.on(2)
@@ -140,13 +137,10 @@ def frozen_meanwhile(rank, world, numbers, sharding):
     return weights(model)
 
 
-def frozen_as_plainly(rank, world, numbers):
-    assert equal(frozen_meanwhile(rank, world, numbers, True), frozen_meanwhile(rank, world, numbers, False))
-
-
 @pytest.mark.parametrize("numbers", [(0,), (4,), (0, 2, 4)])
-def test_freezing_for_a_second_forward_loses_no_gradient(numbers):
-    ranks.run(frozen_as_plainly, 2, (numbers,))
+@ranks.on(2)
+def test_freezing_for_a_second_forward_loses_no_gradient(rank, world, numbers):
+    assert equal(frozen_meanwhile(rank, world, numbers, True), frozen_meanwhile(rank, world, numbers, False))
 
 
 @ranks.on(2)

@@ -144,19 +144,3 @@ def test_what_does_not_belong_together_is_refused_on_every_rank(function, words)
 def test_models_that_differ_between_ranks_are_refused_on_every_rank(change, words):
     words = ["differ between ranks", "rank 0 has", "rank 1 has", "same on every rank", *words]
     ranks.expect_error(in_two_ranks, 2, ValueError, *words, args=(models_differ, change), timeout=15)
-
-
-def outside(rank: int, world: int) -> str:
-    group = dist.new_group([0, 1])
-    model = net()
-    try:
-        zero.ShardedDDP(model, zero.OSS(model.parameters(), sgd, group), group)
-    except ValueError as error:
-        return str(error)
-    return "built"
-
-
-def test_a_rank_outside_the_process_group_is_refused():
-    *inside, message = ranks.run(outside, 3, timeout=15)
-    assert inside == ["built", "built"]
-    assert "rank 2 of the job is not in the process group" in message

@@ -55,8 +55,7 @@ def assert_same(got, expected, what=""):
         assert torch.equal(found, value), f"{what} {name} differs by at most {(found - value).abs().max()}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is reduced at a time
+# ------------------------------------------------------------------------------------------- What is reduced at a time
 
 
 def _sizes(rank, world, size, name):
@@ -112,8 +111,7 @@ def test_sizes_count_elements_of_whatever_dtype(rank, world):
     optimizer.step()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# reduce
+# -------------------------------------------------------------------------------------------------------------- reduce
 
 
 @by_optimizer
@@ -170,8 +168,7 @@ def test_reduce_without_anything_left_changes_nothing(rank, world):
     assert all(one is two if one is None else torch.equal(one, two) for one, two in zip(before, after, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Buffers, and the start
+# ---------------------------------------------------------------------------------------------- Buffers, and the start
 
 
 def normed():
@@ -230,8 +227,7 @@ def test_models_start_as_the_first_ranks_or_as_they_are(sync):
         assert told[0][3] > alike[0][3] + 4 * sum(value.numel() for value in first.values()) - 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several optimizers, modules used again
+# ------------------------------------------------------------------------------ Several optimizers, modules used again
 
 
 @pytest.mark.parametrize("every_other", [False, True])
@@ -284,8 +280,7 @@ def test_modules_may_be_used_several_times_in_one_forward(rank, world, size):
         side.step(lambda each, step=step: squares(each, rank, step))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Backward of a backward
+# ---------------------------------------------------------------------------------------------- Backward of a backward
 
 
 def critic():
@@ -374,8 +369,7 @@ def test_a_graph_of_reduced_gradients_is_refused_with_the_remedy(rank, world):
         wrapped(data(4, WIDTH, rank=rank)).square().sum().backward(create_graph=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Complex, SyncBatchNorm
+# ---------------------------------------------------------------------------------------------- Complex, SyncBatchNorm
 
 
 class Waves(nn.Module):
@@ -390,20 +384,16 @@ class Waves(nn.Module):
         return self.real((mixed.to(torch.complex64) @ self.mix).abs())
 
 
-def _complex(rank, world, name):
-    try:
-        side = SideBySide(built(Waves), sharded, OPTIMIZERS[name])
-    except ValueError as error:
-        return str(error)
-    for step in range(3):
-        side.step(lambda each, step=step: squares(each, rank, step))
-    return None
-
-
 @by_optimizer
-def test_complex_parameters_are_trained_or_refused_with_the_remedy(name):
-    for told in ranks.run(_complex, 2, args=(name,)):
-        assert told is None or ("complex" in told and "view_as_real" in told)
+@ranks.on(2)
+def test_complex_parameters_are_trained_or_refused_with_the_remedy(rank, world, name):
+    def train():
+        side = SideBySide(built(Waves), sharded, OPTIMIZERS[name])
+        for step in range(3):
+            side.step(lambda each, step=step: squares(each, rank, step))
+
+    told = ranks.refusal(train)
+    assert not told or ("ValueError" in told and "complex" in told and "view_as_real" in told), told
 
 
 @ranks.on(2)

@@ -47,8 +47,7 @@ def group_of(params, world=None, cut="even", **options):
     return ShardGroup([*params.values()], [*params], geometry, Placement(comm), GroupOptions(**options))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Binding
+# ------------------------------------------------------------------------------------------------------------- Binding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -152,8 +151,7 @@ def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_
     assert alike(params) == [[0, 2], [1, 5], [3], [4]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Freeing and gathering
+# ----------------------------------------------------------------------------------------------- Freeing and gathering
 
 
 def gathered(group, **options):
@@ -355,8 +353,7 @@ def test_a_group_whose_gather_failed_is_lost(rank, world, own_shard, late):
         gathered(group)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Moved parameters
+# ---------------------------------------------------------------------------------------------------- Moved parameters
 
 
 def _replace(model):
@@ -420,8 +417,7 @@ def test_strays_are_noticed_while_in_part_too():
     assert group.reclaim() == "matrix"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What cannot be sharded
+# ---------------------------------------------------------------------------------------------- What cannot be sharded
 
 
 def _wrapper():

@@ -65,8 +65,7 @@ def is_shard(state):
     return "zero_shard" in state
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole
+# --------------------------------------------------------------------------------------------------------------- Whole
 
 
 def _consolidate(rank, world, name, partition):
@@ -213,8 +212,7 @@ def test_what_was_consolidated_holds_until_the_next_step_or_load(rank, world):
     assert is_shard(sharded.state_dict()), "a state from before the last load is given out"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# To and from the plain optimizer and other numbers of ranks
+# ---------------------------------------------------------- To and from the plain optimizer and other numbers of ranks
 
 
 def _saved(rank, world, name, partition):
@@ -380,8 +378,7 @@ def test_state_in_lists_and_tuples_is_consolidated_and_loaded(rank, world, parti
         same(again.state_dict(), state, "the state loaded under another partition and consolidated again")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In shard
+# ------------------------------------------------------------------------------------------------------------ In shard
 
 
 @ranks.on(2, timeout=20)
@@ -482,8 +479,7 @@ def test_a_part_is_refused_elsewhere_with_the_remedy():
         assert text.endswith("Call consolidate_state_dict() before state_dict() to save what loads anywhere.")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What does not fit
+# --------------------------------------------------------------------------------------------------- What does not fit
 
 
 def _misfits(rank, world, change):
