@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
-from atstage import at_stage, clip, weights
+from reference import at_stage, clip, weights
 from sidebyside import data
 
 WIDTH = 24

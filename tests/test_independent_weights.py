@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 import ranks
 import zero
-from atstage import at_stage
+from reference import at_stage
 
 
 class Net(nn.Module):

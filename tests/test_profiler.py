@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import ranks
 import zero
-from atstage import at_stage
 from logs import Heard
+from reference import at_stage
 
 
 def built(stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:

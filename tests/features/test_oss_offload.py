@@ -18,8 +18,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 import matrix
 import ranks
 import zero
-from atstage import at_stage, clip, weights
-from reference import same
+from reference import at_stage, clip, same, weights
 from sidebyside import data
 
 STAGES = [1, 2]

@@ -22,7 +22,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import ranks
 import zero
-from atstage import at_stage
+from reference import at_stage
 
 OPTIONS = {
     "sharded": StateDictOptions(),

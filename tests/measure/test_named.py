@@ -25,7 +25,7 @@ class ByName(ByParameter):
             for name, param in named_parameters
             if param.requires_grad
         ]
-        super().__init__(groups, {"lr": lr})
+        super().__init__(groups, lr)
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("mean", torch.zeros_like(param))
@@ -37,9 +37,6 @@ class ByName(ByParameter):
 
 class ByNames(ByParameter):
     """Reads the names that torch puts into groups."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         name = next(name for name, one in zip(group["param_names"], group["params"], strict=True) if one is param)

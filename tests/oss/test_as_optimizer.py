@@ -14,8 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import ranks
 import zero
-from atstage import at_stage, weights
-from reference import FEATURES, MOMENTUM, built, loss_of, same, train
+from reference import FEATURES, MOMENTUM, at_stage, built, loss_of, same, train, weights
 
 by_stage = pytest.mark.parametrize("stage", [1, 2])
 

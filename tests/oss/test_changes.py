@@ -14,8 +14,20 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import matrix
 import ranks
 import zero
-from atstage import at_stage, weights
-from reference import FEATURES, MOMENTUM, batch, built, distributed, loss_of, refusal, same, same_weights, train
+from reference import (
+    FEATURES,
+    MOMENTUM,
+    at_stage,
+    batch,
+    built,
+    distributed,
+    loss_of,
+    refusal,
+    same,
+    same_weights,
+    train,
+    weights,
+)
 
 by_stage = pytest.mark.parametrize("stage", [1, 2])
 CUTS = ["even", "whole"]

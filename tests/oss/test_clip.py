@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import ranks
-from atstage import at_stage, clip
-from reference import FEATURES, MOMENTUM, Net, built, loss_of
+from reference import FEATURES, MOMENTUM, Net, at_stage, built, clip, loss_of
 from zero import OSS, ShardedDDP
 
 NORMS = (1.0, 2.0, 3.0, math.inf)

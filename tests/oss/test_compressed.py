@@ -8,8 +8,7 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
-from atstage import at_stage, own_elements
-from reference import FEATURES, MOMENTUM, Net, batch, built, loss_of, same
+from reference import FEATURES, MOMENTUM, Net, at_stage, batch, built, loss_of, own_elements, same
 from zero.plan.meter import Meter
 
 DTYPES = {"fp16": (True, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16)}

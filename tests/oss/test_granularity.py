@@ -25,7 +25,7 @@ class Blockwise(ByParameter):
     """
 
     def __init__(self, params, lr=0.1, momentum=0.9):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+        super().__init__(params, lr, momentum=momentum)
 
     def step_one(self, param, state, group):
         if not state:

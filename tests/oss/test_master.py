@@ -13,8 +13,7 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
-from atstage import at_stage
-from reference import FEATURES, batch, built, same
+from reference import FEATURES, at_stage, batch, built, same
 
 OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.01),

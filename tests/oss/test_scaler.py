@@ -10,8 +10,7 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
-from atstage import at_stage, clip
-from reference import FEATURES, built, loss_of, same
+from reference import FEATURES, at_stage, built, clip, loss_of, same
 
 OPTIMIZERS = {"sgd": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}), "adam": (Adam, {"lr": 0.01})}
 SCALE = {"init_scale": 2.0**8, "growth_interval": 2}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import matrix
 import ranks
-from atstage import at_stage, weights
 from models import OPTIMIZERS
+from reference import at_stage, weights
 from sidebyside import data, sgd
 
 WIDTH = 6
