@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import zero
 from sidebyside import SideBySide, data
 
 WIDTH = 10
@@ -56,6 +57,14 @@ class Stack(nn.Module):
 
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
+
+
+def unsharded_in_backward(model: zero.FSDP, params: Iterable[nn.Parameter]) -> list[int]:
+    """To be filled with how many units beside the root are unsharded whenever one of the parameters has a gradient."""
+    counts: list[int] = []
+    for param in params:
+        param.register_hook(lambda _: counts.append(sum(unit.unsharded for unit in model._units[1:])))
+    return counts
 
 
 def batch(rank: int, step: int) -> Tensor:

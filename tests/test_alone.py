@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ranks
 import zero
-from models import FeedForward
+from models import FeedForward, take_step
 from ranks import refusal
 from sidebyside import data, sgd
 from transports import TRANSPORTS, by
@@ -60,9 +60,7 @@ def evaluate(model: nn.Module, optimizer: Any) -> None:
 
 def train(model: nn.Module, optimizer: Any, rank: int, steps: int) -> None:
     for step in range(steps):
-        optimizer.zero_grad()
-        model(data(4, WIDTH, rank=rank, step=step)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(4, WIDTH, rank=rank, step=step)).square().mean())
 
 
 def finish(model: nn.Module, optimizer: Any, rank: int, steps: int) -> None:

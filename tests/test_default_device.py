@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import matrix
 import ranks
 import zero
-from models import CASES, Batch, train_step
+from models import CASES, Batch, take_step, train_step
 from optimizers import TrainedLion
 from reference import same
 from transports import between_hosts
@@ -198,11 +198,7 @@ def halves(rank: int, folder: str, stage: int) -> Any:
         model = zero.ShardedDDP(model, optimizer) if stage == 2 else DistributedDataParallel(model)
     losses = []
     for one in given:
-        optimizer.zero_grad()
-        loss = model(*(value.bfloat16() for value in one.inputs)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, model(*(value.bfloat16() for value in one.inputs)).float().square().mean()))
     return losses, zero.full_state_dict(model), state_of(model, optimizer)
 
 

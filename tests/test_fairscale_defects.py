@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
-from reference import at_stage, clip, weights
+from reference import at_stage, clip, same, weights
 from sidebyside import data
 
 WIDTH = 24
@@ -53,12 +53,6 @@ def backward(model, rank, step, **how):
     model(data(5, WIDTH, rank=rank, step=step), **how).square().mean().backward()
 
 
-def assert_same(got, expected, what=""):
-    expected = weights(expected)
-    different = [name for name, value in weights(got).items() if not torch.equal(value, expected[name])]
-    assert not different, f"{what} other weights than DDP's: {different}"
-
-
 @pytest.mark.parametrize("through", ["optimizer", "model", "module"])
 @by_optimizer
 @by_stage
@@ -74,7 +68,7 @@ def test_zero_grad_to_none_does_not_stop_averaging_from_step_2_on(rank, world, s
             optimizer.step()
             if through == "module" and model is sharded[0] and stage == 2:
                 optimizer.zero_grad(set_to_none=True)  # the inner module knows nothing of the shards
-        assert_same(sharded[0], plain[0], f"step {step}:")
+        same(weights(sharded[0]), weights(plain[0]), f"weights in step {step}")
 
 
 @pytest.mark.parametrize("members", [(0, 2), (1, 2)])
@@ -92,7 +86,7 @@ def test_ranks_of_a_subgroup_are_not_taken_for_ranks_of_the_job(rank, world, sta
             optimizer.zero_grad()
             backward(model, rank, step)
             optimizer.step()
-        assert_same(sharded[0], plain[0], f"step {step}:")
+        same(weights(sharded[0]), weights(plain[0]), f"weights in step {step}")
     sharded[1].consolidate_state_dict(recipient_rank=1)
     whole = "zero_shard" not in sharded[1].state_dict()
     assert whole == (dist.get_rank(group) == 1)
@@ -114,7 +108,7 @@ def test_parameters_that_ranks_use_differently_neither_hang_nor_differ(rank, wor
             its.zero_grad()
             backward(each, rank, step, used=by_rank[rank])
             its.step()
-        assert_same(sharded, plain, f"step {step}:")
+        same(weights(sharded), weights(plain), f"weights in step {step}")
 
 
 @by_stage
@@ -175,22 +169,6 @@ def plain_state(optim):
     return copy.deepcopy(optimizer.state_dict())
 
 
-def assert_equal(got, expected):
-    assert type(got) is type(expected)
-    if isinstance(expected, dict):
-        assert list(got) == list(expected)
-        for key in expected:
-            assert_equal(got[key], expected[key])
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(got, expected)
-    elif isinstance(expected, list):
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            assert_equal(one, other)
-    else:
-        assert got == expected
-
-
 @by_optimizer
 @ranks.on(2)
 def test_load_state_dict_leaves_the_callers_dictionary_as_it_was(rank, world, optim):
@@ -203,13 +181,13 @@ def test_load_state_dict_leaves_the_callers_dictionary_as_it_was(rank, world, op
         kept = copy.deepcopy(given)
         for _ in range(2):  # and so could be used once only
             zero.OSS(built().parameters(), optim).load_state_dict(given)
-        assert_equal(given, kept)
+        same(given, kept)
         again = zero.OSS(built().parameters(), optim)
         again.load_state_dict(given)
         for param in again.param_groups[0]["params"]:
             param.grad = torch.ones_like(param)
         again.step()
-        assert_equal(given, kept)
+        same(given, kept)
 
 
 class Mixed(nn.Module):
@@ -261,4 +239,4 @@ def test_no_sync_ends_with_an_exception(rank, world, optim):
                     raise KeyError("after a backward, whose gradients stay")
             backward(model, rank, step)
             optimizer.step()
-        assert_same(sharded[0], plain[0], f"step {step}:")
+        same(weights(sharded[0]), weights(plain[0]), f"weights in step {step}")

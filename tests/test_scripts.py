@@ -16,7 +16,7 @@ from torch.optim import Adam
 
 import ranks
 import zero
-from models import FeedForward
+from models import FeedForward, take_step
 from sidebyside import data
 from zero.plan.meter import Meter
 
@@ -45,11 +45,7 @@ def at_stage(stage: int, model: nn.Module) -> tuple[nn.Module, Any]:
 
 
 def step(model: nn.Module, optimizer: Any, rank: int, number: int = 0) -> float:
-    loss = model(data(8, 6, rank=rank, step=number)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
+    return take_step(optimizer, model(data(8, 6, rank=rank, step=number)).square().mean())
 
 
 # ---------------------------------------------------------------------------------------------------- full weights

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zero
-from models import CASES, OPTIMIZERS, Batch, train_step
+from models import CASES, OPTIMIZERS, Batch, take_step, train_step
 
 CASE = CASES["mlp"]  # frozen, tied, unused, empty, 0-dim and non-contiguous parameters
 
@@ -199,9 +199,7 @@ def train(model: nn.Module, optimizer: Optimizer, count: int = 2) -> dict[str, A
     """Steps of what is built like `tiny`; the weights then."""
     torch.manual_seed(0)
     for _ in range(count):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).square().sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.randn(5, 4)).square().sum())
     return zero.full_state_dict(model)
 
 

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
-from models import GPT
+from models import GPT, take_step
 from zero.checkpoint.__main__ import main
 from zero.checkpoint.export import export, export_dcp
 from zero.checkpoint.importing import import_checkpoint
@@ -275,9 +275,7 @@ def net():
 def train_net(model, optimizer, count=2):
     for step in range(count):
         inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(inputs).square().mean())
 
 
 def full(value):

@@ -10,6 +10,7 @@ from saved import Counting, adam, assert_loads, differences, with_adam
 from torch import nn
 
 import zero
+from models import take_step
 from zero.checkpoint.__main__ import main
 from zero.checkpoint.export import export
 from zero.checkpoint.importing import import_checkpoint
@@ -23,9 +24,9 @@ def net(*widths):
 def train(model, optimizer, count=2):
     width = next(model.parameters()).shape[1]
     for step in range(count):
-        optimizer.zero_grad()
-        model(torch.randn(6, width, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
+        take_step(
+            optimizer, model(torch.randn(6, width, generator=torch.Generator().manual_seed(step))).square().mean()
+        )
 
 
 def imported(told, tmp_path, kind="torch.save"):

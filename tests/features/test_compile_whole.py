@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 import zero
 from matrix import WHOLE
-from models import OPTIMIZERS
+from models import OPTIMIZERS, take_step
 from sidebyside import data
 
 # Raised by Dynamo itself as it looks at the tensors that a module is given.
@@ -331,9 +331,7 @@ def gpt2(rank: int, world: int) -> None:
         sharded, called = build(model, counter, {})
         optimizer = OPTIMIZERS["sgd"](sharded.parameters())
         for step in range(3):
-            optimizer.zero_grad()
-            family.loss(rank, step)(called).backward()
-            optimizer.step()
+            take_step(optimizer, family.loss(rank, step)(called))
         assert bool(counter.frame_count) == (build is not uncompiled)
         found.append(zero.full_state_dict(sharded))
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import matrix
 import ranks
 import zero
+from models import take_step
 from sidebyside import data
 
 WIDTH, HIDDEN = 64, 301
@@ -202,11 +203,7 @@ def losses(rank: int, world: int, precision: Precision, steps: int) -> list[floa
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     found = []
     for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
+        found.append(take_step(optimizer, loss_of(model, rank, step)))
     return found
 
 

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 import matrix
 import ranks
 import zero
+from models import take_step
 from reference import at_stage, clip, same, weights
 from sidebyside import data
 
@@ -130,9 +131,7 @@ def test_weights_that_are_written_between_steps_are_taken_over(rank, world, tmp_
             if step == 1:
                 for name, param in model.module.named_parameters():
                     param.data.copy_(other[name])
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+            take_step(optimizer, loss_of(model, rank, step))
         same(*(weights(model) for model, _ in pairs), f"step {step}")
 
 
@@ -142,9 +141,7 @@ def test_an_optimizer_that_is_not_elementwise_steps_all_at_once(rank, world, tmp
     pairs = [at_stage(2, model_of(), optim, offload=offload) for offload in (zero.DiskOffload(tmp_path), None)]
     for step in range(3):
         for model, optimizer in pairs:
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+            take_step(optimizer, loss_of(model, rank, step))
         same(*(weights(model) for model, _ in pairs), f"step {step}")
 
 
@@ -235,9 +232,7 @@ def grown(rank: int, world: int, path: Path | None) -> float:
     optimizer = zero.OSS(model.parameters(), Adam, lr=1e-4, offload=offload)
     wrapped = zero.ShardedDDP(model, optimizer)
     for _ in range(2):
-        optimizer.zero_grad()
-        wrapped(torch.ones(1, 1024)).sum().backward()
-        optimizer.step()
+        take_step(optimizer, wrapped(torch.ones(1, 1024)).sum())
     return (resident("RssAnon") - before) / sum(param.numel() for param in model.parameters())
 
 

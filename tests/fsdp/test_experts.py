@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
-from models import OPTIMIZERS
+from models import OPTIMIZERS, take_step
 from sidebyside import close, data
 
 WIDTH, EXPERTS, TOKENS = 10, 6, 8
@@ -198,9 +198,7 @@ def test_four_ranks_agree_with_one_process_on_the_whole_batch(rank, world):
     model = zero.FSDP(Model(), as_one_unit=[Mixture])
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     for step in range(4):
-        optimizer.zero_grad()
-        loss_on(model, batch(rank, step)).backward()
-        optimizer.step()
+        take_step(optimizer, loss_on(model, batch(rank, step)))
     assert_weights(model, on_the_whole_batch(world, 4), 5e-6)
     mesh = init_device_mesh("cpu", (2, 2))
     hybrid = zero.FSDP(Model(), as_one_unit=[Mixture], sharding_strategy="HYBRID_SHARD", device_mesh=mesh)

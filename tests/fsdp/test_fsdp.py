@@ -20,7 +20,7 @@ from torch.optim import AdamW
 import matrix
 import ranks
 import zero
-from models import CASES, GPT
+from models import CASES, GPT, take_step
 from sidebyside import SideBySide, data, sgd, side_by_side
 
 WIDTH = 9
@@ -394,9 +394,7 @@ def experts_by_rank(
     model = zero.FSDP(Experts(widths), **options)
     optimizer = sgd(model.parameters())
     for _ in range(3):
-        optimizer.zero_grad()
-        model(batch(rank), run[rank]).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(batch(rank), run[rank]).square().mean())
 
 
 @matrix.combined(

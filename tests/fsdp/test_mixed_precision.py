@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
-from models import OPTIMIZERS
+from models import OPTIMIZERS, take_step
 from sidebyside import data
 
 WIDTH = 10
@@ -342,9 +342,7 @@ def test_units_that_are_computed_again_cast_their_inputs_as_in_forward(rank, wor
         model = zero.FSDP(net, mixed_precision=Precision(param_dtype=BF16), auto_wrap_policy=ModuleWrapPolicy({Block}))
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         for step in range(3):
-            optimizer.zero_grad()
-            loss_on(rank, step)(model).backward()
-            optimizer.step()
+            take_step(optimizer, loss_on(rank, step)(model))
         weights.append(model.state_dict())
     expected, found = weights
     assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import ranks
 import sidebyside
 import zero
-from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, steps
+from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, steps, unsharded_in_backward
 
 SCENARIOS = scenario = Scenarios()
 
@@ -273,22 +273,12 @@ class Segments(Stack):
         return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
 
 
-def whole_at_once(rank: int, world: int, options: dict[str, Any]) -> int:
-    both = side_by_side(Segments(blocks=8), {**options, "auto_wrap_policy": ModuleWrapPolicy({Block})})
-    most = 0
-
-    def look(_: Tensor) -> None:
-        nonlocal most
-        most = max(most, sum(unit.unsharded for unit in both.model._units[1:]))
-
+@pytest.mark.parametrize("options", ["default", "memory first"])
+@ranks.on(2, timeout=20)
+def test_blocks_that_are_computed_again_together_are_released_one_by_one(rank, world, options):
+    both = side_by_side(Segments(blocks=8), {**OPTIONS[options], "auto_wrap_policy": ModuleWrapPolicy({Block})})
     both.step(loss_on(rank, 0))
-    for block in both.model.module.blocks:
-        block.up.weight.register_hook(look)
+    counts = unsharded_in_backward(both.model, [block.up.weight for block in both.model.module.blocks])
     for step in range(1, 3):
         both.step(loss_on(rank, step))
-    return most
-
-
-@pytest.mark.parametrize("options", ["default", "memory first"])
-def test_blocks_that_are_computed_again_together_are_released_one_by_one(options):
-    assert ranks.run(whole_at_once, args=(OPTIONS[options],), timeout=20) == [1, 1]
+    assert max(counts) == 1

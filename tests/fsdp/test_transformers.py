@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import matrix
 import ranks
 import zero
-from models import OPTIMIZERS
+from models import OPTIMIZERS, take_step
 from sidebyside import SideBySide, stage_2, stage_3
 
 pytest.importorskip("transformers")
@@ -188,11 +188,7 @@ def learnt(rank: int, world: int, stage: int) -> tuple[list[float], float]:
     model, optimizer = zero.setup(family.model(), torch.optim.AdamW, stage=stage, lr=3e-3)
     losses = []
     for step in range(80):
-        optimizer.zero_grad()
-        loss = family.loss(rank, step)(model)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, family.loss(rank, step)(model)))
     images, labels = digits()
     model.eval()
     with torch.no_grad():

@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 import ranks
 import zero
+from models import take_step
 
 
 def net():
@@ -102,9 +103,7 @@ def test_ddp_may_train_what_fsdp_does_not(rank, world):
 
     def weights(model, optimizer):
         for _ in range(3):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(x).square().mean())
         return zero.full_state_dict(model)
 
     plain = DistributedDataParallel(Both(net(), net()))

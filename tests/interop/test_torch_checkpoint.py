@@ -22,6 +22,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import ranks
 import zero
+from models import take_step
 from reference import at_stage
 
 OPTIONS = {
@@ -52,11 +53,7 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> li
     losses = []
     for step in steps:
         torch.manual_seed(100 * step + rank)
-        loss = model(torch.randn(4, 8)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, model(torch.randn(4, 8)).square().mean()))
     return losses
 
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import optimizers
 import ranks
 import zero
+from models import take_step
 from optimizers import ByPlace, Clipping, Curious, Eight, Estimating, Grouped, Lamb, Lion, Noisy, Sam, TrainedLion
 from reference import Net, batch, built, distributed, loss_of, same_weights
 from zero.measure import probe
@@ -160,9 +161,7 @@ def test_auto_is_the_cut_that_was_found_and_an_explicit_one_is_believed(rank, wo
     plain, model = distributed(plain), zero.ShardedDDP(model, optimizer)
     for step in range(4):
         for each, its in ((model, optimizer), (plain, expected)):
-            its.zero_grad()
-            loss_of(each, rank, step).backward()
-            its.step()
+            take_step(its, loss_of(each, rank, step))
     same_weights(model.module, plain.module)
 
 

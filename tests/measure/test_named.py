@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import ranks
 import zero
+from models import take_step
 from optimizers import ByParameter
 from sidebyside import data
 
@@ -53,9 +54,7 @@ def net() -> nn.Module:
 def steps(rank: int, model: nn.Module, optimizer: Optimizer, count: int) -> None:
     schedule = StepLR(optimizer, 1, gamma=0.7)
     for step in range(count):
-        optimizer.zero_grad()
-        model(data(4, 5, rank=rank, step=step)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(4, 5, rank=rank, step=step)).square().mean())
         schedule.step()
 
 

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import matrix
 import ranks
 import zero
+from models import take_step
 from reference import (
     FEATURES,
     MOMENTUM,
@@ -142,9 +143,7 @@ def test_a_model_cast_before_forward_is_refused_at_stage_2(rank, world):
     model, optimizer = at_stage(2, built(), SGD, **MOMENTUM)
     train(model, optimizer, rank, range(1))
     model.module.double()
-    optimizer.zero_grad()
-    model(batch(rank, 1).double()).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(batch(rank, 1).double()).square().mean())
 
 
 @by_stage
@@ -177,9 +176,7 @@ def test_weights_loaded_by_assigning_are_refused_with_the_remedy(rank, world, st
         inner.load_state_dict(built().state_dict(), assign=True)
     loss.backward()
     optimizer.step()
-    optimizer.zero_grad()
-    loss_of(model, rank, 2).backward()
-    optimizer.step()
+    take_step(optimizer, loss_of(model, rank, 2))
 
 
 def _assigned_in_part(rank, world, stage):

@@ -8,6 +8,7 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
+from models import take_step
 from reference import FEATURES, MOMENTUM, Net, at_stage, batch, built, loss_of, own_elements, same
 from zero.plan.meter import Meter
 
@@ -105,7 +106,7 @@ def test_parameters_of_16_bits_are_sent_as_they_are(rank, world):
 SIDE, LAYERS = 512, 8
 
 
-def _copies(rank, world, option):
+def taken_for_a_moment(option):
     """Bytes that a step takes for a moment, over those of a bucket in 16 bits; each layer is a bucket."""
     with Meter() as memory:
         model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
@@ -123,11 +124,10 @@ def _copies(rank, world, option):
         return min(taken) / (2 * SIDE * SIDE)
 
 
-def test_no_more_than_two_buckets_are_rounded_at_a_time():
-    for took in ranks.run(_copies, 2, args=(True,)):
-        assert 1 <= took <= 2.2  # of 8; messages take the rest
-    for took in ranks.run(_copies, 2, args=(False,)):
-        assert took <= 0.2
+@ranks.on(2)
+def test_no_more_than_two_buckets_are_rounded_at_a_time(rank, world):
+    assert 1 <= taken_for_a_moment(True) <= 2.2  # of 8; messages take the rest
+    assert taken_for_a_moment(False) <= 0.2
 
 
 # ----------------------------------------------------------------------------------------------------------- Gradients
@@ -213,9 +213,7 @@ def test_both_together_stay_close_to_plain_training(rank, world):
     sharded = zero.ShardedDDP(model, optimizer, reduce_fp16=True), optimizer
     for step in range(5):
         for each, its in (plain, sharded):
-            its.zero_grad()
-            loss_of(each, rank, step).backward()
-            its.step()
+            take_step(its, loss_of(each, rank, step))
     for (what, param), other in zip(model.named_parameters(), plain[0].module.parameters(), strict=True):
         if param.numel():
             assert (param - other).abs().max() <= 2e-3 * other.abs().max() + 1e-4, what
@@ -300,11 +298,7 @@ def test_training_with_both_stays_close_to_plain_training(rank, world):
     for step in range(10):
         losses.append([])
         for each, its in (plain, sharded):
-            its.zero_grad()
-            loss = loss_of(each, rank, step)
-            loss.backward()
-            its.step()
-            losses[-1].append(loss.item())
+            losses[-1].append(take_step(its, loss_of(each, rank, step)))
     for plain, quantised in losses:
         assert quantised == pytest.approx(plain, rel=0.02)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import ranks
 import zero
+from models import take_step
 from optimizers import ByParameter
 from reference import FEATURES, built, loss_of, refusal, same
 from zero.shards import layout
@@ -107,9 +108,7 @@ def test_cuts_that_do_not_respect_blocks_are_refused(rank, world, cut):
 
 def _step(rank, number, *pairs):
     for model, optimizer in pairs:
-        optimizer.zero_grad()
-        loss_of(model, rank, number).backward()
-        optimizer.step()
+        take_step(optimizer, loss_of(model, rank, number))
 
 
 def _consolidated(rank, world, blocks):
@@ -174,9 +173,7 @@ def test_state_by_blocks_of_a_rank_itself_continues_bit_for_bit(rank, world):
                 state = optimizer.state_dict()
                 optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
                 optimizer.load_state_dict(state)
-            optimizer.zero_grad()
-            loss_of(model, 0, step).backward()
-            optimizer.step()
+            take_step(optimizer, loss_of(model, 0, step))
         finals.append([param.detach() for param in model.parameters()])
     same(finals[1], finals[0], "weights")
 

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
+from models import take_step
 from reference import FEATURES, at_stage, batch, built, same
 
 OPTIMIZERS = {
@@ -92,9 +93,13 @@ def start(world, stage, cut, name, dtype=torch.bfloat16):
 
 
 def step(rank, number, model, optimizer):
-    optimizer.zero_grad()
-    loss_of(model, rank, number).backward()
-    optimizer.step()
+    take_step(optimizer, loss_of(model, rank, number))
+
+
+def steps(rank, numbers, expected, model, optimizer):
+    for number in numbers:
+        expected.step(number)
+        step(rank, number, model, optimizer)
 
 
 def whole_masters(optimizer):
@@ -146,22 +151,17 @@ def test_masters_of_integers_are_refused_when_built(rank, world):
     zero.OSS(built(Half).parameters(), SGD, master_dtype=torch.int32, lr=0.1)
 
 
-def _small_updates(rank, world, master_dtype):
-    """Steps of a hundredth of what bfloat16 can tell from 1."""
+@pytest.mark.parametrize(("master_dtype", "expected"), [(torch.float32, 1 - 2.0**-7), (None, 1.0)])
+@ranks.on(2)
+def test_small_updates_add_up(rank, world, master_dtype, expected):
+    """Steps of a hundredth of what bfloat16 can tell from 1; without masters they are lost."""
     model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
     optimizer = zero.OSS(model.parameters(), SGD, lr=2.0**-15, master_dtype=master_dtype)
     for _ in range(256):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
-    return model.weight.detach().clone()
-
-
-def test_small_updates_add_up():
-    moved = ranks.run(_small_updates, 2, args=(torch.float32,))
-    assert all(torch.equal(weight, torch.full_like(weight, 1 - 2.0**-7)) for weight in moved)
-    lost = ranks.run(_small_updates, 2, args=(None,))
-    assert all(torch.equal(weight, torch.ones_like(weight)) for weight in lost)
+    assert torch.equal(model.weight, torch.full_like(model.weight, expected))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -251,9 +251,7 @@ WAYS = {"load_state_dict": in_place, "data.copy_": by_data, "foreach_copy_": by_
 @ranks.on(2)
 def test_weights_loaded_between_steps_are_taken_over(rank, world, stage, cut, way):
     expected, model, optimizer = start(world, stage, cut, "sgd")
-    for number in range(2):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(2), expected, model, optimizer)
     loaded = {name: value + 0.75 for name, value in built(Half).state_dict().items()}
     assert not any((param == loaded[name]).any() for name, param in expected.model.named_parameters())
     expected.load(loaded)
@@ -267,9 +265,7 @@ def test_weights_loaded_between_steps_are_taken_over(rank, world, stage, cut, wa
 @ranks.on(2)
 def test_masters_of_what_was_not_written_keep_their_precision(rank, world):
     expected, model, optimizer = start(world, 2, "even", "sgd")
-    for number in range(2):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(2), expected, model, optimizer)
     [master] = [m for p, m in zip(expected.params, expected.masters, strict=True) if p is expected.model.first.weight]
     with torch.no_grad():
         for weight in (model.module.first.weight, expected.model.first.weight, master):
@@ -284,9 +280,7 @@ def test_masters_of_what_was_not_written_keep_their_precision(rank, world):
 
 def _save(rank, world, stage, cut, name):
     expected, model, optimizer = start(world, stage, cut, name)
-    for number in range(3):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(3), expected, model, optimizer)
     optimizer.consolidate_state_dict(to=None)
     buffer = io.BytesIO()
     torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
@@ -364,9 +358,7 @@ def test_a_ranks_own_part_restores_its_masters(rank, world):
     _, again, restored = start(world, 2, "even", "adam")
     again.module.load_state_dict(weights)
     restored.load_state_dict(saved)
-    for number in range(2, 4):
-        expected.step(number)
-        step(rank, number, again, restored)
+    steps(rank, range(2, 4), expected, again, restored)
     assert_by_hand(again, restored, expected, "after loading this rank's shard")
 
 
@@ -395,9 +387,7 @@ def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(
     plain = optim(alone.parameters())
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for number in range(1, 4):
-        plain.zero_grad()
-        loss_of(alone, 0, number).backward()
-        plain.step()
+        take_step(plain, loss_of(alone, 0, number))
     state = copy.deepcopy(plain.state_dict())
     old = {number: each["master"] for number, each in state["state"].items() if "master" in each}
     assert old, "nothing was carried along"
@@ -435,9 +425,7 @@ def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(
 @ranks.on(2)
 def test_masters_are_read_as_the_next_step_takes_them(rank, world, tmp_path):
     expected, model, optimizer = start(world, 2, "even", "sgd")
-    for number in range(2):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(2), expected, model, optimizer)
     masters = dict(zip(expected.params, expected.masters, strict=True))
     with torch.no_grad():
         for shard in (expected.model, model.module):
@@ -457,9 +445,7 @@ def test_masters_are_read_as_the_next_step_takes_them(rank, world, tmp_path):
 def test_masters_wait_for_weights_that_are_loaded_after_them(rank, world):
     """Reading the state, and laying it out anew, before the weights that belong to it are loaded."""
     expected, model, optimizer = start(world, 1, "even", "sgd")
-    for number in range(2):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(2), expected, model, optimizer)
     optimizer.consolidate_state_dict(to=None)
     saved = copy.deepcopy(optimizer.state_dict())
     _, again, restored = start(world, 1, "even", "sgd")

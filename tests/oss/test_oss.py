@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import matrix
 import ranks
+from models import take_step
 from optimizers import Lamb
 from reference import (
     ELEMENTWISE,
@@ -119,9 +119,7 @@ def test_trains_the_same_in_several_flat_groups_and_other_precisions(rank, world
     assert len(sharded.shard_groups) > 1
     for step in range(3):
         for each, optimizer in ((model, plain), (sharded_model, sharded)):
-            optimizer.zero_grad()
-            each(batch(rank, step).to(dtype)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, each(batch(rank, step).to(dtype)).square().mean())
     same_weights(sharded_model, model)
 
 
@@ -349,26 +347,6 @@ def test_named_parameters_are_taken_as_torch_takes_them(rank, world):
     assert_equal_training(rank, *both)
     sharded.consolidate_state_dict(to=None)
     same(sharded.state_dict(), plain.state_dict(), "the state")
-
-
-@ranks.on(2)
-def test_may_be_built_before_or_after_ddp(rank, world):
-    weights = []
-    for oss_first in (True, False):
-        model = built()
-        if oss_first:
-            optimizer = OSS(model.parameters(), Adam, lr=0.01)
-            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        else:
-            wrapped = DistributedDataParallel(model)
-            optimizer = OSS(wrapped.parameters(), Adam, lr=0.01)
-        losses = train(wrapped, optimizer, rank)
-        weights.append((losses, [param.detach().clone() for param in model.parameters()]))
-    plain_model = distributed(built())
-    losses = train(plain_model, Adam(plain_model.parameters(), lr=0.01), rank)
-    expected = (losses, [param.detach() for param in plain_model.parameters()])
-    same(weights[0], expected, "OSS before DDP")
-    same(weights[1], expected, "DDP before OSS")
 
 
 @ranks.on(2)

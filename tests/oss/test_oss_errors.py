@@ -101,46 +101,31 @@ BAD_OPTIONS = {
 }
 
 
-def _bad_parameters(rank, world, name, where):
-    make, _ = BAD[name]
-    return refusal(lambda: OSS((make if where in (None, rank) else good)(), SGD, lr=0.1))
+def assert_refused(rank, where, *, alone=False):
+    """where: the rank that is given what is bad; None for all."""
+    for name, (make, words) in BAD.items():
+        told = refusal(lambda make=make: OSS((make if where in (None, rank) else good)(), SGD, lr=0.1))
+        assert told.startswith(("ValueError: ", "TypeError: ")), f"{name}: {told or 'nothing was raised'}"
+        assert words in told, f"{name}: {told}"
+        assert where is None or f"(on rank {where})" in told, f"{name}: {told}"
+        assert not alone or "on rank" not in told, f"{name}: {told}"
+    for name, (options, words) in BAD_OPTIONS.items():
+        given = {"lr": 0.1} | (options if where in (None, rank) else {})
+        told = refusal(lambda given=given: OSS(good(), **given))
+        assert told.startswith("ValueError: "), f"{name}: {told or 'nothing was raised'}"
+        assert words in told or (where is not None and "differ between ranks" in told), f"{name}: {told}"
+        assert not alone or "on rank" not in told, f"{name}: {told}"
 
 
-@pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("where", [None, 0, 1], ids=["everywhere", "on rank 0", "on rank 1"])
-def test_bad_parameters_are_refused_on_every_rank_with_the_remedy(name, where):
-    _, words = BAD[name]
-    for told in ranks.run(_bad_parameters, 2, args=(name, where), timeout=8):
-        assert told.startswith(("ValueError: ", "TypeError: ")), told or "nothing was raised"
-        assert words in told
-        assert where is None or f"(on rank {where})" in told, told
+@ranks.on(2, timeout=20)
+def test_bad_parameters_and_options_are_refused_on_every_rank_with_the_remedy(rank, world, where):
+    assert_refused(rank, where)
 
 
-def _bad_options(rank, world, name, where):
-    options, _ = BAD_OPTIONS[name]
-    return refusal(lambda: OSS(good(), **({"lr": 0.1} | options if where in (None, rank) else {"lr": 0.1})))
-
-
-@pytest.mark.parametrize("name", BAD_OPTIONS)
-@pytest.mark.parametrize("where", [None, 1], ids=["everywhere", "on rank 1"])
-def test_bad_options_are_refused_on_every_rank_with_the_remedy(name, where):
-    _, words = BAD_OPTIONS[name]
-    for told in ranks.run(_bad_options, 2, args=(name, where), timeout=8):
-        assert told.startswith("ValueError: "), told or "nothing was raised"
-        assert words in told or (where is not None and "differ between ranks" in told)
-
-
-def _bad_without_group(rank, world):
-    told = [refusal(lambda make=make: OSS(make(), SGD)) for make, _ in BAD.values()]
-    return told + [refusal(lambda options=options: OSS(good(), **options)) for options, _ in BAD_OPTIONS.values()]
-
-
-def test_one_process_refuses_the_same():
-    (told,) = ranks.run(_bad_without_group, bare=True)
-    for text, (name, (_, words)) in zip(told, {**BAD, **BAD_OPTIONS}.items(), strict=True):
-        assert text.startswith(("ValueError: ", "TypeError: ")), f"{name}: {text}"
-        assert words in text, name
-        assert "on rank" not in text
+@ranks.on(bare=True)
+def test_one_process_refuses_the_same(rank, world):
+    assert_refused(rank, None, alone=True)
 
 
 # ------------------------------------------------------------------------------------------ What differs between ranks

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
-from sidebyside import average_over_ranks, data
+from models import take_step
+from sidebyside import SideBySide, average_over_ranks, data
 
 WIDTH = 16
 
@@ -31,9 +33,7 @@ def loss_of(model, rank, step):
 
 def train(model, optimizer, rank, steps=2):
     for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take_step(optimizer, loss_of(model, rank, step))
 
 
 def weights(model):
@@ -118,29 +118,22 @@ def test_a_parameter_that_is_returned_gathers_no_hooks(rank, world):
 # --------------------------------------------------------------------------------------- parameters that are frozen
 
 
-def frozen_meanwhile(rank, world, numbers, sharding):
-    """A shard is frozen for a second loss, as discriminators are for a generator's."""
-    model = net()
-    wrapped, optimizer = sharded(model) if sharding else (model, SGD(model.parameters(), lr=0.1))
-    for step in range(3):
-        optimizer.zero_grad()
-        first = loss_of(wrapped, rank, step)
-        for number in numbers:
-            model[number].requires_grad_(False)
-        second = loss_of(wrapped, rank, 10 + step)
-        for number in numbers:
-            model[number].requires_grad_(True)
-        (first + second).backward()
-        if not sharding:
-            average(model)
-        optimizer.step()
-    return weights(model)
-
-
 @pytest.mark.parametrize("numbers", [(0,), (4,), (0, 2, 4)])
 @ranks.on(2)
 def test_freezing_for_a_second_forward_loses_no_gradient(rank, world, numbers):
-    assert equal(frozen_meanwhile(rank, world, numbers, True), frozen_meanwhile(rank, world, numbers, False))
+    """Layers are frozen for a second loss, as discriminators are for a generator's."""
+
+    def loss(model, step):
+        first = loss_of(model, rank, step)
+        frozen = [getattr(model, "module", model)[number].requires_grad_(False) for number in numbers]
+        second = loss_of(model, rank, 10 + step)
+        for layer in frozen:
+            layer.requires_grad_(True)
+        return first + second
+
+    both = SideBySide(net(), "2")
+    for step in range(3):
+        both.step(partial(loss, step=step))
 
 
 @ranks.on(2)

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
+from models import take_step
 from sidebyside import SideBySide, average_over_ranks, data, ddp_sends_buffers
 from zero.oss.shown_gradients import full_gradient
 
@@ -58,11 +59,16 @@ def assert_same(got, expected, what=""):
 # ------------------------------------------------------------------------------------------- What is reduced at a time
 
 
-def _sizes(rank, world, size, name):
-    """What is in each bucket, and the bytes of gradients at rest. On two ranks weights are compared bit for bit."""
+SIZES = [(world, size, "sgd") for world in (2, 4) for size in (None, 0, 1000, 5000, 10**9)]
+
+
+@pytest.mark.parametrize(("world", "size", "name"), [*SIZES, (2, 1000, "adam")])
+@ranks.on("world")
+def test_whatever_the_size_numbers_are_the_same_and_gradients_take_their_share(rank, world, size, name):
     model = built(layers)
+    whole = sum(param.nbytes for param in model.parameters())
     side = SideBySide(model, partial(sharded, reduce_buffer_size=size), OPTIMIZERS[name])
-    if world == 2:
+    if world == 2:  # where they are the same bit for bit
         for step in range(4):
             side.step(lambda each, step=step: squares(each, rank, step))
     side.zero_grad()
@@ -70,29 +76,16 @@ def _sizes(rank, world, size, name):
     assert all(full_gradient(param) is None for param in model.parameters())
     shards = [side.optimizer.part(param) for param in model.parameters()]
     storages = {shard.grad.untyped_storage() for shard in shards if shard.grad is not None}
+    assert sum(storage.nbytes() for storage in storages) == pytest.approx(whole / world, rel=0.03)
     buckets = [[param.numel() for param in flat.params] for flat in side.optimizer.shard_groups]
-    return buckets, sum(storage.nbytes() for storage in storages)
-
-
-@pytest.mark.parametrize("size", [None, 0, 1000, 5000, 10**9])
-@pytest.mark.parametrize("world", [2, 4])
-def test_whatever_the_size_numbers_are_the_same_and_gradients_take_their_share(size, world):
-    whole = 4 * sum(param.numel() for param in layers().parameters())
-    for buckets, owned in ranks.run(_sizes, world, args=(size, "sgd")):
-        assert owned == pytest.approx(whole / world, rel=0.03)
-        if size is not None:
-            assert all(sum(numels) <= size or len(numels) == 1 for numels in buckets)
-        assert (max(map(len, buckets)) == 1) == (size == 0)
-        assert (len(buckets) == 1) == (size in (None, 10**9))
-
-
-def test_sizes_do_not_matter_for_adam():
-    ranks.run(_sizes, 2, args=(1000, "adam"))
+    if size is not None:
+        assert all(sum(numels) <= size or len(numels) == 1 for numels in buckets)
+    assert (max(map(len, buckets)) == 1) == (size == 0)
+    assert (len(buckets) == 1) == (size in (None, 10**9))
 
 
 @ranks.on(2)
 def test_sizes_count_elements_of_whatever_dtype(rank, world):
-
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -179,9 +172,7 @@ def _buffers(rank, world, broadcast):
     plain, ours = pair(normed, OPTIMIZERS["sgd"], ddp_sends_buffers(broadcast), broadcast_buffers=broadcast)
     for step in range(3):
         for model, optimizer in (plain, ours):
-            optimizer.zero_grad()
-            squares(model, rank, step).backward()
-            optimizer.step()
+            take_step(optimizer, squares(model, rank, step))
         assert_same(ours[0], plain[0], f"step {step}:")
     mean = ours[0].module[1].running_mean
     before = mean.clone()
@@ -298,44 +289,26 @@ def penalised(model, inputs):
 @matrix.combined("world, size", [2, 3], [None, 0])
 @ranks.on("world")
 def test_a_gradient_penalty_is_that_of_the_whole_batch(rank, world, size):
-    name = "sgd"
-    model = built(critic)
-    wrapped, optimizer = sharded(model, OPTIMIZERS[name], reduce_buffer_size=size)
-    alone = built(critic)
-    plain = OPTIMIZERS[name](alone.parameters())
+    model, alone = built(critic), built(critic)
+    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"], reduce_buffer_size=size)
+    plain = OPTIMIZERS["sgd"](alone.parameters())
     for step in range(3):
-        optimizer.zero_grad()
-        penalised(wrapped, data(4, WIDTH, rank=rank, step=step)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        penalised(alone, torch.cat([data(4, WIDTH, rank=peer, step=step) for peer in range(world)])).backward()
-        plain.step()
+        take_step(optimizer, penalised(wrapped, data(4, WIDTH, rank=rank, step=step)))
+        take_step(plain, penalised(alone, torch.cat([data(4, WIDTH, rank=peer, step=step) for peer in range(world)])))
         for (what, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
             assert torch.allclose(param, other, rtol=1e-4, atol=1e-6), f"step {step}: {what}"
 
 
 @ranks.on(2)
 def test_inner_derivatives_by_the_parameters_are_those_of_plain_torch(rank, world):
-
     def loss_of(model, inputs):
         params = list(model.parameters())
         gradients = torch.autograd.grad(model(inputs).square().mean(), params, create_graph=True)
         return model(inputs).mean() + sum(gradient.square().sum() for gradient in gradients)
 
-    model, alone = built(critic), built(critic)
-    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
-    plain = OPTIMIZERS["sgd"](alone.parameters())
+    side = SideBySide(built(critic), sharded, OPTIMIZERS["sgd"])
     for step in range(3):
-        optimizer.zero_grad()
-        loss_of(wrapped, data(4, WIDTH, rank=rank, step=step)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(alone, data(4, WIDTH, rank=rank, step=step)).backward()
-        for param in alone.parameters():
-            param.grad = average_over_ranks(param, param.grad)
-        plain.step()
-        for (what, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-            assert torch.equal(param, other), f"step {step}: {what}"
+        side.step(lambda each, step=step: loss_of(each, data(4, WIDTH, rank=rank, step=step)))
 
 
 @ranks.on(2)
