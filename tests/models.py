@@ -259,6 +259,14 @@ def train_step(model: nn.Module, optimizer: Optimizer, batches: list[Batch], *, 
     return losses
 
 
+def take_step(optimizer: Optimizer, loss: Tensor) -> float:
+    """Down one loss, by its gradients alone. The loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(*batch.inputs)
     return F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten())

@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 class ByParameter(Optimizer):
     """Steps each parameter that has a gradient by itself. State of a new one is empty."""
 
+    def __init__(self, params: Any, lr: float = 0.1, **defaults: Any) -> None:
+        super().__init__(params, {"lr": lr, **defaults})
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         assert closure is None
@@ -29,7 +32,7 @@ class Lamb(ByParameter):
     """Y. You et al., Large Batch Optimization for Deep Learning, 2020, algorithm 2: needs whole-tensor norms."""
 
     def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-6, "weight_decay": 0.01})
+        super().__init__(params, lr, betas=betas, eps=1e-6, weight_decay=0.01)
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
@@ -49,7 +52,7 @@ class Shampoo(ByParameter):
     """Preconditions matrices from both sides (Gupta et al., 2018, algorithm 1); others are stepped as by SGD."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         update = param.grad
@@ -76,7 +79,7 @@ class Lion(ByParameter):
     """
 
     def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "count": 0})
+        super().__init__(params, lr, weight_decay=weight_decay, count=0)
         self.training = False
 
     def train(self) -> None:
@@ -108,7 +111,7 @@ class Eight(ByParameter):
     """SGD with a momentum rounded to 8 bits, in tensors of 4,096 elements or more; others keep theirs as it is."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
@@ -123,7 +126,7 @@ class Clipping(ByParameter):
     """SGD that clips by the norm of all gradients, as timm's Lamb does."""
 
     def __init__(self, params: Any, lr: float = 0.1, most: float | None = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "most": most})
+        super().__init__(params, lr, most=most)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -154,9 +157,6 @@ class Estimating(Clipping):
 
 class Noisy(ByParameter):
     """SGD with noise, drawn for one parameter after another."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         param.sub_(param.grad + torch.randn_like(param), alpha=group["lr"])
@@ -219,7 +219,7 @@ class Curious(ByParameter):
     """Wants to know more than parameters, which nobody tells it who does not know it."""
 
     def __init__(self, params: Any, lr: float = 0.1, *, secret: str) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         self.hidden = [secret]
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -7,6 +7,13 @@
 
     assert ranks.run(total, world=2, args=(10,)) == [21, 21]
 
+A test of which nothing is left to do once the ranks have returned runs on them itself:
+
+    @pytest.mark.parametrize("start", [10, 20])
+    @ranks.on(2)
+    def test_every_rank_gets_the_total(rank, world, start):
+        assert total(rank, world, start) == 2 * start + 1
+
 Rank processes are forked from a server that has torch imported (the tests' own process cannot fork: once it has used
 autograd, a forked child hangs in its first backward). They are kept between runs, so that a run costs milliseconds, but
 each run gets a process group of its own, and a run that does not succeed costs its processes: they are killed and the
@@ -22,6 +29,7 @@ import atexit
 import faulthandler
 import gc
 import importlib
+import inspect
 import io
 import itertools
 import multiprocessing
@@ -29,6 +37,7 @@ import multiprocessing.forkserver
 import os
 import pickle
 import re
+import reprlib
 import shutil
 import signal
 import sys
@@ -42,10 +51,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -143,6 +152,42 @@ def expect_error(
     return [outcome.message for outcome in outcomes]
 
 
+def on(world: int | Literal["world"] = 2, **how: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Has a test run on so many ranks, and fail where one of them does. `how`: options of `run`.
+
+    The test's first parameters are `rank` and `world`; what follows is pytest's, and reaches ranks as copies. "world"
+    makes the number of ranks a parameter of pytest's, too.
+    """
+    return lambda test: _on_ranks(test, world, lambda *call, args: run(*call, args=args, **how))
+
+
+def raises(
+    world: int | Literal["world"], exception: type[BaseException] | str, *match: str, **how: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """As `on`, for a test that is to raise on every rank. The rest is given to `expect_error`."""
+    return lambda test: _on_ranks(
+        test, world, lambda *call, args: expect_error(*call, exception, *match, args=args, **how)
+    )
+
+
+def _on_ranks(
+    test: Callable[..., Any], world: int | Literal["world"], called_by: Callable[..., Any]
+) -> Callable[..., None]:
+    signature = inspect.signature(test)
+    rank, number, *own = signature.parameters.values()
+    assert (rank.name, number.name) == ("rank", "world"), f"parameters of {test.__name__} before pytest's"
+
+    @wraps(test)
+    def outside(**given: Any) -> None:
+        __tracebackhide__ = True
+        called_by(outside, given.get("world", world), args=tuple(given[each.name] for each in own))
+
+    pytests = [*own, number] if world == "world" else own
+    outside.__signature__ = signature.replace(parameters=pytests)  # type: ignore[attr-defined]
+    outside.on_rank = test  # type: ignore[attr-defined]
+    return outside
+
+
 def refusal(call: Callable[[], Any]) -> str:
     """What `call` raises, as "ValueError: ..."; nothing if it raises nothing."""
     try:
@@ -152,8 +197,7 @@ def refusal(call: Callable[[], Any]) -> str:
     return ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In the tests' process
+# ----------------------------------------------------------------------------------------------- In the tests' process
 
 
 class _Process:
@@ -269,8 +313,7 @@ def _scratch_folder() -> Path:
     return Path(folder)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In a rank's process
+# ------------------------------------------------------------------------------------------------- In a rank's process
 
 
 def _serve(pipe: Connection, stack_file: str) -> None:
@@ -334,16 +377,28 @@ def _outcome(request: bytes) -> bytes:
                     world_size=world,
                     timeout=COLLECTIVE_TIMEOUT,
                 )
+            fn = getattr(fn, "on_rank", fn)  # of a test that was marked to run on ranks
             return _dumps(Outcome("returned", fn(rank, world, *args)))
     except BaseException as error:
         frames = error.__traceback__.tb_next if error.__traceback__ else None  # the first is this function's own
-        text = "".join(traceback.format_exception(type(error), error, frames))
+        text = "".join(traceback.format_exception(type(error), error, frames)) + _seen_by(error)
         types = tuple(base.__name__ for base in type(error).__mro__)
         return _dumps(Outcome(f"raised {types[0]}: {error}", None, text, types, str(error)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On both sides
+def _seen_by(error: BaseException) -> str:
+    """The values where an assertion failed, which pytest tells in its own process only."""
+    if not isinstance(error, AssertionError):
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return "".join(f"    {name} = {_SHORT.repr(value)}\n" for name, value in frame.f_locals.items())
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 400
+
+
+# ------------------------------------------------------------------------------------------------------- On both sides
 
 
 class _Pickler(pickle.Pickler):

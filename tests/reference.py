@@ -1,4 +1,4 @@
-"""What the tests of stage 1 share: models, a plain training loop to compare with, and comparisons that say where."""
+"""What the tests of stages 1 and 2 share: models, stage 0, which is torch alone, to compare with, and comparisons."""
 
 from __future__ import annotations
 
@@ -162,3 +162,46 @@ def same(got: Any, expected: Any, where: str = "it") -> None:
 def same_weights(got: nn.Module, expected: nn.Module) -> None:
     for (name, one), (_, other) in zip(got.named_parameters(), expected.named_parameters(), strict=True):
         same(one.detach(), other.detach(), name)
+
+
+def at_stage(
+    stage: int,
+    model: nn.Module,
+    optim: Callable[..., Optimizer],
+    group: Any = None,
+    *,
+    partition: str = "auto",
+    **options: Any,
+) -> tuple[nn.Module, Optimizer]:
+    """`options` are OSS's and the optimizer's; at stage 0 they are the optimizer's alone, and nothing is cut."""
+    if stage == 0:
+        return DistributedDataParallel(model, process_group=group), optim(model.parameters(), **options)
+    sharded = zero.OSS(model.parameters(), optim, group, partition=partition, **options)
+    if stage == 1:
+        return DistributedDataParallel(model, process_group=group), sharded
+    return zero.ShardedDDP(model, sharded), sharded
+
+
+def clip(model: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    if isinstance(optimizer, zero.OSS):
+        return optimizer.clip_grad_norm(max_norm, norm_type)
+    some = [param for param in model.parameters() if param.numel()]  # torch refuses the largest of no elements
+    return torch.nn.utils.clip_grad_norm_(some, max_norm, norm_type)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters, under the names that they have in the inner module."""
+    return {name: param.detach().clone() for name, param in model.module.named_parameters()}
+
+
+def own_elements(optimizer: zero.OSS, param: nn.Parameter) -> Tensor:
+    """True at the elements of a parameter that this rank owns, in the parameter's shape."""
+    for flat in optimizer.shard_groups:
+        for index, each in enumerate(flat.params):
+            if each is param:
+                mask = torch.zeros_like(param, dtype=torch.bool)
+                span = flat.spans.get(index)
+                if span is not None:
+                    flat.shapes.in_memory_order(index, mask)[span.start : span.stop] = True
+                return mask
+    raise KeyError("the optimizer does not have this parameter")

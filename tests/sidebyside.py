@@ -85,10 +85,11 @@ class SideBySide:
         """The user's module at the stage, and the reference, to be changed alike."""
         return self.model.module, self.plain
 
-    def step(self, loss: Loss) -> None:
-        """One step on one backward, with all weights compared after it."""
+    def step(self, *losses: Loss, unsent: int = 0) -> None:
+        """One step on a backward of each loss, the first `unsent` under no_sync, with all weights compared after it."""
         self.zero_grad()
-        self.backward(loss)
+        for number, loss in enumerate(losses):
+            self.backward(loss, sync=number >= unsent)
         self.update()
 
     def zero_grad(self, zero: Callable[[], None] | None = None, *, set_to_none: bool = True) -> None:
@@ -129,6 +130,11 @@ class SideBySide:
         assert list(found) == list(expected)
         different = [name for name in expected if not close(found[name], expected[name], self.tolerance)]
         assert not different, f"other weights than the reference: {different}"
+
+
+def side_by_side(model: nn.Module, options: dict[str, Any], optim: Any = sgd, *, tolerance: float = 0.0) -> SideBySide:
+    """At stage 3, with options of FSDP."""
+    return SideBySide(model, partial(stage_3, **options), optim, tolerance=tolerance)
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:

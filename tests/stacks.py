@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sidebyside import SideBySide, data, sgd, stage_3
+import zero
+from sidebyside import SideBySide, data
 
-WIDTH = 8
+WIDTH = 10
 
-Scenario = Callable[[int, int, dict[str, Any]], None]
-"""Of rank, number of ranks, and options of FSDP. Raises where numbers are not those of the reference."""
+Scenario = Callable[[int, int, Any], None]
+"""Of rank, number of ranks, and options of FSDP or a stage. Raises where numbers are not those of the reference."""
 
 
 class Scenarios(dict[str, Scenario]):
@@ -26,12 +26,15 @@ class Scenarios(dict[str, Scenario]):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """Two layers; a ModuleList of these becomes a list of units at stage 3."""
+
+    def __init__(self, between: nn.Module | None = None) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.between = between or nn.Tanh()
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        return self.down(self.between(self.up(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)
@@ -56,8 +59,12 @@ class Stack(nn.Module):
         return block(x)
 
 
-def side_by_side(model: nn.Module, options: dict[str, Any], optim: Any = sgd, *, tolerance: float = 0.0) -> SideBySide:
-    return SideBySide(model, partial(stage_3, **options), optim, tolerance=tolerance)
+def unsharded_in_backward(model: zero.FSDP, params: Iterable[nn.Parameter]) -> list[int]:
+    """To be filled with how many units beside the root are unsharded whenever one of the parameters has a gradient."""
+    counts: list[int] = []
+    for param in params:
+        param.register_hook(lambda _: counts.append(sum(unit.unsharded for unit in model._units[1:])))
+    return counts
 
 
 def batch(rank: int, step: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ranks
 import zero
-from models import FeedForward
+from models import FeedForward, take_step
 from ranks import refusal
 from sidebyside import data, sgd
 from transports import TRANSPORTS, by
@@ -60,9 +60,7 @@ def evaluate(model: nn.Module, optimizer: Any) -> None:
 
 def train(model: nn.Module, optimizer: Any, rank: int, steps: int) -> None:
     for step in range(steps):
-        optimizer.zero_grad()
-        model(data(4, WIDTH, rank=rank, step=step)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(4, WIDTH, rank=rank, step=step)).square().mean())
 
 
 def finish(model: nn.Module, optimizer: Any, rank: int, steps: int) -> None:
@@ -73,7 +71,9 @@ def step_alone(model: nn.Module, optimizer: Any, rank: int, steps: int) -> None:
     optimizer.step()
 
 
-def replicated(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks.on(2, timeout=20)
+def test_a_rank_with_full_parameters_may_evaluate_alone(rank, world, transport):
     with by(transport):
         torch.manual_seed(0)
         model = zero.FSDP(Net(), sharding_strategy="NO_SHARD")
@@ -82,11 +82,6 @@ def replicated(rank: int, world: int, transport: str) -> None:
             train(model, optimizer, rank, 3)
             if rank == 0:
                 evaluate(model, optimizer)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_with_full_parameters_may_evaluate_alone(transport):
-    ranks.run(replicated, 2, args=(transport,), timeout=20)
 
 
 def build(stage: int, group: Any, *, root: bool) -> tuple[nn.Module, Any]:

@@ -53,16 +53,13 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(CASES["gpt"].batch(rank, step).inputs[0]).float().square().mean()
 
 
-def train(rank: int, world: int, stage: str, optim: Any) -> None:
+@matrix.combined("stage, optim", STAGES, [sgd, partial(AdamW, lr=1e-2)])
+@ranks.on(2)
+def test_transfers_beside_the_computing_give_the_same_numbers(rank, world, stage, optim):
     with overlapping():
         both = SideBySide(small_gpt(), STAGES[stage], optim)
         for step in range(3):
             both.step(lambda model: loss(model, rank, step))  # noqa: B023
-
-
-@matrix.combined("stage, optim", STAGES, [sgd, partial(AdamW, lr=1e-2)])
-def test_transfers_beside_the_computing_give_the_same_numbers(stage, optim):
-    ranks.run(train, 2, args=(stage, optim))
 
 
 # --------------------------------------------------------------------------------------------------- waiting for values

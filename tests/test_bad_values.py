@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -260,10 +260,15 @@ def each_step_in_a_thread_of_its_own(training):
     yield losses
 
 
+@cache
+def told_by_ddp(name: str) -> list[Told]:
+    return ranks.run(told, args=(name, 0), timeout=20)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_does_what_it_does_with_distributed_data_parallel(name, stage):
-    expected = ranks.run(told, args=(name, 0), timeout=20)
+    expected = told_by_ddp(name)
     for rank, found in enumerate(ranks.run(told, args=(name, stage), timeout=20)):
         different = [number for number, value in enumerate(expected[rank]) if not same(found[number], value)]
         assert not different, f"rank {rank}: {[found[number] for number in different]}"

@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import matrix
 import ranks
 import zero
-from models import CASES, Batch, train_step
+from models import CASES, Batch, take_step, train_step
 from optimizers import TrainedLion
 from reference import same
 from transports import between_hosts
@@ -198,11 +198,7 @@ def halves(rank: int, folder: str, stage: int) -> Any:
         model = zero.ShardedDDP(model, optimizer) if stage == 2 else DistributedDataParallel(model)
     losses = []
     for one in given:
-        optimizer.zero_grad()
-        loss = model(*(value.bfloat16() for value in one.inputs)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, model(*(value.bfloat16() for value in one.inputs)).float().square().mean()))
     return losses, zero.full_state_dict(model), state_of(model, optimizer)
 
 
@@ -226,7 +222,8 @@ class Waves(nn.Module):
         return x * self.weight
 
 
-def built_without_values(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_model_built_and_sharded_where_new_tensors_have_no_values_gets_its_own(rank, world):
     with torch.device("meta"):
         model = zero.FSDP(nn.Sequential(Waves(), Waves()))
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -234,10 +231,6 @@ def built_without_values(rank: int, world: int) -> None:
         found = zero.full_state_dict(model)
         optimizer.step()
     same(found, nn.Sequential(Waves(), Waves()).state_dict())
-
-
-def test_a_model_built_and_sharded_where_new_tensors_have_no_values_gets_its_own():
-    ranks.run(built_without_values)
 
 
 # -------------------------------------------------------------------------------------------------------- full tensors
@@ -289,13 +282,10 @@ def saves(rank: int, folder: str, path: Path, stage: int, name: str) -> Any:
     return told
 
 
-def saved(rank: int, world: int, path: Path, stage: int, name: str) -> None:
-    unchanged(saves, rank, path, stage, name)
-
-
 @matrix.combined("stage, name", STAGES, ["sgd", "adamw"])
-def test_checkpoints_do_not_depend_on_the_default_device(tmp_path, stage, name):
-    ranks.run(saved, args=(tmp_path, stage, name))
+@ranks.on(2)
+def test_checkpoints_do_not_depend_on_the_default_device(rank, world, tmp_path, stage, name):
+    unchanged(saves, rank, tmp_path, stage, name)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

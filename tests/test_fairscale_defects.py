@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
-from atstage import at_stage, clip, weights
+from reference import at_stage, clip, same, weights
 from sidebyside import data
 
 WIDTH = 24
@@ -53,13 +53,11 @@ def backward(model, rank, step, **how):
     model(data(5, WIDTH, rank=rank, step=step), **how).square().mean().backward()
 
 
-def assert_same(got, expected, what=""):
-    expected = weights(expected)
-    different = [name for name, value in weights(got).items() if not torch.equal(value, expected[name])]
-    assert not different, f"{what} other weights than DDP's: {different}"
-
-
-def _zero_grad(rank, world, stage, optim, through):
+@pytest.mark.parametrize("through", ["optimizer", "model", "module"])
+@by_optimizer
+@by_stage
+@ranks.on(2)
+def test_zero_grad_to_none_does_not_stop_averaging_from_step_2_on(rank, world, stage, optim, through):
     """FairScale's gradients were views of buckets: set to None, they came back outside, and were averaged no more."""
     plain, sharded = (at_stage(at, built(), optim) for at in (0, stage))
     for step in range(4):
@@ -70,17 +68,14 @@ def _zero_grad(rank, world, stage, optim, through):
             optimizer.step()
             if through == "module" and model is sharded[0] and stage == 2:
                 optimizer.zero_grad(set_to_none=True)  # the inner module knows nothing of the shards
-        assert_same(sharded[0], plain[0], f"step {step}:")
+        same(weights(sharded[0]), weights(plain[0]), f"weights in step {step}")
 
 
-@pytest.mark.parametrize("through", ["optimizer", "model", "module"])
+@pytest.mark.parametrize("members", [(0, 2), (1, 2)])
 @by_optimizer
 @by_stage
-def test_zero_grad_to_none_does_not_stop_averaging_from_step_2_on(stage, optim, through):
-    ranks.run(_zero_grad, 2, args=(stage, optim, through))
-
-
-def _subgroup(rank, world, stage, optim, members):
+@ranks.on(3)
+def test_ranks_of_a_subgroup_are_not_taken_for_ranks_of_the_job(rank, world, stage, optim, members):
     """FairScale compared ranks of the group with ranks of the job: owners dropped their gradients."""
     group = dist.new_group(members)
     if rank not in members:
@@ -91,20 +86,16 @@ def _subgroup(rank, world, stage, optim, members):
             optimizer.zero_grad()
             backward(model, rank, step)
             optimizer.step()
-        assert_same(sharded[0], plain[0], f"step {step}:")
+        same(weights(sharded[0]), weights(plain[0]), f"weights in step {step}")
     sharded[1].consolidate_state_dict(recipient_rank=1)
     whole = "zero_shard" not in sharded[1].state_dict()
     assert whole == (dist.get_rank(group) == 1)
 
 
-@pytest.mark.parametrize("members", [(0, 2), (1, 2)])
+@pytest.mark.parametrize("size", [None, 0])
 @by_optimizer
-@by_stage
-def test_ranks_of_a_subgroup_are_not_taken_for_ranks_of_the_job(stage, optim, members):
-    ranks.run(_subgroup, 3, args=(stage, optim, members))
-
-
-def _unused(rank, world, optim, size):
+@ranks.on(2)
+def test_parameters_that_ranks_use_differently_neither_hang_nor_differ(rank, world, optim, size):
     """FairScale without buckets waited for gradients that some rank never had, until it timed out."""
     plain = DistributedDataParallel(built(), find_unused_parameters=True)
     alone = optim(plain.parameters())
@@ -117,16 +108,12 @@ def _unused(rank, world, optim, size):
             its.zero_grad()
             backward(each, rank, step, used=by_rank[rank])
             its.step()
-        assert_same(sharded, plain, f"step {step}:")
+        same(weights(sharded), weights(plain), f"weights in step {step}")
 
 
-@pytest.mark.parametrize("size", [None, 0])
-@by_optimizer
-def test_parameters_that_ranks_use_differently_neither_hang_nor_differ(optim, size):
-    ranks.run(_unused, 2, args=(optim, size))
-
-
-def _stale_clip(rank, world, stage):
+@by_stage
+@ranks.on(2)
+def test_clip_grad_norm_is_over_the_parameters_that_there_are_now(rank, world, stage):
     """FairScale clipped the parameters that it had listed once, by the norm over the job."""
     nets = built(), built()
     first = [[*net.before.parameters(), *net.after.parameters()] for net in nets]
@@ -155,11 +142,6 @@ def _stale_clip(rank, world, stage):
         assert torch.allclose(value, other, rtol=1e-6, atol=1e-8), name
 
 
-@by_stage
-def test_clip_grad_norm_is_over_the_parameters_that_there_are_now(stage):
-    ranks.run(_stale_clip, 2, args=(stage,))
-
-
 def _imbalance(rank, world, partition, sizes):
     """FairScale gave parameters to the least loaded rank as they came: 1020 to one rank and 20 to the other."""
     params = [nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -178,25 +160,6 @@ def test_a_large_parameter_after_many_small_ones_does_not_unbalance_the_ranks(si
     assert max(owned) <= 600  # each of the small ones takes 64 bytes, the length that cuts are multiples of
 
 
-def _load_state_dict(rank, world, optim):
-    """FairScale's load_state_dict took the entries out of the dictionary that it was given."""
-    model, optimizer = at_stage(2, built(), optim)
-    backward(model, rank, 0)
-    optimizer.step()
-    optimizer.consolidate_state_dict(to=None)
-    for given in (copy.deepcopy(optimizer.state_dict()), plain_state(optim)):
-        kept = copy.deepcopy(given)
-        for _ in range(2):  # and so could be used once only
-            zero.OSS(built().parameters(), optim).load_state_dict(given)
-        assert_equal(given, kept)
-        again = zero.OSS(built().parameters(), optim)
-        again.load_state_dict(given)
-        for param in again.param_groups[0]["params"]:
-            param.grad = torch.ones_like(param)
-        again.step()
-        assert_equal(given, kept)
-
-
 def plain_state(optim):
     """The state of the plain optimizer after one step."""
     net = built()
@@ -206,25 +169,25 @@ def plain_state(optim):
     return copy.deepcopy(optimizer.state_dict())
 
 
-def assert_equal(got, expected):
-    assert type(got) is type(expected)
-    if isinstance(expected, dict):
-        assert list(got) == list(expected)
-        for key in expected:
-            assert_equal(got[key], expected[key])
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(got, expected)
-    elif isinstance(expected, list):
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            assert_equal(one, other)
-    else:
-        assert got == expected
-
-
 @by_optimizer
-def test_load_state_dict_leaves_the_callers_dictionary_as_it_was(optim):
-    ranks.run(_load_state_dict, 2, args=(optim,))
+@ranks.on(2)
+def test_load_state_dict_leaves_the_callers_dictionary_as_it_was(rank, world, optim):
+    """FairScale's load_state_dict took the entries out of the dictionary that it was given."""
+    model, optimizer = at_stage(2, built(), optim)
+    backward(model, rank, 0)
+    optimizer.step()
+    optimizer.consolidate_state_dict(to=None)
+    for given in (copy.deepcopy(optimizer.state_dict()), plain_state(optim)):
+        kept = copy.deepcopy(given)
+        for _ in range(2):  # and so could be used once only
+            zero.OSS(built().parameters(), optim).load_state_dict(given)
+        same(given, kept)
+        again = zero.OSS(built().parameters(), optim)
+        again.load_state_dict(given)
+        for param in again.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        again.step()
+        same(given, kept)
 
 
 class Mixed(nn.Module):
@@ -243,7 +206,9 @@ class Mixed(nn.Module):
         return inputs
 
 
-def _mixed(rank, world, stage):
+@by_stage
+@ranks.on(2)
+def test_parameters_of_several_dtypes_are_each_trained_in_their_own(rank, world, stage):
     """FairScale's buckets were of one dtype, that of the first parameter."""
     plain, sharded = (at_stage(at, built(Mixed), SGDM) for at in (0, stage))
     for step in range(3):
@@ -258,12 +223,9 @@ def _mixed(rank, world, stage):
             assert torch.allclose(value, other, rtol=0 if exact else 2e-2, atol=0 if exact else 1e-3), name
 
 
-@by_stage
-def test_parameters_of_several_dtypes_are_each_trained_in_their_own(stage):
-    ranks.run(_mixed, 2, args=(stage,))
-
-
-def _exception(rank, world, optim):
+@by_optimizer
+@ranks.on(2)
+def test_no_sync_ends_with_an_exception(rank, world, optim):
     """FairScale's no_sync did not end with an exception: gradients were never averaged again."""
     plain, sharded = (at_stage(at, built(), optim) for at in (0, 2))
     for step in range(4):
@@ -277,9 +239,4 @@ def _exception(rank, world, optim):
                     raise KeyError("after a backward, whose gradients stay")
             backward(model, rank, step)
             optimizer.step()
-        assert_same(sharded[0], plain[0], f"step {step}:")
-
-
-@by_optimizer
-def test_no_sync_ends_with_an_exception(optim):
-    ranks.run(_exception, 2, args=(optim,))
+        same(weights(sharded[0]), weights(plain[0]), f"weights in step {step}")

@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import ranks
 import zero
-from atstage import at_stage
+from logs import Heard
+from reference import at_stage
 
 
 def built(stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -45,29 +46,12 @@ def test_buckets_are_named_where_they_are_reduced_and_gathered():
         assert {name.split()[0] for name in found} >= {"zero::reduce", "zero::unshard", "zero::wait_for_unshard"}
 
 
-class Lines(logging.Handler):
-    """The messages of a logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def logged(rank: int, world: int, stage: int, level: int) -> list[str]:
     model, optimizer = built(stage)
-    logger, lines = logging.getLogger("zero"), Lines()
-    logger.addHandler(lines)
-    logger.setLevel(level)
-    try:
+    with Heard(level=level) as heard:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(logging.NOTSET)
-    return lines.lines
+    return heard.messages
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

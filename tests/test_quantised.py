@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ranks
 import zero
+from models import take_step
 
 WIDTH = 6
 
@@ -45,11 +46,7 @@ def trained(wrapped, optimizer, rank):
     losses = []
     for step in range(4):
         x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))
-        optimizer.zero_grad()
-        loss = wrapped(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, wrapped(x).square().mean()))
     return losses
 
 
@@ -84,7 +81,9 @@ def by_fsdp_without_the_parameter(net):
 WAYS = [by_oss, by_sharded_ddp, by_fsdp, by_fsdp_without_the_parameter]
 
 
-def _left_alone(rank, world, wrap):
+@pytest.mark.parametrize("wrap", WAYS)
+@ranks.on(2, timeout=20)
+def test_quantised_weights_left_out_of_sharding_stay_as_they_are(rank, world, wrap):
     plain = Net()
     expected = trained(*by_ddp(plain), rank)
     net = Net()
@@ -103,14 +102,6 @@ def _left_alone(rank, world, wrap):
     assert torch.equal(net.base.weight.b, plain.base.weight.b)
 
 
-@pytest.mark.parametrize("wrap", WAYS)
-def test_quantised_weights_left_out_of_sharding_stay_as_they_are(wrap):
-    ranks.run(_left_alone, 2, args=(wrap,), timeout=20)
-
-
-def _without_values(rank, world):
+@ranks.raises(2, ValueError, "'base.weight' is a TwoTensor on the meta device", timeout=20)
+def test_quantised_weights_without_values_are_refused_as_nobody_could_send_them(rank, world):
     by_fsdp(Net("meta" if rank else "cpu"))
-
-
-def test_quantised_weights_without_values_are_refused_as_nobody_could_send_them():
-    ranks.expect_error(_without_values, 2, ValueError, "'base.weight' is a TwoTensor on the meta device", timeout=20)

@@ -200,6 +200,42 @@ def test_expect_error_is_not_content_with_one_rank():
         ranks.expect_error(_raise_on_rank_1, 2, ValueError)
 
 
+@pytest.mark.parametrize("start", [10, 20])
+@ranks.on(3)
+def test_a_test_may_run_on_ranks_itself(rank, world, start, tmp_path):
+    assert _sum(rank, world, start)[2] == 3 * start + 3
+    assert tmp_path.is_dir()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@ranks.on("world")
+def test_the_number_of_ranks_may_be_a_parameter(rank, world):
+    assert dist.get_world_size() == world
+
+
+@ranks.raises(2, ValueError, "dislikes", "1$")
+def test_a_test_may_be_expected_to_raise_on_every_rank(rank, world):
+    raise ValueError("every rank dislikes 1")
+
+
+@ranks.on(2)
+def _fails_on_rank_1(rank, world):
+    told = f"this is rank {rank}"
+    assert "rank 0" in told
+
+
+@ranks.raises(2, ValueError)
+def _raises_nothing(rank, world):
+    pass
+
+
+def test_a_test_on_ranks_fails_where_a_rank_does_and_tells_the_values_there():
+    with pytest.raises(ranks.RankError, match=r"rank 1 raised AssertionError(.|\n)*told = 'this is rank 1'"):
+        _fails_on_rank_1()
+    with pytest.raises(ranks.RankError, match="should raise on each of 2 rank"):
+        _raises_nothing()
+
+
 def _warn(rank, world):
     warnings.warn("careful", UserWarning, stacklevel=1)
 

@@ -1,6 +1,5 @@
 """What zero says of itself: a line at construction, `zero.report`, and `python -m zero.report`."""
 
-import logging
 import os
 import re
 import subprocess
@@ -14,39 +13,24 @@ from torch import nn
 
 import ranks
 import zero
+from logs import Heard
 from transports import TRANSPORTS, by
 from zero.report.environment import environment
 
 ROOT = Path(__file__).parents[1]
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def construct(rank, world, transport):
-    logger, lines = logging.getLogger("zero"), Lines()
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    try:
-        with by(transport):
-            for stage in (2, 3):
-                model = nn.Sequential(nn.Linear(16, 3, bias=False), nn.Linear(3, 1, bias=False))
-                model[1].weight.requires_grad_(False)
-                if stage == 2:
-                    sharding = zero.OSS([model[0].weight], torch.optim.SGD, lr=0.1)
-                    zero.ShardedDDP(model, sharding)
-                else:
-                    zero.FSDP(model, ignored_parameters=[model[1].weight])
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(logging.NOTSET)
-    return lines.lines
+    with by(transport), Heard() as heard:
+        for stage in (2, 3):
+            model = nn.Sequential(nn.Linear(16, 3, bias=False), nn.Linear(3, 1, bias=False))
+            model[1].weight.requires_grad_(False)
+            if stage == 2:
+                sharding = zero.OSS([model[0].weight], torch.optim.SGD, lr=0.1)
+                zero.ShardedDDP(model, sharding)
+            else:
+                zero.FSDP(model, ignored_parameters=[model[1].weight])
+    return heard.messages
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -91,8 +75,18 @@ def test_the_report_never_raises():
 # ------------------------------------------------------------------------------------------------------ zero.report
 
 
-def reported(rank, world, stage, options):
-    """Of a settled step, between backward and step: the report, and whether its text can be made."""
+@pytest.mark.parametrize(
+    ("stage", "options", "kind"),
+    [
+        (1, {}, "1"),
+        (2, {"master_dtype": torch.float32}, "2"),
+        (3, {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}, "3"),
+    ],
+    ids=str,
+)
+@ranks.on(2)
+def test_a_report_tells_what_the_plan_told(rank, world, stage, options, kind):
+    """Of a settled step, between backward and step."""
     torch.manual_seed(0)
     before = zero.traffic()
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)]
@@ -113,30 +107,17 @@ def reported(rank, world, stage, options):
         before = zero.traffic()
         optimizer.step()
     assert zero.report(inner, [optimizer]).parameters == found.parameters
-    return found, str(found), found.numbers()
-
-
-@pytest.mark.parametrize(
-    ("stage", "options", "kind"),
-    [
-        (1, {}, "1"),
-        (2, {"master_dtype": torch.float32}, "2"),
-        (3, {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}, "3"),
-    ],
-    ids=str,
-)
-def test_a_report_tells_what_the_plan_told(stage, options, kind):
-    for rank, (found, text, numbers) in enumerate(ranks.run(reported, args=(stage, options))):
-        assert (found.stage, found.rank, found.world, found.peak) == (kind, rank, 2, None)
-        planned = found.planned
-        resident = (planned.parameters, planned.gradients, planned.optimizer)
-        assert (found.parameters, found.gradients, found.optimizer) == pytest.approx(resident, rel=0.02)
-        if stage > 1:  # DistributedDataParallel sends by itself
-            assert found.sent == pytest.approx(planned.sent, rel=0.1)
-        assert f"stage {kind} (" in text
-        assert [line.split()[0] for line in text.splitlines()[2:]] == ["here", "planned"]
-        assert numbers["zero/resident_bytes"] == found.resident
-        assert "zero/peak_bytes" not in numbers
+    text, numbers = str(found), found.numbers()
+    assert (found.stage, found.rank, found.world, found.peak) == (kind, rank, 2, None)
+    planned = found.planned
+    resident = (planned.parameters, planned.gradients, planned.optimizer)
+    assert (found.parameters, found.gradients, found.optimizer) == pytest.approx(resident, rel=0.02)
+    if stage > 1:  # DistributedDataParallel sends by itself
+        assert found.sent == pytest.approx(planned.sent, rel=0.1)
+    assert f"stage {kind} (" in text
+    assert [line.split()[0] for line in text.splitlines()[2:]] == ["here", "planned"]
+    assert numbers["zero/resident_bytes"] == found.resident
+    assert "zero/peak_bytes" not in numbers
 
 
 def test_an_optimizer_that_cannot_be_planned_is_reported_without_a_plan():
@@ -159,22 +140,21 @@ class Around(torch.optim.Optimizer):
             self.state = optimizer.state
 
 
-def wrapped_optimizers(rank, world):
+@ranks.on(2)
+def test_an_optimizer_that_another_wraps_is_found_unless_that_has_state(rank, world):
     model = nn.Linear(64, 64)
     model(torch.ones(1, 64)).sum().backward()
     adam = torch.optim.Adam(model.parameters())
     adam.step()
-    told = [zero.report(model, one).optimizer for one in (adam, Around(adam, keeps=False), Around(adam, keeps=True))]
+    alone, shown, around = [
+        zero.report(model, one).optimizer for one in (adam, Around(adam, keeps=False), Around(adam, keeps=True))
+    ]
     sharding = zero.OSS(model.parameters(), torch.optim.Adam)
-    found = [zero.report(model, one).stage for one in (sharding, Around(Around(sharding, keeps=False), keeps=False))]
-    return told, found, sum(param.nbytes for param in model.parameters())
-
-
-def test_an_optimizer_that_another_wraps_is_found_unless_that_has_state():
-    for (alone, shown, around), stages, weights in ranks.run(wrapped_optimizers):
-        assert alone == shown == pytest.approx(2 * weights, rel=0.01)
-        assert around == weights
-        assert stages == ["1", "1"]
+    stages = [zero.report(model, one).stage for one in (sharding, Around(Around(sharding, keeps=False), keeps=False))]
+    weights = sum(param.nbytes for param in model.parameters())
+    assert alone == shown == pytest.approx(2 * weights, rel=0.01)
+    assert around == weights
+    assert stages == ["1", "1"]
 
 
 def test_the_command_prints_the_environment():

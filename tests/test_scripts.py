@@ -16,7 +16,7 @@ from torch.optim import Adam
 
 import ranks
 import zero
-from models import FeedForward
+from models import FeedForward, take_step
 from sidebyside import data
 from zero.plan.meter import Meter
 
@@ -45,17 +45,15 @@ def at_stage(stage: int, model: nn.Module) -> tuple[nn.Module, Any]:
 
 
 def step(model: nn.Module, optimizer: Any, rank: int, number: int = 0) -> float:
-    loss = model(data(8, 6, rank=rank, step=number)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
+    return take_step(optimizer, model(data(8, 6, rank=rank, step=number)).square().mean())
 
 
 # ---------------------------------------------------------------------------------------------------- full weights
 
 
-def weights_of(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_one_rank_gets_the_weights_that_every_rank_would(rank, world, stage):
     model, optimizer = at_stage(stage, Net())
     step(model, optimizer, rank)
     everywhere = zero.full_state_dict(model)
@@ -70,11 +68,6 @@ def weights_of(rank: int, world: int, stage: int) -> None:
     assert given["head.weight"] is given["blocks.0.0.weight"]
     Net().load_state_dict(everywhere)
     assert not any(value.requires_grad for value in everywhere.values())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_one_rank_gets_the_weights_that_every_rank_would(stage):
-    ranks.run(weights_of, args=(stage,))
 
 
 def in_place(model: nn.Module) -> nn.Module:
@@ -101,7 +94,10 @@ COMPILED = {
 """The module, and then its wrapper."""
 
 
-def names_compiled(rank: int, world: int, stage: int, compiled: str) -> None:
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, compiled):
     inside, around = COMPILED[compiled]
     expected, expected_optimizer = at_stage(stage, Net())
     model, optimizer = at_stage(stage, inside(Net()))
@@ -117,13 +113,10 @@ def names_compiled(rank: int, world: int, stage: int, compiled: str) -> None:
     Net().load_state_dict(found)
 
 
-@pytest.mark.parametrize("compiled", COMPILED)
-@pytest.mark.parametrize("stage", STAGES)
-def test_names_are_the_modules_own_whatever_is_compiled(stage, compiled):
-    ranks.run(names_compiled, args=(stage, compiled))
-
-
-def loaded_compiled(rank: int, world: int, stage: int, compiled: str) -> None:
+@pytest.mark.parametrize("compiled", ["inside", "blocks"])
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_a_compiled_model_loads_weights_by_its_own_names(rank, world, stage, compiled):
     trained, optimizer = at_stage(stage, Net())
     step(trained, optimizer, rank)
     weights = zero.full_state_dict(trained)
@@ -134,12 +127,6 @@ def loaded_compiled(rank: int, world: int, stage: int, compiled: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found.values(), given.values(), strict=True))
     told = ranks.refusal(lambda: model.load_state_dict({**weights, "blocks.0.0.wait": weights["head.bias"]}))
     assert told.startswith("RuntimeError") and '0.wait"' in told
-
-
-@pytest.mark.parametrize("compiled", ["inside", "blocks"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_compiled_model_loads_weights_by_its_own_names(stage, compiled):
-    ranks.run(loaded_compiled, args=(stage, compiled))
 
 
 class Merged(nn.Linear):
@@ -155,7 +142,8 @@ def halved(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_met
     state_dict[f"{prefix}top"], state_dict[f"{prefix}bottom"] = top, bottom
 
 
-def hooked(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_hooks_of_modules_see_full_parameters(rank, world):
     torch.manual_seed(0)
     plain = nn.Sequential(Merged(), nn.Linear(6, 6))
     expected = copy.deepcopy(plain).state_dict()
@@ -164,20 +152,13 @@ def hooked(rank: int, world: int) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_hooks_of_modules_see_full_parameters():
-    ranks.run(hooked)
-
-
-def cast_buffers(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_weights_have_their_own_dtypes(rank, world):
     precision = zero.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, keep_fp32=())
     model = zero.FSDP(Net(), mixed_precision=precision)
     assert model.module.blocks[0][1].running_mean.dtype == torch.bfloat16
     for name, value in zero.full_state_dict(model, to=0).items():
         assert value.dtype == Net().state_dict()[name].dtype
-
-
-def test_weights_have_their_own_dtypes():
-    ranks.run(cast_buffers)
 
 
 def by_replica(rank: int, world: int, strategy: str) -> list[int]:
@@ -216,13 +197,10 @@ def test_ranks_that_get_nothing_hold_nothing():
     assert size <= first <= size + 2 * unit
 
 
-def wrong_rank(rank: int, world: int, stage: int) -> None:
-    zero.full_state_dict(at_stage(stage, Net())[0], to=2)
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_that_is_none_is_refused(stage):
-    ranks.expect_error(wrong_rank, 2, ValueError, "to=2", "no rank of the group of 2", args=(stage,), timeout=10)
+@ranks.raises(2, ValueError, "to=2", "no rank of the group of 2", timeout=10)
+def test_a_rank_that_is_none_is_refused(rank, world, stage):
+    zero.full_state_dict(at_stage(stage, Net())[0], to=2)
 
 
 # ------------------------------------------------------------------------------------------------------- counting
@@ -247,8 +225,9 @@ def test_parameters_are_counted_in_full(stage):
 # ----------------------------------------------------------------------------------------------------- unwrapping
 
 
-def unwrapped(rank: int, world: int, first: int, second: int) -> None:
-    """A model trains at one stage, comes back plain, and trains on at another as at stage 0."""
+@pytest.mark.parametrize(("first", "second"), [(0, 3), (1, 2), (2, 1), (2, 2), (2, 3), (3, 0), (3, 2), (3, 3)])
+@ranks.on(2)
+def test_the_plain_module_comes_back_and_can_be_wrapped_again(rank, world, first, second):
     results = []
     for stages in ((0, 0), (first, second)):
         plain = Net()
@@ -273,12 +252,8 @@ def unwrapped(rank: int, world: int, first: int, second: int) -> None:
     assert all(torch.equal(other[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 3), (1, 2), (2, 1), (2, 2), (2, 3), (3, 0), (3, 2), (3, 3)])
-def test_the_plain_module_comes_back_and_can_be_wrapped_again(first, second):
-    ranks.run(unwrapped, args=(first, second))
-
-
-def with_precision(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_nothing_is_left_on_the_module(rank, world):
     """Nothing is left on the module, also not where it was compiled or held by another."""
     plain = Net()
     expected = [copy.deepcopy(plain)(data(8, 6, rank=0)), plain.blocks[0][1].running_mean.dtype]
@@ -291,10 +266,6 @@ def with_precision(rank: int, world: int) -> None:
     for module in plain.modules():
         hooks = [value for name, value in vars(module).items() if name.endswith("_hooks") and value]
         assert not hooks
-
-
-def test_nothing_is_left_on_the_module():
-    ranks.run(with_precision)
 
 
 def forward_again(model: nn.Module, optimizer: Any) -> None:
@@ -319,27 +290,21 @@ def test_what_is_left_of_a_wrapper_is_refused(stage, use):
     ranks.expect_error(used_after, 2, RuntimeError, words.replace("()", r"\(\)"), args=(stage, use), timeout=10)
 
 
-def within(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, r"zero.unwrap\(\) was called while", "between steps", timeout=10)
+def test_nothing_is_unwrapped_within_a_step(rank, world):
     model = zero.FSDP(Net())
     with model.summon_full_params():
         zero.unwrap(model)
 
 
-def test_nothing_is_unwrapped_within_a_step():
-    ranks.expect_error(within, 2, RuntimeError, r"zero.unwrap\(\) was called while", "between steps", timeout=10)
-
-
-def alone(rank: int, world: int) -> None:
+@ranks.on(bare=True)
+def test_one_process_without_a_group_does_the_same(rank, world):
     assert not dist.is_initialized()
     model = zero.FSDP(Net())
     assert list(zero.full_state_dict(model, to=0)) == list(Net().state_dict())
     plain = zero.unwrap(model)
     assert zero.full_state_dict(plain, to=0).keys() == Net().state_dict().keys()
     assert zero.count_parameters(plain).all == sum(param.numel() for param in plain.parameters())
-
-
-def test_one_process_without_a_group_does_the_same():
-    ranks.run(alone, bare=True)
 
 
 # ------------------------------------------------------------------------------------------------ norm of gradients

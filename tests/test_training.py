@@ -15,44 +15,19 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import ranks
+import stacks
 import zero
-from sidebyside import STAGES, SideBySide, data, sgd
+from sidebyside import STAGES, SideBySide, sgd
+from stacks import WIDTH, Block, Scenarios, batch
 
-WIDTH = 11
-
-Scenario = Callable[[int, int, str], None]
-SCENARIOS: dict[str, Scenario] = {}
+SCENARIOS = scenario = Scenarios()
 
 
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
-    return function
+class Stack(stacks.Stack):
+    """With a layer at the end. A forward may choose among the blocks."""
 
-
-class Block(nn.Module):
-    """Two layers; a ModuleList of these becomes a list of units at stage 3."""
-
-    def __init__(self, middle: nn.Module | None = None) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.middle = middle or nn.Tanh()
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.down(self.middle(self.up(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-class Stack(nn.Module):
-    """Blocks between two layers."""
-
-    def __init__(self, blocks: int = 3, block: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__(block)
         self.last = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, blocks: slice = slice(None)) -> Tensor:
@@ -60,13 +35,6 @@ class Stack(nn.Module):
         for block in self.blocks[blocks]:
             x = self.call(block, x)
         return self.last(x)
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return block(x)
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return data(4, WIDTH, rank=rank, step=step)
 
 
 def loss_on(x: Tensor, **options: Any) -> Callable[[nn.Module], Tensor]:
@@ -92,10 +60,7 @@ def several_forwards_before_one_backward(rank, world, stage):
 def several_backwards_before_a_step(rank, world, stage):
     both = SideBySide(Stack(), stage)
     for step in range(3):
-        both.zero_grad()
-        for i in range(3):
-            both.backward(loss_on(batch(rank, 10 * step + i)))
-        both.update()
+        both.step(*(loss_on(batch(rank, 10 * step + i)) for i in range(3)))
 
 
 @scenario
@@ -197,22 +162,15 @@ def gradients_for_inputs(rank, world, stage):
 def backwards_under_no_sync_are_sent_along_later(rank, world, stage):
     both = SideBySide(Stack(), stage)
     for step in range(3):
-        both.zero_grad()
-        both.backward(loss_on(batch(rank, 10 * step)), sync=False)
-        both.backward(loss_on(batch(rank, 10 * step + 1)), sync=False)
-        both.backward(loss_on(batch(rank, 10 * step + 2)))
-        both.backward(loss_on(batch(rank, 10 * step + 3)))
-        both.update()
+        both.step(*(loss_on(batch(rank, 10 * step + number)) for number in range(4)), unsent=2)
 
 
 @scenario
 def backwards_under_no_sync_are_sent_along_by_one_that_does_not_reach_them(rank, world, stage):
     both = SideBySide(Stack(), stage)
     for step in range(2):
-        both.zero_grad()
-        both.backward(loss_on(batch(rank, 10 * step)), sync=False)
-        both.backward(loss_on(batch(rank, 10 * step + 1), blocks=slice(1)))
-        both.update()
+        losses = loss_on(batch(rank, 10 * step)), loss_on(batch(rank, 10 * step + 1), blocks=slice(1))
+        both.step(*losses, unsent=1)
 
 
 @scenario
@@ -516,10 +474,11 @@ class CheckpointedInsideReentrant(CheckpointedInside):
 def checkpointed(rank: int, stage: str, build: Callable[[], nn.Module], forwards: int = 1, **options: Any) -> None:
     both = SideBySide(build(), stage, **options)
     steps(both, rank)
-    both.zero_grad()
-    both.backward(loss_on(batch(rank, 3)), sync=False)
-    both.backward(lambda model: sum(loss_on(batch(rank, 4 + i))(model) for i in range(forwards)))
-    both.update()
+    both.step(
+        loss_on(batch(rank, 3)),
+        lambda model: sum(loss_on(batch(rank, 4 + i))(model) for i in range(forwards)),
+        unsent=1,
+    )
 
 
 @scenario
@@ -590,16 +549,20 @@ class FailsInBackward(torch.autograd.Function):
         raise KeyError("as told")
 
 
+def fail(both: SideBySide, rank: int, where: str, block: int) -> None:
+    faulty = both.model.module.blocks[block].between
+    faulty.where = where
+    with pytest.raises(KeyError):
+        loss_on(batch(rank, 9))(both.model).backward()
+    faulty.where = None
+
+
 def mishap(rank: int, stage: str, where: str, block: int) -> None:
-    both = SideBySide(Stack(block=lambda: Block(middle=Faulty())), stage)
+    both = SideBySide(Stack(block=lambda: Block(Faulty())), stage)
     steps(both, rank)
     for again in range(2):
         both.zero_grad()
-        faulty = both.model.module.blocks[block].middle
-        faulty.where = where
-        with pytest.raises(KeyError):
-            loss_on(batch(rank, 9))(both.model).backward()
-        faulty.where = None
+        fail(both, rank, where, block)
         steps(both, rank, start=3 + 2 * again, count=2)
 
 
@@ -620,12 +583,8 @@ def exception_in_the_middle_of_backward(rank, world, stage):
 
 @scenario
 def exception_in_backward_then_evaluation_first(rank, world, stage):
-    both = SideBySide(Stack(block=lambda: Block(middle=Faulty())), stage)
-    faulty = both.model.module.blocks[1].middle
-    faulty.where = "backward"
-    with pytest.raises(KeyError):
-        loss_on(batch(rank, 9))(both.model).backward()
-    faulty.where = None
+    both = SideBySide(Stack(block=lambda: Block(Faulty())), stage)
+    fail(both, rank, "backward", 1)
     with torch.no_grad():
         assert torch.equal(both.model(batch(rank, 0)), both.plain(batch(rank, 0)))
     steps(both, rank)
@@ -633,12 +592,8 @@ def exception_in_backward_then_evaluation_first(rank, world, stage):
 
 @scenario
 def exception_in_backward_then_weights_read_first(rank, world, stage):
-    both = SideBySide(Stack(block=lambda: Block(middle=Faulty())), stage)
-    faulty = both.model.module.blocks[1].middle
-    faulty.where = "backward"
-    with pytest.raises(KeyError):
-        loss_on(batch(rank, 9))(both.model).backward()
-    faulty.where = None
+    both = SideBySide(Stack(block=lambda: Block(Faulty())), stage)
+    fail(both, rank, "backward", 1)
     both.compare()
     both.zero_grad()
     both.update()  # no gradient, no change

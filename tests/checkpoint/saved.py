@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zero
-from models import CASES, OPTIMIZERS, Batch, train_step
+from models import CASES, OPTIMIZERS, Batch, take_step, train_step
 
 CASE = CASES["mlp"]  # frozen, tied, unused, empty, 0-dim and non-contiguous parameters
 
@@ -197,14 +199,58 @@ def train(model: nn.Module, optimizer: Optimizer, count: int = 2) -> dict[str, A
     """Steps of what is built like `tiny`; the weights then."""
     torch.manual_seed(0)
     for _ in range(count):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).square().sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.randn(5, 4)).square().sum())
     return zero.full_state_dict(model)
 
 
 def adam(**options: Any) -> Callable[..., Optimizer]:
     return partial(torch.optim.Adam, lr=1e-2, **options)
+
+
+def with_adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    return model, adam()(model.parameters())
+
+
+def assert_loads(path: Any, saved: tuple[Any, Any], into: tuple[Any, Any]) -> Any:
+    """Collective. Loads into a model and an optimizer, which are then as those that were saved. Returns the extra."""
+    extra = zero.checkpoint.load(path, *into)
+    assert not differences(whole(*saved), whole(*into))
+    return extra
+
+
+def sign(index: dict[str, Any]) -> None:
+    """Gives an index that was altered the checksum that it should have."""
+    index.pop("sha256", None)
+    index["sha256"] = hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def peak() -> int:
+    """Bytes that this process has had resident at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Runs:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+class Counting(nn.Linear):
+    """With extra state."""
+
+    def __init__(self, seen: Any = None) -> None:
+        super().__init__(2, 2)
+        self.seen = seen
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
 
 
 class Blockwise(torch.optim.SGD):

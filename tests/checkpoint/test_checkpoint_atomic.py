@@ -18,6 +18,7 @@ from torch import nn
 import matrix
 import ranks
 import zero
+from models import take_step
 
 MOMENTS = {"": 50, "objects://": 50} if matrix.WHOLE else {"": 6, "objects://": 3}
 WIDTH = 40_000  # a save takes about 20 ms
@@ -125,9 +126,7 @@ def save_behind(rank, world, path, stage):
 
     def step():
         torch.manual_seed(rank)
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.randn(5, 4)).sum())
 
     step()
     zero.checkpoint.save(f"{path}/waiting", model, optimizer)

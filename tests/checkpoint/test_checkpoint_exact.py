@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from saved import adam, tiny, train
+from saved import tiny, train, with_adam
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -24,23 +24,19 @@ from zero.checkpoint import write
 def kept(seed=0):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    model = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), reshard_after_forward=False)
-    return model, adam()(model.parameters())
+    return with_adam(zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), reshard_after_forward=False))
 
 
-def goes_on(rank, world, path):
+@ranks.on(2)
+def test_parameters_that_are_kept_whole_train_on_after_a_save_and_a_load(rank, world, tmp_path):
     """Shards that are given up while parameters are unsharded are written, and read into, without being pinned down."""
     model, optimizer = kept()
     train(model, optimizer)
-    zero.checkpoint.save(path, model, optimizer)
+    zero.checkpoint.save(tmp_path, model, optimizer)
     other, other_optimizer = kept(seed=1)
-    zero.checkpoint.load(path, other, other_optimizer)
+    zero.checkpoint.load(tmp_path, other, other_optimizer)
     expected, found = train(model, optimizer), train(other, other_optimizer)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_parameters_that_are_kept_whole_train_on_after_a_save_and_a_load(tmp_path):
-    ranks.run(goes_on, 2, (str(tmp_path),))
 
 
 # -------------------------------------------------------------------------------------------- saves behind training
@@ -88,7 +84,9 @@ class Wide(SGD):
                 param -= group["lr"] * state["momentum"].to(param.dtype)
 
 
-def keeps_dtypes(rank, world, path, stage):
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@ranks.on(2)
+def test_state_keeps_dtypes_that_are_not_the_parameters(rank, world, stage, tmp_path):
     def build():
         torch.manual_seed(0)
         model = nn.Linear(4, 3).bfloat16()
@@ -97,17 +95,12 @@ def keeps_dtypes(rank, world, path, stage):
     (model, optimizer), (other, other_optimizer) = build(), build()
     model(torch.ones(2, 4).bfloat16()).sum().backward()
     optimizer.step()
-    zero.checkpoint.save(path, model, optimizer)
-    zero.checkpoint.load(path, other, other_optimizer)
+    zero.checkpoint.save(tmp_path, model, optimizer)
+    zero.checkpoint.load(tmp_path, other, other_optimizer)
     saved, loaded = (getattr(one, "optim", one).state.values() for one in (optimizer, other_optimizer))
     for before, after in zip(saved, loaded, strict=True):
         for key in ("momentum", "count"):
             assert before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]), key
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_state_keeps_dtypes_that_are_not_the_parameters(stage, tmp_path):
-    ranks.run(keeps_dtypes, 2, (str(tmp_path), stage))
 
 
 class History(SGD):
@@ -120,18 +113,14 @@ class History(SGD):
                 self.state[param]["history"] = [param.grad.clone(), torch.zeros_like(param)]
 
 
-def lists(rank, world, path, stage, partition):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.raises(2, "CheckpointError", "history is a list of tensors", "partition='whole'")
+def test_lists_of_tensors_are_refused_where_parameters_are_cut(rank, world, stage, tmp_path):
+    partition = "even"
     model, optimizer = zero.setup(nn.Linear(64, 64), History, stage=stage, partition=partition, lr=0.1)
     model(torch.ones(5, 64)).sum().backward()
     optimizer.step()
-    zero.checkpoint.save(path, model, optimizer)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_lists_of_tensors_are_refused_where_parameters_are_cut(stage, tmp_path):
-    ranks.expect_error(
-        lists, 2, "CheckpointError", "history is a list of tensors", "partition='whole'", args=(tmp_path, stage, "even")
-    )
+    zero.checkpoint.save(tmp_path, model, optimizer)
 
 
 class Sharding(SGD):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from saved import CASE, Config, adam, differences, save_and_go_on, steps, whole
+from saved import (
+    CASE,
+    Config,
+    Counting,
+    Runs,
+    adam,
+    assert_loads,
+    differences,
+    save_and_go_on,
+    steps,
+    whole,
+    with_adam,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
-from models import GPT
+from models import GPT, take_step
 from zero.checkpoint.__main__ import main
 from zero.checkpoint.export import export, export_dcp
 from zero.checkpoint.importing import import_checkpoint
@@ -141,28 +152,19 @@ def trained(named=False):
     return model, optimizer
 
 
-def check_imported(path, model, optimizer):
-    other = CASE.model(seed=3)
-    other_optimizer = adam()(other.parameters()) if optimizer is not None else None
-    extra = zero.checkpoint.load(path, other, other_optimizer)
-    if optimizer is None:
-        assert not differences(dict(model.state_dict()), dict(other.state_dict()))
-    else:
-        assert not differences(whole(model, optimizer), whole(other, other_optimizer))
-    return extra
-
-
 def test_import_of_torch_save(tmp_path):
     model, optimizer = trained()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     assert main(["import", str(tmp_path / "weights.pt"), str(tmp_path / "run")]) == 0
-    check_imported(tmp_path / "run", model, None)
+    other = CASE.model(seed=3)
+    zero.checkpoint.load(tmp_path / "run", other)
+    assert not differences(dict(model.state_dict()), dict(other.state_dict()))
 
     wrapped = {f"module.{name}": value for name, value in model.state_dict().items()}
     torch.save({"model": wrapped, "epoch": 3, "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
     with pytest.warns(UserWarning, match="numbers its parameters"):
         import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
-    assert check_imported(tmp_path / "run", model, optimizer) == {"epoch": 3}
+    assert assert_loads(tmp_path / "run", (model, optimizer), with_adam(CASE.model(seed=3))) == {"epoch": 3}
 
 
 def test_import_of_a_consolidated_oss(tmp_path):
@@ -172,7 +174,7 @@ def test_import_of_a_consolidated_oss(tmp_path):
     optimizer.consolidate_state_dict()
     torch.save({"state_dict": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "all.pt")
     import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
-    check_imported(tmp_path / "run", model, optimizer)
+    assert_loads(tmp_path / "run", (model, optimizer), with_adam(CASE.model(seed=3)))
 
 
 class Gained(nn.Linear):
@@ -214,8 +216,7 @@ def test_import_leaves_old_masters(kind, tmp_path):
 
 
 def test_import_of_numbers_without_names(tmp_path):
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    optimizer = adam()(model.parameters())
+    model, optimizer = with_adam(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
     with pytest.raises(ValueError, match="built with model"):
         import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
@@ -229,8 +230,7 @@ def test_import_of_numbers_from_a_distributed_checkpoint(tmp_path):
     train_net(model, optimizer)
     dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "dcp")
     import_checkpoint(tmp_path / "dcp", tmp_path / "run")
-    again = net()
-    loaded = adam()(again.parameters())
+    again, loaded = with_adam(net())
     zero.checkpoint.load(tmp_path / "run", again, loaded)
     assert not differences(plain_state(model, optimizer), plain_state(again, loaded))
 
@@ -240,14 +240,6 @@ def test_import_of_a_crafted_file_runs_nothing(tmp_path):
     with pytest.raises(ValueError, match="was not read"):
         import_checkpoint(tmp_path / "evil.pt", tmp_path / "run")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "run").exists()
-
-
-class Runs:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def test_import_of_safetensors(tmp_path):
@@ -283,9 +275,7 @@ def net():
 def train_net(model, optimizer, count=2):
     for step in range(count):
         inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(inputs).square().mean())
 
 
 def full(value):
@@ -320,8 +310,7 @@ def save_dcp(rank, world, path, kind):
 def test_import_of_a_distributed_checkpoint(kind, tmp_path):
     expected = ranks.run(save_dcp, 2, (str(tmp_path / "dcp"), kind))[0]
     import_checkpoint(tmp_path / "dcp", tmp_path / "run")
-    model = net()
-    optimizer = adam()(model.parameters())
+    model, optimizer = with_adam(net())
     assert zero.checkpoint.load(tmp_path / "run", model, optimizer) == {"step": 7}
     assert not differences(expected, plain_state(model, optimizer))
 
@@ -340,8 +329,7 @@ def load_dcp(rank, world, path):
 
 
 def save_net(rank, world, path):
-    model = zero.FSDP(net())
-    optimizer = adam()(model.parameters())
+    model, optimizer = with_adam(zero.FSDP(net()))
     train_net(model, optimizer)
     zero.checkpoint.save(path, model, optimizer)
     return whole(model, optimizer)
@@ -359,8 +347,7 @@ def test_a_distributed_checkpoint_for_those_who_go_back(tmp_path):
 
 
 def keep_extra(rank, world, path):
-    model = CASE.model()
-    optimizer = adam()(model.parameters())
+    model, optimizer = with_adam(CASE.model())
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3])
     scaler = zero.GradScaler("cpu", init_scale=8.0)
     torch.manual_seed(rank)
@@ -382,25 +369,18 @@ def test_extra_comes_back_as_it_was(tmp_path):
         assert "rng" not in zero.checkpoint.load(tmp_path, CASE.model())
 
 
-class WithState(nn.Linear):
+class Buffered(Counting):
     def __init__(self):
-        super().__init__(2, 2)
-        self.seen = 0
+        super().__init__()
         self.register_buffer("mean", torch.zeros(2))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
-    def get_extra_state(self):
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state):
-        self.seen = state["seen"]
-
 
 def test_buffers_and_extra_state_of_modules(tmp_path):
-    model, other = nn.Sequential(WithState()), nn.Sequential(WithState())
-    model[0].seen = 5
+    model, other = nn.Sequential(Buffered()), nn.Sequential(Buffered())
+    model[0].seen = {"steps": 5}
     model[0].mean += 2
     model[0].scratch += 2
     zero.checkpoint.save(tmp_path, model)
     zero.checkpoint.load(tmp_path, other)
-    assert other[0].seen == 5 and (other[0].mean == 2).all() and (other[0].scratch == 0).all()
+    assert other[0].seen == {"steps": 5} and (other[0].mean == 2).all() and (other[0].scratch == 0).all()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from saved import differences, tiny
+from saved import Counting, differences, tiny
 from torch import nn
 
 import zero
@@ -78,18 +78,6 @@ def test_dcp_refuses_what_it_would_ignore(run, tmp_path, capsys):
 
 
 # --------------------------------------------------------------------------------------------------- extra state
-
-
-class Counting(nn.Linear):
-    def __init__(self, seen=None):
-        super().__init__(2, 2)
-        self.seen = seen
-
-    def get_extra_state(self):
-        return self.seen
-
-    def set_extra_state(self, state):
-        self.seen = state
 
 
 @pytest.mark.parametrize("shard", [10**9, 1])

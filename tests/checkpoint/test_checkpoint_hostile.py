@@ -4,18 +4,16 @@
 """
 
 import copy
-import hashlib
 import json
 import os
 import random
-import resource
 import shutil
 import stat
 import zlib
 
 import pytest
 import torch
-from saved import adam, differences, tiny, train, whole
+from saved import differences, peak, sign, tiny, train, whole, with_adam
 
 import zero
 from zero.checkpoint import CheckpointError
@@ -55,8 +53,7 @@ STRANGE = [
 
 
 def build():
-    model = tiny()
-    return model, adam()(model.parameters())
+    return with_adam(tiny())
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +67,6 @@ def good(tmp_path_factory):
 
 
 # -------------------------------------------------------------------------------------------------------- alterations
-
-
-def sign(told):
-    told.pop("sha256", None)
-    told["sha256"] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def places_in(told):
@@ -175,10 +167,6 @@ def loaded(path, model, optimizer):
         return zero.checkpoint.load(path, model, optimizer), None
     except CheckpointError as error:
         return None, str(error)
-
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # ------------------------------------------------------------------------------------------------ exhausting memory

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from saved import adam, differences, whole
+from saved import Counting, adam, assert_loads, differences, with_adam
 from torch import nn
 
 import zero
+from models import take_step
 from zero.checkpoint.__main__ import main
 from zero.checkpoint.export import export
 from zero.checkpoint.importing import import_checkpoint
@@ -23,9 +24,9 @@ def net(*widths):
 def train(model, optimizer, count=2):
     width = next(model.parameters()).shape[1]
     for step in range(count):
-        optimizer.zero_grad()
-        model(torch.randn(6, width, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
+        take_step(
+            optimizer, model(torch.randn(6, width, generator=torch.Generator().manual_seed(step))).square().mean()
+        )
 
 
 def imported(told, tmp_path, kind="torch.save"):
@@ -60,10 +61,7 @@ def test_names_of_an_optimizer_lose_the_wrapper(attributes, weights_of, tmp_path
     train(model, optimizer)
     saved = wrapped if weights_of == "the wrapper" else model
     run = imported({"model": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
-    other = net(4, 4, 4)
-    other_optimizer = adam()(other.parameters())
-    zero.checkpoint.load(run, other, other_optimizer)
-    assert not differences(whole(model, optimizer), whole(other, other_optimizer))
+    assert_loads(run, (model, optimizer), with_adam(net(4, 4, 4)))
 
 
 def test_a_wrapped_parameter_of_two_names(tmp_path):
@@ -76,9 +74,7 @@ def test_a_wrapped_parameter_of_two_names(tmp_path):
     run = imported({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
     other = net(4, 4, 4)
     other[1].weight = other[0].weight
-    other_optimizer = adam()(other.parameters())
-    zero.checkpoint.load(run, other, other_optimizer)
-    assert not differences(whole(model, optimizer), whole(other, other_optimizer))
+    assert_loads(run, (model, optimizer), with_adam(other))
 
 
 def test_numbers_that_shapes_do_not_settle_are_told(tmp_path):
@@ -98,10 +94,7 @@ def test_the_remedy_for_numbers(tmp_path):
     named = adam()([*pairs[2:], *pairs[:2]])
     named.load_state_dict(optimizer.state_dict())
     run = imported({"model": model.state_dict(), "optimizer": named.state_dict()}, tmp_path)
-    other = net(4, 4, 4)
-    other_optimizer = adam()(other.parameters())
-    zero.checkpoint.load(run, other, other_optimizer)
-    assert not differences(whole(model, optimizer), whole(other, other_optimizer))
+    assert_loads(run, (model, optimizer), with_adam(net(4, 4, 4)))
 
 
 def test_numbers_that_shapes_contradict_are_refused(tmp_path):
@@ -123,9 +116,7 @@ def test_numbers_that_cannot_be_mistaken_pass_without_a_word(kind, optim, tmp_pa
     train(model, optimizer)
     run = imported({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path, kind)
     other = net(4, 3, 2)
-    other_optimizer = optim(other.parameters())
-    zero.checkpoint.load(run, other, other_optimizer)
-    assert not differences(whole(model, optimizer), whole(other, other_optimizer))
+    assert_loads(run, (model, optimizer), (other, optim(other.parameters())))
 
 
 # ------------------------------------------------------------------------------------------------- what is no such file
@@ -192,18 +183,6 @@ def test_an_index_of_shards_that_is_none(text, tmp_path):
 # ------------------------------------------------------------------------------------------------------ extra state
 
 
-class Counting(nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-        self.seen = None
-
-    def get_extra_state(self):
-        return self.seen
-
-    def set_extra_state(self, state):
-        self.seen = state
-
-
 @pytest.mark.parametrize(
     ("kind", "seen"),
     [
@@ -216,8 +195,7 @@ class Counting(nn.Linear):
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_import_of_extra_state(kind, seen, tmp_path):
-    model, other = nn.Sequential(Counting()), nn.Sequential(Counting())
-    model[0].seen = seen
+    model, other = nn.Sequential(Counting(seen)), nn.Sequential(Counting())
     if kind == "safetensors":
         save_file(model.state_dict(), tmp_path / "model.safetensors")
         import_checkpoint(tmp_path / "model.safetensors", tmp_path / "run")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from saved import CASE, Blockwise, Config, adam, differences, read_plainly, steps, tiny, train, whole
+from saved import CASE, Blockwise, Config, adam, differences, read_plainly, steps, tiny, train, whole, with_adam
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -34,14 +34,12 @@ def test_replicas_write_once_and_all_load(strategy, files, tmp_path):
     assert not differences(saved, read_plainly(checkpoint))
 
 
-def other_hybrid_problem(rank, world, path):
+@ranks.raises(4, "CheckpointError", "differ between ranks")
+def test_a_problem_in_one_replica_is_raised_in_all(rank, world, tmp_path):
+    path = str(tmp_path)
     mesh = init_device_mesh("cpu", (2, 2))
     model = zero.FSDP(CASE.model(), sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
     zero.checkpoint.save(path if rank != 3 else path + "x", model)
-
-
-def test_a_problem_in_one_replica_is_raised_in_all(tmp_path):
-    ranks.expect_error(other_hybrid_problem, 4, "CheckpointError", "differ between ranks", args=(str(tmp_path),))
 
 
 # --------------------------------------------------------------------------------------------------- several optimizers
@@ -162,13 +160,13 @@ def test_ties_that_differ(tied, tmp_path):
 
 
 def test_another_order_in_memory(tmp_path):
-    saved = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 1))
-    optimizer = adam()(saved.parameters())
+    saved, optimizer = with_adam(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 1)))
     saved(torch.ones(1, 3, 4, 4)).sum().backward()
     optimizer.step()
     zero.checkpoint.save(tmp_path, saved, optimizer)
-    found = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 1)).to(memory_format=torch.channels_last)
-    found_optimizer = adam()(found.parameters())
+    found, found_optimizer = with_adam(
+        nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 1)).to(memory_format=torch.channels_last)
+    )
     zero.checkpoint.load(tmp_path, found, found_optimizer)
     assert found[0].weight.is_contiguous(memory_format=torch.channels_last)
     for one, other in zip(saved.parameters(), found.parameters(), strict=True):
@@ -177,14 +175,11 @@ def test_another_order_in_memory(tmp_path):
             assert torch.equal(value, found_optimizer.state[other][key])
 
 
-def summoned(rank, world, path):
+@ranks.raises(2, "CheckpointError", "Save and load between steps")
+def test_not_while_parameters_are_summoned(rank, world, tmp_path):
     model, _ = Config().build(3)
     with model.summon_full_params():
-        zero.checkpoint.save(path, model)
-
-
-def test_not_while_parameters_are_summoned(tmp_path):
-    ranks.expect_error(summoned, 2, "CheckpointError", "Save and load between steps", args=(str(tmp_path),))
+        zero.checkpoint.save(tmp_path, model)
 
 
 # ------------------------------------------------------------------------------------------------------ stage 3's kinds
@@ -235,8 +230,7 @@ KINDS = {kind.__name__: kind for kind in [experts, mixed, mixed_buffers, from_me
 
 
 def built(kind, first):
-    model = KINDS[kind]()
-    optimizer = adam()(model.parameters())
+    model, optimizer = with_adam(KINDS[kind]())
     train(model, optimizer, first)
     return model, optimizer
 
@@ -266,8 +260,7 @@ def test_every_kind_of_stage_3(kind, tmp_path):
     then, _ = ranks.run(load_kind, 3, (str(tmp_path), kind))[2]
     assert not differences(at_save, then)
     assert not differences(at_save, read_plainly(tmp_path / "00000001"))
-    plain = with_experts() if kind == "experts" else tiny()
-    optimizer = adam()(plain.parameters())
+    plain, optimizer = with_adam(with_experts() if kind == "experts" else tiny())
     zero.checkpoint.load(tmp_path, plain, optimizer)
     assert not differences(at_save, whole(plain, optimizer))
 
@@ -333,7 +326,9 @@ def counting():
     return nn.Sequential(Counting(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
-def to_and_from_compiled(rank, world, path):
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@ranks.on(2)
+def test_compiled_models_have_the_names_of_their_modules(rank, world, tmp_path):
     for how, wrap in COMPILED.items():
         saved, plain, loaded = counting(), counting(), counting()
         saved[0].seen = 3
@@ -346,17 +341,12 @@ def to_and_from_compiled(rank, world, path):
         with torch.no_grad():
             for param in saved.parameters():
                 param.fill_(7.0)
-        zero.checkpoint.save(f"{path}/{how}", saved, optims[0])
-        zero.checkpoint.load(f"{path}/{how}", plain)
+        zero.checkpoint.save(f"{tmp_path}/{how}", saved, optims[0])
+        zero.checkpoint.load(f"{tmp_path}/{how}", plain)
         assert all((param == 7).all() for param in plain.parameters()) and plain[0].seen == 3, how
-        zero.checkpoint.save(f"{path}/{how} back", plain)
-        zero.checkpoint.load(f"{path}/{how} back", loaded)
+        zero.checkpoint.save(f"{tmp_path}/{how} back", plain)
+        zero.checkpoint.load(f"{tmp_path}/{how} back", loaded)
         assert all((param == 7).all() for param in loaded.parameters()) and inner[1].seen == 3, how
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_compiled_models_have_the_names_of_their_modules(tmp_path):
-    ranks.run(to_and_from_compiled, 2, (str(tmp_path),))
 
 
 class Refuses(nn.Linear):
@@ -367,17 +357,14 @@ class Refuses(nn.Linear):
         raise RuntimeError("no, thank you")
 
 
-def refusing(rank, world, path):
+@ranks.raises(2, "CheckpointError", "no, thank you", timeout=20.0)
+def test_what_one_rank_raises_is_raised_on_all(rank, world, tmp_path):
     model = nn.Sequential(Refuses(2, 2))
     if rank:
         model[0].set_extra_state = lambda _: None
     wrapped = DistributedDataParallel(model)
-    zero.checkpoint.save(path, wrapped)
-    zero.checkpoint.load(path, wrapped)
-
-
-def test_what_one_rank_raises_is_raised_on_all(tmp_path):
-    ranks.expect_error(refusing, 2, "CheckpointError", "no, thank you", args=(str(tmp_path),), timeout=20.0)
+    zero.checkpoint.save(tmp_path, wrapped)
+    zero.checkpoint.load(tmp_path, wrapped)
 
 
 class Choosy(Counting):
@@ -387,22 +374,18 @@ class Choosy(Counting):
         super().set_extra_state(state)
 
 
-def refused_by_one(rank, world, path):
-    model = zero.FSDP(nn.Sequential(Counting(2, 2), (Choosy if rank == 1 else Counting)(2, 2)))
-    optimizer = adam()(model.parameters())
+@ranks.on(2)
+def test_modules_that_took_their_extra_state_get_theirs_back_when_another_refuses(rank, world, tmp_path):
+    model, optimizer = with_adam(zero.FSDP(nn.Sequential(Counting(2, 2), (Choosy if rank == 1 else Counting)(2, 2))))
     for seen, value in [(1, 1.0), (9, 2.0)]:
         for module in model.module:
             module.seen = seen
         for param in model.parameters():
             param.data.fill_(value)
-        zero.checkpoint.save(f"{path}/{seen}", model, optimizer)
-    zero.checkpoint.load(f"{path}/1", model, optimizer)
+        zero.checkpoint.save(f"{tmp_path}/{seen}", model, optimizer)
+    zero.checkpoint.load(f"{tmp_path}/1", model, optimizer)
     before = whole(model, optimizer)
     with pytest.raises(zero.checkpoint.CheckpointError, match=r"too many.*rank 1"):
-        zero.checkpoint.load(f"{path}/9", model, optimizer)
+        zero.checkpoint.load(f"{tmp_path}/9", model, optimizer)
     assert not differences(before, whole(model, optimizer))
     assert [module.seen for module in model.module] == [1, 1]
-
-
-def test_modules_that_took_their_extra_state_get_theirs_back_when_another_refuses(tmp_path):
-    ranks.run(refused_by_one, 2, (str(tmp_path),))

@@ -6,7 +6,6 @@
 import os
 import pickle
 import random
-import resource
 import shutil
 import struct
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saved import adam, differences, tiny, train
+from saved import Runs, adam, differences, peak, tiny, train
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import zero
@@ -25,16 +24,6 @@ ALTERED = 2000 if os.environ.get("ZERO_FAULTS") else 100
 DATA = "__0_0.distcp"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-
-
-class Runs:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 @pytest.fixture(scope="module")
@@ -229,10 +218,6 @@ def test_instructions_that_exhaust_memory_or_make_no_sense_are_refused(instructi
     with pytest.raises(ValueError, match=r"is not what torch\.distributed\.checkpoint writes"):
         import_checkpoint(source, tmp_path / "run")
     assert peak() - before < 1 << 27
-
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @pytest.mark.filterwarnings("ignore:left out:UserWarning")

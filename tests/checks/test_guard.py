@@ -132,7 +132,9 @@ def test_what_cannot_be_measured_is_refused_unless_the_user_says_what_it_is():
     ranks.run(unknown, args=({"partition": "even"},))
 
 
-def trains(rank: int, world: int, optim: Any, cut: bool) -> None:
+@pytest.mark.parametrize(("optim", "cut"), [(TrainedLion, True), (Lamb, False)])
+@ranks.on(2)
+def test_others_than_torchs_train_as_they_are_found_to_be(rank, world, optim, cut):
     for build in [partial(zero.setup, stage=3), *(["3"] if cut else [])]:
         both = SideBySide(Net(), build, optim)
         assert cut == any(param.numel() % WIDTH for param in both.model.parameters())
@@ -140,12 +142,10 @@ def trains(rank: int, world: int, optim: Any, cut: bool) -> None:
             both.step(loss_on(rank, step))
 
 
-@pytest.mark.parametrize(("optim", "cut"), [(TrainedLion, True), (Lamb, False)])
-def test_others_than_torchs_train_as_they_are_found_to_be(optim, cut):
-    ranks.run(trains, args=(optim, cut))
-
-
-def late(rank: int, world: int) -> None:
+@ranks.raises(
+    2, RuntimeError, r"Estimating wrote other numbers into param_groups\[0\]", "cannot be sharded", timeout=15
+)
+def test_numbers_that_come_to_differ_between_ranks_are_refused_on_every_rank(rank, world):
     """Numbers that begin to differ in a later step than was looked at."""
     model = zero.FSDP(Net())
     optimizer = Estimating(model.parameters(), patience=7)
@@ -153,11 +153,6 @@ def late(rank: int, world: int) -> None:
         backward(model, rank, step)
         optimizer.step()
     pytest.fail("stepped all the same")
-
-
-def test_numbers_that_come_to_differ_between_ranks_are_refused_on_every_rank():
-    words = [r"Estimating wrote other numbers into param_groups\[0\]", "cannot be sharded"]
-    ranks.expect_error(late, 2, RuntimeError, *words, timeout=15)
 
 
 def closed_over(params: Any) -> Optimizer:
@@ -200,17 +195,14 @@ def test_they_step_where_parameters_are_whole(optim, options):
     ranks.run(stepped, args=(optim, options))
 
 
-def small_parameters(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_what_is_not_cut_is_stepped(rank, world):
     """An even cut that happens to fall between parameters is none."""
     model = zero.FSDP(nn.Linear(4, 4, bias=False))
     assert {param.numel() for param in model.parameters()} <= {0, 16}
     optimizer = Muon(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-
-
-def test_what_is_not_cut_is_stepped():
-    ranks.run(small_parameters)
 
 
 # ----------------------------------------------------------------------------------------------- state of other shapes
@@ -246,8 +238,8 @@ def test_state_of_whole_parameters_is_refused_with_the_remedy(function):
     ranks.expect_error(function, 2, RuntimeError, *words, timeout=15)
 
 
-def state_of_the_same_parts(rank: int, world: int) -> None:
-    """Of the same model, sharded alike, state loads, and training goes on as if nothing had been."""
+@ranks.on(2)
+def test_state_of_the_same_parts_loads(rank, world):
     runs = []
     for reloads in (False, True):
         model = zero.FSDP(Net())
@@ -266,14 +258,11 @@ def state_of_the_same_parts(rank: int, world: int) -> None:
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-def test_state_of_the_same_parts_loads():
-    ranks.run(state_of_the_same_parts)
-
-
 # ---------------------------------------------------------------------------------------- steps at the wrong moment
 
 
-def inside_summon(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_step_inside_summon_full_params_is_refused_and_works_outside(rank, world):
     both = SideBySide(Net(), "3")
     both.backward(loss_on(rank))
     with (
@@ -285,11 +274,8 @@ def inside_summon(rank: int, world: int) -> None:
     both.step(loss_on(rank, 1))
 
 
-def test_a_step_inside_summon_full_params_is_refused_and_works_outside():
-    ranks.run(inside_summon)
-
-
-def inside_backward(rank: int, world: int) -> list[str]:
+@ranks.on(2)
+def test_a_step_inside_backward_is_refused(rank, world):
     """From a hook in the last of backward, when gradients of the root are there."""
     net = Net()
     told: list[str] = []
@@ -305,17 +291,12 @@ def inside_backward(rank: int, world: int) -> list[str]:
     net.first.register_forward_hook(lambda _, __, output: output.register_hook(step) and None)
     backward(model, rank)
     optimizer.step()
-    return told
+    assert len(told) == 1
+    assert "weight' is unsharded" in told[0] and "backward is not complete" in told[0]
 
 
-def test_a_step_inside_backward_is_refused():
-    for told in ranks.run(inside_backward):
-        assert len(told) == 1
-        assert "weight' is unsharded" in told[0] and "backward is not complete" in told[0]
-
-
-def two_models(rank: int, world: int) -> None:
-    """What happens to one model is nothing to the other, nor to plain ones."""
+@ranks.on(2)
+def test_other_models_are_not_looked_at(rank, world):
     plain, model = Net(), zero.FSDP(Net())
     one, other = SGD(plain.parameters(), 0.1), SGD(model.parameters(), 0.1)
     backward(plain, rank)
@@ -332,32 +313,21 @@ def two_models(rank: int, world: int) -> None:
     together.step()
 
 
-def test_other_models_are_not_looked_at():
-    ranks.run(two_models)
-
-
-def after_its_model(rank: int, world: int) -> int:
+@ranks.on(2)
+def test_a_guard_goes_with_its_model(rank, world):
     before = len(guard._alive())
     model: Callable[..., Tensor] | None = zero.FSDP(Net())
     assert len(guard._alive()) == before + 1
     del model
     gc.collect()
-    return len(guard._alive()) - before
+    assert len(guard._alive()) == before
 
 
-def test_a_guard_goes_with_its_model():
-    assert ranks.run(after_its_model) == [0, 0]
-
-
-def without_gradients(rank: int, world: int) -> None:
-    """A step without any gradient, or of optimizers that were built and never stepped, says nothing."""
+@ranks.on(2)
+def test_a_step_without_gradients_is_no_matter(rank, world):
     model = zero.FSDP(Net())
     optimizer = Muon(model.parameters())
     optimizer.step()
     LBFGS(model.parameters())
     both = SideBySide(Net(), "3", sgd)
     both.step(loss_on(rank))
-
-
-def test_a_step_without_gradients_is_no_matter():
-    ranks.run(without_gradients)

@@ -35,7 +35,9 @@ def test_what_would_be_taken_for_whole_is_refused(what):
     ranks.expect_error(given_away, 2, error, *GIVEN[what][1], args=(what,), timeout=15)
 
 
-def whole(rank: int, world: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (1, {})])
+@ranks.on("world", timeout=15)
+def test_what_is_whole_is_given(rank, world, options):
     plain = Stack()
     model = zero.FSDP(copy.deepcopy(plain), **options)
     if options or world == 1:
@@ -49,12 +51,8 @@ def whole(rank: int, world: int, options: dict[str, Any]) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("world", "options"), [(2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (1, {})])
-def test_what_is_whole_is_given(world, options):
-    ranks.run(whole, world, args=(options,), timeout=15)
-
-
-def of_a_block(rank: int, world: int) -> None:
+@ranks.on(2, timeout=15)
+def test_full_weights_of_a_module_inside_are_gathered(rank, world):
     plain = Stack()
     model = zero.FSDP(copy.deepcopy(plain))
     model(batch(rank, 0)).sum()
@@ -65,16 +63,13 @@ def of_a_block(rank: int, world: int) -> None:
     assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
 
 
-def test_full_weights_of_a_module_inside_are_gathered():
-    ranks.run(of_a_block, 2, timeout=15)
-
-
 def without_bias(module: torch.nn.Module, found: dict[str, Any], prefix: str, _: object) -> None:
     assert found[f"{prefix}up.weight"].shape == (module.up.out_features, module.up.in_features)
     del found[f"{prefix}up.bias"]
 
 
-def hooked(rank: int, world: int) -> None:
+@ranks.on(2, timeout=15)
+def test_hooks_on_state_dicts_of_modules_inside_see_full_parameters(rank, world):
     plain = Stack()
     model = zero.FSDP(copy.deepcopy(plain))
     seen: dict[str, torch.Tensor] = {}
@@ -88,11 +83,8 @@ def hooked(rank: int, world: int) -> None:
             assert all(torch.equal(each[name], value) for name, value in expected.items())
 
 
-def test_hooks_on_state_dicts_of_modules_inside_see_full_parameters():
-    ranks.run(hooked, 2, timeout=15)
-
-
-def inside_a_summon(rank: int, world: int) -> None:
+@ranks.on(2, timeout=15)
+def test_inside_a_summon_the_state_dict_is_what_the_rank_sees(rank, world):
     model = zero.FSDP(Stack())
     with model.summon_full_params():
         torch.nn.init.ones_(model.first.bias)
@@ -105,7 +97,3 @@ def inside_a_summon(rank: int, world: int) -> None:
         else:
             with pytest.raises(RuntimeError, match="only rank 0"):
                 model.state_dict()
-
-
-def test_inside_a_summon_the_state_dict_is_what_the_rank_sees():
-    ranks.run(inside_a_summon, 2, timeout=15)

@@ -45,8 +45,7 @@ def assert_equal(got, expected, what):
     assert torch.equal(got, expected), f"{what}: off by {(got - expected).abs().max()}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# gather
+# -------------------------------------------------------------------------------------------------------------- gather
 
 
 def cuts(world):
@@ -60,7 +59,10 @@ def cuts(world):
     yield [0] * world
 
 
-def _gather(rank, world, way):
+@pytest.mark.parametrize("way", [*WAYS, "other"])
+@pytest.mark.parametrize("world", WORLDS)
+@ranks.on("world")
+def test_gather_brings_every_segment_to_every_rank(rank, world, way):
     comm = Comm()
     channel = comm.channel("gathering in a test")
     with as_on(way):
@@ -74,14 +76,7 @@ def _gather(rank, world, way):
                 assert_equal(full, expected, f"{dtype} {lengths}")
 
 
-@pytest.mark.parametrize("way", [*WAYS, "other"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_gather_brings_every_segment_to_every_rank(world, way):
-    ranks.run(_gather, world, args=(way,))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# reduce
+# -------------------------------------------------------------------------------------------------------------- reduce
 
 
 def splits(world):
@@ -99,7 +94,10 @@ def sent_to(rank, message, counts):
     return message.split(counts)[rank]
 
 
-def _reduce(rank, world, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+@ranks.on("world")
+def test_reduce_gives_each_owner_the_sum_in_rank_order_and_leaves_what_was_sent(rank, world, way):
     comm = Comm()
     with as_on(way):
         comm.agree(comm.channel("a test"))  # from here on the way stays
@@ -124,12 +122,9 @@ def _reduce(rank, world, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_reduce_gives_each_owner_the_sum_in_rank_order_and_leaves_what_was_sent(world, way):
-    ranks.run(_reduce, world, args=(way,))
-
-
-def _reduce_half(rank, world, dtype, way):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@ranks.on(4)
+def test_half_precision_is_added_up_in_float32(rank, world, dtype, way):
     given = [numbers(peer, world * 1000, dtype) for peer in range(world)]
     with as_on(way):
         result = Comm().reduce([(given[rank], [1000] * world)]).wait()
@@ -140,12 +135,10 @@ def _reduce_half(rank, world, dtype, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_added_up_in_float32(dtype, way):
-    ranks.run(_reduce_half, 4, args=(dtype, way))
-
-
-def _reduce_in_place(rank, world, dtype, way):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", WORLDS)
+@ranks.on("world")
+def test_sums_may_take_the_place_of_what_a_rank_has_for_itself(rank, world, dtype, way):
     given = [numbers(peer, world * LARGE, dtype) for peer in range(world)]
     mine = given[rank].clone()
     own = mine.chunk(world)[rank]
@@ -157,14 +150,8 @@ def _reduce_in_place(rank, world, dtype, way):
     assert_equal(mine, given[rank], "what was sent, with the sums in it")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", WORLDS)
-def test_sums_may_take_the_place_of_what_a_rank_has_for_itself(world, dtype, way):
-    ranks.run(_reduce_in_place, world, args=(dtype, way))
-
-
-def _all_reduced(rank, world):
+@ranks.on(2)
+def test_on_two_ranks_reduce_gives_the_bits_of_all_reduce(rank, world):
     """An average as DistributedDataParallel takes it: Gloo's own sum over two ranks."""
     comm = Comm()
     own = numbers(rank, 2 * LARGE, torch.float32)
@@ -174,12 +161,7 @@ def _all_reduced(rank, world):
     assert_equal(result, expected.chunk(world)[rank], "the reduced segment")
 
 
-def test_on_two_ranks_reduce_gives_the_bits_of_all_reduce():
-    ranks.run(_all_reduced, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Groups
+# -------------------------------------------------------------------------------------------------------------- Groups
 
 
 def _subgroup(rank, world, way):
@@ -264,11 +246,13 @@ def test_users_of_one_group_never_share_a_channel():
     assert len(set(first[:3])) == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Full tensors
+# -------------------------------------------------------------------------------------------------------- Full tensors
 
 
-def _whole(rank, world, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+@ranks.on("world")
+def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way):
     comm = Comm()
     with as_on(way):
         comm.agree(comm.channel("a test"))  # from here on the way stays
@@ -311,17 +295,12 @@ def _whole(rank, world, way):
     assert comm.all_gather_text(texts[rank]) == texts
 
 
+# ------------------------------------------------------------------------------------------------------------- Traffic
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(world, way):
-    ranks.run(_whole, world, args=(way,))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Traffic
-
-
-def _traffic(rank, world, way):
+@ranks.on(3)
+def test_traffic_counts_the_bytes_that_each_rank_sends(rank, world, way):
     comm = Comm()
     channel = comm.channel("a test")
     with as_on(way):
@@ -343,21 +322,15 @@ def _traffic(rank, world, way):
     count(lambda: comm.collect([(1, six if rank else None), (2, six if rank == 2 else None)], 2))
     count(lambda: comm.broadcast([torch.zeros(7)], source=2))
     count(lambda: comm.all_reduce(torch.zeros(6)))
-    return spent
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_traffic_counts_the_bytes_that_each_rank_sends(way):
-    for rank, spent in enumerate(ranks.run(_traffic, 3, args=(way,))):
-        gather, reduce, half, agree, collect, collect_to, broadcast, all_reduce = spent
-        assert gather == Traffic(gather=2 * 4 * [LARGE + 10, 0, 30][rank])
-        assert reduce == Traffic(reduce=4 * (8 + LARGE - [2 + LARGE, 0, 6][rank]))
-        assert half == Traffic(reduce=2 * (8 - [2, 0, 6][rank]))
-        assert agree == Traffic()
-        assert collect == Traffic(other=2 * 12 if rank == 1 else 0)
-        assert collect_to == Traffic(other=12 if rank == 1 else 0)
-        assert broadcast == Traffic(other=2 * 28 if rank == 2 else 0)
-        assert all_reduce == Traffic(other=2 * 24 * 2 // 3)
+    gather, reduce, half, agree, collect, collect_to, broadcast, all_reduce = spent
+    assert gather == Traffic(gather=2 * 4 * [LARGE + 10, 0, 30][rank])
+    assert reduce == Traffic(reduce=4 * (8 + LARGE - [2 + LARGE, 0, 6][rank]))
+    assert half == Traffic(reduce=2 * (8 - [2, 0, 6][rank]))
+    assert agree == Traffic()
+    assert collect == Traffic(other=2 * 12 if rank == 1 else 0)
+    assert collect_to == Traffic(other=12 if rank == 1 else 0)
+    assert broadcast == Traffic(other=2 * 28 if rank == 2 else 0)
+    assert all_reduce == Traffic(other=2 * 24 * 2 // 3)
 
 
 def test_traffic_is_added_and_subtracted_kind_by_kind():
@@ -367,11 +340,13 @@ def test_traffic_is_added_and_subtracted_kind_by_kind():
     assert more.total == 23
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several at once, and ranks out of step
+# ------------------------------------------------------------------------------ Several at once, and ranks out of step
 
 
-def _in_flight(rank, world, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+@ranks.on("world", timeout=20)
+def test_operations_in_flight_at_once_do_not_mix(rank, world, way):
     comm = Comm()
     channel = comm.channel("a test")
     with as_on(way):
@@ -393,12 +368,8 @@ def _in_flight(rank, world, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_operations_in_flight_at_once_do_not_mix(world, way):
-    ranks.run(_in_flight, world, args=(way,), timeout=20)
-
-
-def _waited_in_another_order(rank, world, way):
+@ranks.on(2, timeout=20)
+def test_gathers_may_be_waited_for_in_an_order_of_each_ranks_own(rank, world, way):
     comm = Comm()
     with as_on(way):
         comm.agree(comm.channel("another test"))
@@ -407,22 +378,15 @@ def _waited_in_another_order(rank, world, way):
     handles = [comm.gather(full, bounds, comm.channel("a test")) for full in fulls]
     for which in range(2) if rank == 0 else reversed(range(2)):
         handles[which].wait()
-    return [full.view(world, LARGE).unique(dim=1).squeeze(1).tolist() for full in fulls]
+    assert [full.view(world, LARGE).unique(dim=1).squeeze(1).tolist() for full in fulls] == [[0.0, 1.0], [10.0, 11.0]]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gathers_may_be_waited_for_in_an_order_of_each_ranks_own(way):
-    assert ranks.run(_waited_in_another_order, 2, args=(way,), timeout=20) == [[[0.0, 1.0], [10.0, 11.0]]] * 2
-
-
-def _handle_twice(rank, world):
+@ranks.on(2)
+def test_a_handle_is_waited_for_once(rank, world):
     handle = Comm().reduce([(torch.ones(2), [1, 1])])
     handle.wait()
-    return refusal(handle.wait)
-
-
-def test_a_handle_is_waited_for_once():
-    assert all("was waited for before" in text for text in ranks.run(_handle_twice, 2))
+    text = refusal(handle.wait)
+    assert "was waited for before" in text
 
 
 def _out_of_step(rank, world, operations, way):
@@ -463,8 +427,7 @@ def test_after_ranks_were_out_of_step_the_group_refuses_to_go_on(way):
         assert "nitialise the process group again" in second
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Groups that send only what is on a GPU
+# ------------------------------------------------------------------------------ Groups that send only what is on a GPU
 
 
 def _host_group(rank, world):
@@ -491,8 +454,7 @@ def test_ranks_of_a_group_for_gpus_alone_are_compared_all_the_same():
     assert outside is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparing
+# ----------------------------------------------------------------------------------------------------------- Comparing
 
 
 def _compare(rank, world):

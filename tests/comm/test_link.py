@@ -32,8 +32,7 @@ def launched(comm: Comm, channel: int) -> tuple[torch.Tensor, Any]:
     return full, comm.gather(full, range(0, comm.world * LENGTH + 1, LENGTH), channel)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A failed transfer
+# --------------------------------------------------------------------------------------------------- A failed transfer
 
 
 def poisoned(rank: int, world: int, way: str) -> list[str]:
@@ -61,26 +60,21 @@ def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(way):
     assert all("cut off" in told for told in found), found
 
 
-def computes_on_shards(rank: int, world: int) -> list[str]:
-    """After a gather that failed, a unit computed with what was there."""
+@ranks.on(2, timeout=20)
+def test_a_unit_whose_gather_failed_does_not_compute(rank, world):
     model = zero.FSDP(nn.Linear(8, 8))
     told = []
     for _ in range(2):
         with mock.patch.object(attach, "read", side_effect=OSError("cut off")):
             told.append(refusal(lambda: model(torch.ones(1, 8))))
-    return told
+    assert all(one.startswith("RuntimeError") for one in told), told
 
 
-def test_a_unit_whose_gather_failed_does_not_compute():
-    for told in ranks.run(computes_on_shards, 2, timeout=20):
-        assert all(one.startswith("RuntimeError") for one in told), told
+# ----------------------------------------------------------------------------------------------- The user's own groups
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The user's own groups
-
-
-def with_another_thread(rank: int, world: int) -> None:
+@ranks.on(2, timeout=60)
+def test_other_threads_may_use_the_default_group_meanwhile(rank, world):
     """Operations on the default group from another thread, as torch's asynchronous checkpoints have them."""
     with between_hosts():
         model = zero.FSDP(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))))
@@ -99,10 +93,6 @@ def with_another_thread(rank: int, world: int) -> None:
             optimizer.step()
         thread.join()
         assert ended == [1]
-
-
-def test_other_threads_may_use_the_default_group_meanwhile():
-    ranks.run(with_another_thread, 2, timeout=60)
 
 
 def in_different_numbers_of_groups(rank: int, world: int) -> list[float]:
@@ -125,7 +115,9 @@ def with_memory(rank: int, world: int, memory: str, function: Any) -> Any:
         return function(rank, world)
 
 
-def left_on_the_cpu(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks.raises(2, ValueError, "parameters are on cpu", "set_device", r"model\.to\(device\)", timeout=15)
+def test_a_model_left_on_the_cpu_under_a_group_for_gpus_alone_is_refused(rank, world, stage):
     group = dist.new_group([0, 1], backend="cuda:gloo", timeout=timedelta(seconds=5))
     model = nn.Linear(4, 4)
     if stage == 3:
@@ -134,14 +126,7 @@ def left_on_the_cpu(rank: int, world: int, stage: int) -> None:
         zero.OSS(model.parameters(), torch.optim.SGD, group, lr=0.1)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_model_left_on_the_cpu_under_a_group_for_gpus_alone_is_refused(stage):
-    words = ["parameters are on cpu", "set_device", r"model\.to\(device\)"]
-    ranks.expect_error(left_on_the_cpu, 2, ValueError, *words, args=(stage,), timeout=15)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the user says
+# -------------------------------------------------------------------------------------------------- What the user says
 
 
 def transport(rank: int, world: int) -> str:
@@ -183,7 +168,8 @@ def test_what_is_not_known_is_refused():
         Comm()
 
 
-def met_again(rank: int, world: int) -> list[bool]:
+@ranks.on(2, timeout=20)
+def test_ranks_may_meet_again_on_the_same_store(rank, world):
     """By another group on the same store, once the first is gone."""
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     found = []
@@ -193,8 +179,4 @@ def met_again(rank: int, world: int) -> list[bool]:
         nonces: list[str] = [""] * world
         dist.all_gather_object(nonces, exchange.nonce)
         assert nonces == [exchange.nonce] * world
-    return found
-
-
-def test_ranks_may_meet_again_on_the_same_store():
-    assert ranks.run(met_again, 2, timeout=20) == [[True] * 3] * 2
+    assert found == [True] * 3

@@ -69,22 +69,20 @@ def test_operations_are_compared_one_by_one_only_where_the_schedule_is_new():
     assert ranks.run(comparisons_of_each_step, 2) == [[4, 1, 3, 1, 1]] * 2
 
 
-def comparisons_without_agreement(rank: int, world: int, together: bool) -> list[int]:
-    """As of an evaluation, which has forwards alone."""
+@pytest.mark.parametrize(("together", "of_the_first_operation"), [(False, 0), (True, 3)])
+@ranks.on(2)
+def test_schedules_settle_without_agreements_too(rank, world, together, of_the_first_operation):
+    """If ranks begin them together, one that begins another schedule alone must not send it into others' backward.
+
+    As of an evaluation, which has forwards alone.
+    """
     with between_hosts(), counted() as seen:
         steps = Steps()
         for _ in range(4):
             steps.comm.begin_schedule(together=together)
             steps.gather(0)
             steps.gather(1)
-    return seen
-
-
-@pytest.mark.parametrize(("together", "of_the_first_operation"), [(False, 0), (True, 3)])
-def test_schedules_settle_without_agreements_too(together, of_the_first_operation):
-    """If ranks begin them together, one that begins another schedule alone must not send it into others' backward."""
-    for seen in ranks.run(comparisons_without_agreement, 2, args=(together,)):
-        assert len(seen) == 2 + of_the_first_operation
+    assert len(seen) == 2 + of_the_first_operation
 
 
 def test_each_operation_is_compared_where_the_environment_says_so():
@@ -96,17 +94,14 @@ def with_check(rank: int, world: int, how: str) -> list[int]:
         return comparisons_of_each_step(rank, world)
 
 
-def unknown_check(rank: int, world: int) -> str:
+@ranks.on(2)
+def test_what_the_environment_must_not_say_is_refused(rank, world):
     with mock.patch.dict(os.environ, ZERO_CHECK="always"):
-        return refusal(Comm)
+        told = refusal(Comm)
+    assert "ZERO_CHECK='always'" in told
 
 
-def test_what_the_environment_must_not_say_is_refused():
-    assert all("ZERO_CHECK='always'" in told for told in ranks.run(unknown_check, 2))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Out of step in a settled schedule
+# ----------------------------------------------------------------------------------- Out of step in a settled schedule
 
 
 def settled() -> Steps:
@@ -117,31 +112,25 @@ def settled() -> Steps:
     return steps
 
 
-def in_another_order(rank: int, world: int) -> tuple[str, str]:
+@ranks.on(3, timeout=20)
+def test_the_log_tells_of_another_order_where_nothing_else_does(rank, world):
     """Transfers of one size arrive, one in the place of another."""
     with between_hosts():
         steps = settled()
         told = refusal(lambda: steps.step(*((0, 1, 2) if rank else (0, 2, 1))))
-        return told, refusal(lambda: steps.step(0, 1, 2))
+        first, second = told, refusal(lambda: steps.step(0, 1, 2))
+    assert "out of step: rank 0 is in gather 2, but rank 1 in gather 1, rank 2 in gather 1" in first
+    assert "nitialise the process group again" in second
 
 
-def test_the_log_tells_of_another_order_where_nothing_else_does():
-    for first, second in ranks.run(in_another_order, 3, timeout=20):
-        assert "out of step: rank 0 is in gather 2, but rank 1 in gather 1, rank 2 in gather 1" in first
-        assert "nitialise the process group again" in second
-
-
-def one_operation_less(rank: int, world: int) -> str:
+@ranks.on(3, timeout=20)
+def test_ranks_that_wait_for_one_another_in_vain_are_told_which_is_where(rank, world):
+    """The timeout of the group, half an hour, is not waited for."""
     with between_hosts():
         steps = settled()
-        return refusal(lambda: steps.step(*((0, 1) if rank == 1 else (0, 1, 2))))
-
-
-def test_ranks_that_wait_for_one_another_in_vain_are_told_which_is_where():
-    """The timeout of the group, half an hour, is not waited for."""
-    for told in ranks.run(one_operation_less, 3, timeout=20):
-        assert "RuntimeError" in told
-        assert "rank 0 is in gather 2, but rank 1 in the end of a step" in told
+        told = refusal(lambda: steps.step(*((0, 1) if rank == 1 else (0, 1, 2))))
+    assert "RuntimeError" in told
+    assert "rank 0 is in gather 2, but rank 1 in the end of a step" in told
 
 
 def one_fails(rank: int, world: int) -> str:
@@ -215,8 +204,7 @@ def test_a_remedy_is_told_where_all_operations_out_of_step_have_it():
     assert "moved different numbers of bytes. Each of these" in refusal(lambda: order.out_of_step({}))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole steps
+# --------------------------------------------------------------------------------------------------------- Whole steps
 
 
 class Net(torch.nn.Module):
@@ -230,7 +218,9 @@ class Net(torch.nn.Module):
         return x
 
 
-def comparisons_of_steps(rank: int, world: int, stage: int) -> list[int]:
+@pytest.mark.parametrize(("stage", "most"), [(1, 1), (2, 2), (3, 2)])
+@ranks.on(2)
+def test_a_settled_step_has_few_comparisons_whatever_the_number_of_units(rank, world, stage, most):
     """What waits for all ranks without bringing anything: comparisons, and sums of a few numbers."""
     found = []
     with between_hosts(), counted() as seen:
@@ -243,11 +233,6 @@ def comparisons_of_steps(rank: int, world: int, stage: int) -> list[int]:
                 model(torch.full((2, 8), float(rank + step))).square().mean().backward()
                 optimizer.step()
             found.append(len(seen) + summed.call_count)
-    return found
-
-
-@pytest.mark.parametrize(("stage", "most"), [(1, 1), (2, 2), (3, 2)])
-def test_a_settled_step_has_few_comparisons_whatever_the_number_of_units(stage, most):
-    for first, *settled_ones in ranks.run(comparisons_of_steps, 2, args=(stage,)):
-        assert settled_ones == [most, most]
-        assert first > most
+    first, *settled_ones = found
+    assert settled_ones == [most, most]
+    assert first > most

@@ -30,22 +30,19 @@ LACKED = [torch.int16, torch.uint16, torch.uint32, torch.float8_e5m2]
 OWN = GroupOptions(own_shard=True)
 
 
-def moved(rank: int, world: int, dtype: torch.dtype, beside: bool) -> tuple[list[int], list[int]]:
+@pytest.mark.parametrize("dtype", LACKED, ids=str)
+@pytest.mark.parametrize("beside", [False, True], ids=["gloo", "overlapping"])
+@ranks.on(2)
+def test_dtypes_that_backends_lack_move_as_bytes(rank, world, dtype, beside):
     with overlapping() if beside else between_hosts():
         comm = Comm()
         buffer = torch.full((3,), 5 * (1 - rank), dtype=torch.int32).to(dtype)
         comm.broadcast([buffer])
         full = torch.full((4,), rank + 1, dtype=torch.int32).to(dtype)
         comm.gather(full, [0, 2, 4]).wait()
-        return buffer.to(torch.int32).tolist(), full.to(torch.int32).tolist()
-
-
-@pytest.mark.parametrize("dtype", LACKED, ids=str)
-@pytest.mark.parametrize("beside", [False, True], ids=["gloo", "overlapping"])
-def test_dtypes_that_backends_lack_move_as_bytes(dtype, beside):
-    for buffer, full in ranks.run(moved, 2, args=(dtype, beside)):
-        assert buffer == [5, 5, 5]
-        assert full == [1, 1, 2, 2]
+        buffer, full = buffer.to(torch.int32).tolist(), full.to(torch.int32).tolist()
+    assert buffer == [5, 5, 5]
+    assert full == [1, 1, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------------- after a failure
@@ -99,15 +96,12 @@ class NCCL(metaclass=_AnyBackend):
         self.calls.append("abort")
 
 
-def with_nccl(rank: int, world: int) -> tuple[int, list[str]]:
+@ranks.on(2, fresh=True)
+def test_reductions_have_communicators_of_their_own_which_a_failure_ends(rank, world):
     NCCL.made = []
     group = dist.new_group([0, 1], backend="cuda:gloo")
     with mock.patch.object(dist, "ProcessGroupNCCL", NCCL, create=True):
         comm = Comm(group)
         assert comm.transport_name(torch.device("cuda")) == "gloo"  # what this group calls itself
     refusal(lambda: comm._order.out_of_step({}))
-    return len(NCCL.made), NCCL.made[0].calls
-
-
-def test_reductions_have_communicators_of_their_own_which_a_failure_ends():
-    assert ranks.run(with_nccl, 2, fresh=True) == [(1, ["abort"])] * 2
+    assert (len(NCCL.made), NCCL.made[0].calls) == (1, ["abort"])

@@ -81,17 +81,14 @@ def trained(rank: int, stage: int, dtype: torch.dtype, order: str) -> dict[str, 
         return zero.full_state_dict(model)
 
 
-def as_ddp(rank: int, world: int, stage: int, dtype: torch.dtype, order: str) -> None:
+@matrix.combined(
+    "stage, order, dtype", [2, 3], ["in turn", "together", "after one another"], [torch.float32, torch.float16]
+)
+@ranks.on(2)
+def test_training_is_that_of_ddp_under_the_same_autocast(rank, world, stage, dtype, order):
     # DistributedDataParallel itself reduces the first only of backwards after several forwards.
     expected = trained(rank, 0, dtype, "in turn" if order == "after one another" else order)
     found = trained(rank, stage, dtype, order)
     # In float16 it rounds sums of an averaged and a local gradient, where others add up averages.
     tolerance = 2e-3 if dtype == torch.float16 and order != "together" else 0.0
     assert [name for name in expected if not close(found[name], expected[name], tolerance)] == []
-
-
-@matrix.combined(
-    "stage, order, dtype", [2, 3], ["in turn", "together", "after one another"], [torch.float32, torch.float16]
-)
-def test_training_is_that_of_ddp_under_the_same_autocast(stage, dtype, order):
-    ranks.run(as_ddp, args=(stage, dtype, order))

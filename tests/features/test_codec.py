@@ -107,15 +107,17 @@ def test_a_block_of_other_lengths_is_refused(block):
         Int8(block)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# gather, reduce
+# ------------------------------------------------------------------------------------------------------ gather, reduce
 
 
 def on(way):
     return overlapping(way) if way == "nccl" else by(way)
 
 
-def _gather(rank, world, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [2, 3])
+@ranks.on("world")
+def test_every_rank_gathers_what_each_owner_has_as_it_is_rounded(rank, world, way):
     int8 = Int8(64)
     with on(way):
         comm = Comm()
@@ -136,17 +138,14 @@ def _gather(rank, world, way):
         assert_equal(full, exact, "integers")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_rank_gathers_what_each_owner_has_as_it_is_rounded(world, way):
-    ranks.run(_gather, world, args=(way,))
-
-
 SPLITS = {world: [*([cut] for cut in cuts), cuts[:3]] for world, cuts in CUTS.items()}
 """The same of one message after another."""
 
 
-def _reduce(rank, world, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [2, 3])
+@ranks.on("world")
+def test_rounded_shares_are_added_up_in_float32_in_rank_order(rank, world, way):
     int8 = Int8(64)
     with on(way):
         comm = Comm()
@@ -170,22 +169,13 @@ def _reduce(rank, world, way):
                 assert_equal(message, original, f"{dtype} {lengths}: what was sent")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_rounded_shares_are_added_up_in_float32_in_rank_order(world, way):
-    ranks.run(_reduce, world, args=(way,))
-
-
-def _alone(rank, world):
+@ranks.on(bare=True)
+def test_a_rank_by_itself_rounds_nothing(rank, world):
     comm, int8, full = Comm(), Int8(), numbers(0, 1000, torch.float32)
     before = full.clone()
     int8.gather(comm, full, [0, 1000], GATHER, keeps_own=False).wait()
     assert_equal(full, before, "gathered alone")
     assert_equal(int8.reduce(comm, [(full, [1000])], 1, REDUCTION).wait(), before, "reduced alone")
-
-
-def test_a_rank_by_itself_rounds_nothing():
-    ranks.run(_alone, bare=True)
 
 
 @pytest.mark.parametrize("like", ["gloo", "host memory", "nccl"])

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import matrix
 import ranks
 import zero
-from models import OPTIMIZERS
+from models import OPTIMIZERS, take_step
 from sidebyside import data
 
 # Raised by Dynamo itself as it looks at the tensors that a block is given.
@@ -52,11 +52,7 @@ def trained(rank: int, *, stage: int, compiled: Compile, after: bool, backend: A
     optimizer = OPTIMIZERS[optim](wrapped.parameters())
     losses, graphs = [], []
     for step in range(4):
-        optimizer.zero_grad()
-        loss = (wrapped(data(5, WIDTH, rank=rank, step=step)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, (wrapped(data(5, WIDTH, rank=rank, step=step)) - 1).square().mean()))
         graphs.append(counter.frame_count)
     if stage == 3:
         assert len(wrapped._units) == 1 + BLOCKS
@@ -104,9 +100,7 @@ def gpt2(rank: int, world: int) -> None:
         wrapped = zero.FSDP(model) if stage == 3 else DistributedDataParallel(model)
         optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
         for step in range(3):
-            optimizer.zero_grad()
-            family.loss(rank, step)(wrapped).backward()
-            optimizer.step()
+            take_step(optimizer, family.loss(rank, step)(wrapped))
         assert counter.frame_count == 1
         found.append(zero.full_state_dict(wrapped))
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())

@@ -65,7 +65,8 @@ def test_several_units_in_one_graph_are_refused_on_every_rank_with_the_remedy(bu
     ranks.expect_error(in_one_graph, 2, error, *words, args=(build,))
 
 
-def blocks_in_one_graph_each(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_each_unit_may_be_one_graph(rank, world):
     """Compiled before wrapping or after, in place or replaced."""
     found = []
     for early, in_place in [(True, True), (True, False), (False, True), (False, False)]:
@@ -83,10 +84,6 @@ def blocks_in_one_graph_each(rank: int, world: int) -> None:
         found.append([loss(sharded, rank, step).item() for step in range(2)])
         assert counter.frame_count == 1
     assert found == [found[0]] * 4
-
-
-def test_each_unit_may_be_one_graph():
-    ranks.run(blocks_in_one_graph_each)
 
 
 # --------------------------------------------------------------------------------------------------------- CUDA graphs
@@ -163,25 +160,19 @@ def test_cuda_graphs_of_parameters_that_stay_in_their_place_are_not_refused():
     assert ranks.run(refused_as_on_gpus, args=(graphs_of_a_unit_later,), bare=True) == [""]
 
 
-def wrapped_to_graphs(rank: int, world: int) -> None:
+@of_inductor
+@ranks.on(2)
+def test_nor_are_those_of_a_model_on_the_cpu_where_nothing_is_recorded(rank, world):
     graphs_of_a_unit(Net())
     graphs_of_a_unit_in_place(Net())
 
 
-@of_inductor
-def test_nor_are_those_of_a_model_on_the_cpu_where_nothing_is_recorded():
-    ranks.run(wrapped_to_graphs)
-
-
-def captured(rank: int, world: int) -> str:
+@ranks.on(2)
+def test_a_forward_that_is_captured_is_refused_on_every_rank(rank, world):
     sharded = zero.FSDP(Net())
     with as_on_gpus():
         loss(sharded, rank, 0).backward()
     with as_on_gpus(capturing=True):
-        return ranks.refusal(lambda: loss(sharded, rank, 1))
-
-
-def test_a_forward_that_is_captured_is_refused_on_every_rank():
-    for told in ranks.run(captured):
-        assert told.startswith("RuntimeError")
-        assert "FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs" in told
+        told = ranks.refusal(lambda: loss(sharded, rank, 1))
+    assert told.startswith("RuntimeError")
+    assert "FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs" in told

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 import zero
 from matrix import WHOLE
-from models import OPTIMIZERS
+from models import OPTIMIZERS, take_step
 from sidebyside import data
 
 # Raised by Dynamo itself as it looks at the tensors that a module is given.
@@ -214,17 +214,14 @@ def test_activation_checkpointing_goes_together_with_it(build):
     ranks.run(as_uncompiled, args=(build, Checkpointing))
 
 
-def to_machine_code(rank: int, world: int, build: Build) -> None:
-    expected = Run(rank, uncompiled, Net, "eager", "sgd", {})
-    Run(rank, build, Net, "inductor", "sgd", {}).assert_same(expected, tolerance=1e-6)
-
-
 @pytest.mark.skipif(not WHOLE, reason="runs under make matrix; test_compile has blocks compiled to machine code")
 @pytest.mark.filterwarnings("ignore")  # inductor, while it is imported and compiles
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 @around_and_inside(around)
-def test_compiled_to_machine_code_it_trains_as_uncompiled(build):
-    ranks.run(to_machine_code, args=(build,), timeout=100)
+@ranks.on(2, timeout=100)
+def test_compiled_to_machine_code_it_trains_as_uncompiled(rank, world, build):
+    expected = Run(rank, uncompiled, Net, "eager", "sgd", {})
+    Run(rank, build, Net, "inductor", "sgd", {}).assert_same(expected, tolerance=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------- other ways to call
@@ -235,7 +232,9 @@ class Encoder(Net):
         return self.blocks[0](self.first(x))
 
 
-def by_another_method(rank: int, world: int, build: Build) -> None:
+@around_and_inside(around)
+@ranks.on(2)
+def test_other_methods_find_parameters_whole(rank, world, build):
     torch._dynamo.reset()
     model = Encoder()
     x = data(5, WIDTH, rank=rank)
@@ -251,11 +250,8 @@ def by_another_method(rank: int, world: int, build: Build) -> None:
 
 
 @around_and_inside(around)
-def test_other_methods_find_parameters_whole(build):
-    ranks.run(by_another_method, args=(build,))
-
-
-def in_summon(rank: int, world: int, build: Build) -> None:
+@ranks.on(2)
+def test_it_is_compiled_on_summoned_parameters_too(rank, world, build):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     x = data(5, WIDTH, rank=rank)
@@ -269,12 +265,8 @@ def in_summon(rank: int, world: int, build: Build) -> None:
     assert counter.frame_count > 0
 
 
-@around_and_inside(around)
-def test_it_is_compiled_on_summoned_parameters_too(build):
-    ranks.run(in_summon, args=(build,))
-
-
-def inside_another(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_compiled_fsdp_may_lie_in_another(rank, world):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     plain = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
@@ -285,10 +277,6 @@ def inside_another(rank: int, world: int) -> None:
         x = data(5, WIDTH, rank=rank, step=step)
         assert torch.equal(sharded(x), twin(x))
     assert counter.frame_count == 1
-
-
-def test_a_compiled_fsdp_may_lie_in_another():
-    ranks.run(inside_another)
 
 
 # -------------------------------------------------------------------------------------------- compiling with gradients
@@ -343,9 +331,7 @@ def gpt2(rank: int, world: int) -> None:
         sharded, called = build(model, counter, {})
         optimizer = OPTIMIZERS["sgd"](sharded.parameters())
         for step in range(3):
-            optimizer.zero_grad()
-            family.loss(rank, step)(called).backward()
-            optimizer.step()
+            take_step(optimizer, family.loss(rank, step)(called))
         assert bool(counter.frame_count) == (build is not uncompiled)
         found.append(zero.full_state_dict(sharded))
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())

@@ -48,8 +48,7 @@ def _readable():
         pytest.skip("this system does not let processes read one another's memory")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Who reads
+# ----------------------------------------------------------------------------------------------------------- Who reads
 
 
 def _hindered(rank, world, hindered, target, effect):
@@ -82,7 +81,8 @@ def test_where_one_rank_cannot_read_another_all_use_collectives(hindered, target
     assert found == [(False, [0.0, 1.0, 2.0], [3.0])] * 3
 
 
-def _several_groups(rank, world):
+@ranks.on(4)
+def test_several_groups_transfer_at_once(rank, world):
     groups = [dist.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
     comms = [Comm()] + [Comm(group) for group in groups if dist.get_rank(group) >= 0]
     handles, fulls = [], []
@@ -94,30 +94,10 @@ def _several_groups(rank, world):
     for handle in handles:
         handle.wait()
     assert all(comm.reads(torch.device("cpu")) for comm in comms)
-    return [full[::LENGTH].tolist() for full in fulls]
-
-
-def test_several_groups_transfer_at_once():
-    for rank, found in enumerate(ranks.run(_several_groups, 4)):
-        row, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        expected = [[10.0 * start + peer for peer in peers] for start, peers in enumerate([range(4), row, column] * 2)]
-        assert found == expected
-
-
-def _ended_groups(rank, world):
-    def use_a_group():
-        group = dist.new_group([0, 1])
-        comm = Comm(group)
-        assert gathered(comm) == [0.0, 1.0]
-        assert comm.reads(torch.device("cpu"))
-        dist.barrier()
-        dist.destroy_process_group(group)
-
-    use_a_group()
-    before = open_sockets()
-    use_a_group()
-    gc.collect()
-    return open_sockets() - before
+    found = [full[::LENGTH].tolist() for full in fulls]
+    row, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+    expected = [[10.0 * start + peer for peer in peers] for start, peers in enumerate([range(4), row, column] * 2)]
+    assert found == expected
 
 
 def open_sockets():
@@ -134,15 +114,29 @@ def socket_type(descriptor):
     return None
 
 
-def test_the_end_of_a_group_closes_its_sockets():
-    assert ranks.run(_ended_groups, 2) == [0, 0]
+@ranks.on(2)
+def test_the_end_of_a_group_closes_its_sockets(rank, world):
+    def use_a_group():
+        group = dist.new_group([0, 1])
+        comm = Comm(group)
+        assert gathered(comm) == [0.0, 1.0]
+        assert comm.reads(torch.device("cpu"))
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+    use_a_group()
+    before = open_sockets()
+    use_a_group()
+    gc.collect()
+    assert open_sockets() - before == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is read stays until it was read
+# -------------------------------------------------------------------------------- What is read stays until it was read
 
 
-def _hasty(rank, world, slow):
+@pytest.mark.parametrize("slow", [0, 2])
+@ranks.on(3)
+def test_a_rank_that_goes_on_at_once_does_not_overwrite_what_a_slow_one_reads(rank, world, slow):
     comm, _ = together(rank, world)
     read = attach.read
 
@@ -163,19 +157,13 @@ def _hasty(rank, world, slow):
             for message in messages:
                 message.fill_(-1000.0)
             found.append((full[(rank + 1) % world * LENGTH :][:LENGTH].unique().tolist(), sums.unique().tolist()))
-    return found
+    for step, (from_next, sums) in enumerate(found):
+        assert from_next == [10.0 * step + (rank + 1) % world]
+        assert sums == sorted({float(world), 10.0 * step * world + 3})
 
 
-@pytest.mark.parametrize("slow", [0, 2])
-def test_a_rank_that_goes_on_at_once_does_not_overwrite_what_a_slow_one_reads(slow):
-    world = 3
-    for rank, found in enumerate(ranks.run(_hasty, world, args=(slow,))):
-        for step, (from_next, sums) in enumerate(found):
-            assert from_next == [10.0 * step + (rank + 1) % world]
-            assert sums == sorted({float(world), 10.0 * step * world + 3})
-
-
-def _many(rank, world):
+@ranks.on(2)
+def test_any_number_of_operations_may_be_in_flight(rank, world):
     comm, _ = together(rank, world)
     fulls = [torch.full((world,), 10.0 * which + rank) for which in range(1000)]
     dist.barrier()
@@ -184,11 +172,7 @@ def _many(rank, world):
     handles = [comm.gather(full, range(world + 1)) for full in fulls]
     for handle in handles:
         handle.wait()
-    return all(full.tolist() == [10.0 * which, 10.0 * which + 1] for which, full in enumerate(fulls))
-
-
-def test_any_number_of_operations_may_be_in_flight():
-    assert ranks.run(_many, 2) == [True, True]
+    assert all(full.tolist() == [10.0 * which, 10.0 * which + 1] for which, full in enumerate(fulls))
 
 
 def _unlike(rank, world):
@@ -202,8 +186,7 @@ def test_what_is_not_compared_by_collectives_is_compared_all_the_same():
     assert gathers.startswith("RuntimeError: ranks are out of step: rank 1 is in a gather, but rank 0 in a reduction")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A rank that ends
+# ---------------------------------------------------------------------------------------------------- A rank that ends
 
 
 def _ends(rank, world, operation, launched):
@@ -262,7 +245,8 @@ def test_a_rank_that_ends_is_missed_though_a_process_forked_from_it_lives():
     assert "another rank of the group of 2 has stopped" in caught.value.outcomes[0].value
 
 
-def _forks(rank, world):
+@ranks.on(bare=True)
+def test_a_process_forked_from_a_rank_is_refused_and_leaves_the_ranks_alone(rank, world):
     """Without a process group: a process forked while Gloo's threads run may hang before it comes to anything."""
     lines = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for line in lines:
@@ -275,11 +259,7 @@ def _forks(rank, world):
         os._exit(0 if refused else 1)
     _, status = os.waitpid(child, 0)
     near.announce(2)
-    return os.waitstatus_to_exitcode(status), far.notes()[0].number
-
-
-def test_a_process_forked_from_a_rank_is_refused_and_leaves_the_ranks_alone():
-    assert ranks.run(_forks, bare=True) == [(0, 2)]
+    assert (os.waitstatus_to_exitcode(status), far.notes()[0].number) == (0, 2)
 
 
 def _never_comes(rank, world):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import matrix
 import ranks
 import zero
+from models import take_step
 from sidebyside import data
 
 WIDTH, HIDDEN = 64, 301
@@ -112,7 +113,9 @@ class Counting(Block):
         return super().forward(x) + 0 * self.count
 
 
-def written(rank: int, world: int, through_data: bool) -> None:
+@pytest.mark.parametrize("through_data", [False, True])
+@ranks.on(2)
+def test_what_a_module_writes_stays_and_the_rest_of_its_shard_keeps_its_precision(rank, world, through_data):
     Counting.through_data = through_data
 
     def make() -> nn.Module:
@@ -127,16 +130,13 @@ def written(rank: int, world: int, through_data: bool) -> None:
         assert torch.equal(value, expected) if name != "0.count" else abs(value - 3) < 0.1, name
 
 
-@pytest.mark.parametrize("through_data", [False, True])
-def test_what_a_module_writes_stays_and_the_rest_of_its_shard_keeps_its_precision(through_data):
-    ranks.run(written, args=(through_data,))
-
-
 # -------------------------------------------------------------------------------------------------------- gradients
 
 
-def gradients(rank: int, world: int, hybrid: bool) -> dict[str, int]:
-    """Beside the average of all ranks' gradients in one process; returns bytes sent with and without Int8."""
+@pytest.mark.parametrize(("world", "hybrid"), [(2, False), (3, False), (4, True)])
+@ranks.on("world")
+def test_gradients_are_averages_of_what_was_quantised_and_a_quarter_of_the_bytes_is_sent(rank, world, hybrid):
+    """Beside the average of all ranks' gradients in one process."""
     options: dict[str, Any] = {}
     if hybrid:
         mesh = init_device_mesh("cpu", (2, world // 2))
@@ -161,19 +161,15 @@ def gradients(rank: int, world: int, hybrid: bool) -> dict[str, int]:
             assert any(
                 not torch.equal(param.grad, exact[own]) for own, param in model.named_parameters() if own in exact
             )
-    return {f"{what} {name}": getattr(sent[name], what) for name in sent for what in ("gather", "reduce", "other")}
+    sent = {f"{what} {name}": getattr(sent[name], what) for name in sent for what in ("gather", "reduce", "other")}
+    for what in ("gather", "reduce"):
+        assert 0 < sent[f"{what} int8"] <= 0.27 * sent[f"{what} float32"]
+    assert sent["other int8"] == sent["other float32"]  # across replicas
+    assert sent["gather reduced"] == sent["gather float32"]
 
 
-@pytest.mark.parametrize(("world", "hybrid"), [(2, False), (3, False), (4, True)])
-def test_gradients_are_averages_of_what_was_quantised_and_a_quarter_of_the_bytes_is_sent(world, hybrid):
-    for sent in ranks.run(gradients, world, args=(hybrid,)):
-        for what in ("gather", "reduce"):
-            assert 0 < sent[f"{what} int8"] <= 0.27 * sent[f"{what} float32"]
-        assert sent["other int8"] == sent["other float32"]  # across replicas
-        assert sent["gather reduced"] == sent["gather float32"]
-
-
-def in_16_bits(rank: int, world: int) -> list[int]:
+@ranks.on(2)
+def test_half_the_bytes_of_16_bits_are_sent(rank, world):
     found = []
     for wire in (INT8, None):
         model = wrapped(Precision(param_dtype=BF16, param_wire=wire, reduce_dtype=wire))
@@ -181,16 +177,13 @@ def in_16_bits(rank: int, world: int) -> list[int]:
         loss_of(model, rank).backward()
         found += [(zero.traffic() - before).gather, (zero.traffic() - before).reduce]
         assert all(param.grad is None or param.grad.dtype is torch.float32 for param in model.parameters())
-    return found
+    gathered, reduced, gathered_16, reduced_16 = found
+    assert 0 < gathered <= 0.53 * gathered_16
+    assert 0 < reduced <= 0.53 * reduced_16
 
 
-def test_half_the_bytes_of_16_bits_are_sent():
-    for gathered, reduced, gathered_16, reduced_16 in ranks.run(in_16_bits):
-        assert 0 < gathered <= 0.53 * gathered_16
-        assert 0 < reduced <= 0.53 * reduced_16
-
-
-def overflowing(rank: int, world: int) -> float:
+@ranks.on(2)
+def test_an_overflow_on_one_rank_skips_the_step_of_all(rank, world):
     model = wrapped(BOTH)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), zero.GradScaler("cpu", init_scale=4.0)
     before = zero.full_state_dict(model)
@@ -199,11 +192,7 @@ def overflowing(rank: int, world: int) -> float:
     scaler.update()
     for name, value in zero.full_state_dict(model).items():
         assert torch.equal(value, before[name]), name
-    return float(scaler.get_scale())
-
-
-def test_an_overflow_on_one_rank_skips_the_step_of_all():
-    assert ranks.run(overflowing) == [2.0, 2.0]
+    assert float(scaler.get_scale()) == 2.0
 
 
 # --------------------------------------------------------------------------------------------------------- training
@@ -214,11 +203,7 @@ def losses(rank: int, world: int, precision: Precision, steps: int) -> list[floa
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     found = []
     for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
+        found.append(take_step(optimizer, loss_of(model, rank, step)))
     return found
 
 
@@ -254,9 +239,6 @@ def test_parameters_of_64_bits_are_refused_by_name(option):
     ranks.expect_error(of_64_bits, 2, ValueError, "'1.weight' is torch.float64", option, args=(option,))
 
 
-def differing(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, r"Int8\(block=64\)", r"Int8\(block=128\)")
+def test_blocks_that_differ_between_ranks_are_refused(rank, world):
     wrapped(Precision(param_wire=zero.Int8(64 * (1 + rank))))
-
-
-def test_blocks_that_differ_between_ranks_are_refused():
-    ranks.expect_error(differing, 2, ValueError, r"Int8\(block=64\)", r"Int8\(block=128\)")

@@ -41,10 +41,8 @@ def train(rank: int, world: int, offload: Any, optim: Any, options: dict[str, An
         both.step(lambda model: model(*batch.inputs).square().mean())  # noqa: B023
         gradients = [param.grad for param in both.model.parameters() if param.grad is not None]
         assert gradients, "a step must leave the gradients where they are"
-    both.zero_grad()
-    both.backward(lambda model: model(*case.batch(rank, 3).inputs).square().mean(), sync=False)
-    both.backward(lambda model: model(*case.batch(rank, 4).inputs).square().mean())
-    both.update()
+    batches = case.batch(rank, 3), case.batch(rank, 4)
+    both.step(*(lambda model, batch=batch: model(*batch.inputs).square().mean() for batch in batches), unsent=1)
     saved = both.optimizer.state_dict()
     both.optimizer.load_state_dict(saved)  # copies of state, which are in memory until the next step
     both.step(lambda model: model(*case.batch(rank, 5).inputs).square().mean())
@@ -73,10 +71,11 @@ def test_an_optimizer_that_is_not_elementwise_steps_all_at_once(tmp_path):
     ranks.run(train, args=(zero.DiskOffload(tmp_path), optim, {"partition": "whole"}, "gpt"))
 
 
-def scheduled(rank: int, world: int, path: Path) -> None:
+@ranks.on(2)
+def test_hooks_and_schedulers_see_one_step(rank, world, tmp_path):
     """One optimizer holds parameters that are sharded and one that is not; its hooks and scheduler see single steps."""
     torch.manual_seed(0)
-    model = zero.FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), offload=zero.DiskOffload(path))
+    model = zero.FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), offload=zero.DiskOffload(tmp_path))
     outside = nn.Parameter(torch.ones(3))
     optimizer = SGD([*model.parameters(), outside], lr=0.1, momentum=0.9)
     steps: list[int] = []
@@ -89,10 +88,6 @@ def scheduled(rank: int, world: int, path: Path) -> None:
         scheduler.step()
     assert len(steps) == 3
     assert outside.tolist() == pytest.approx([1 - 0.1 - 0.05 * 1.9 - 0.025 * 2.71] * 3)
-
-
-def test_hooks_and_schedulers_see_one_step(tmp_path):
-    ranks.run(scheduled, args=(tmp_path,))
 
 
 class Wide(nn.Module):
@@ -143,11 +138,11 @@ def test_less_is_resident_than_parts_and_state_are_large(tmp_path):
     assert in_memory > 1.25 * state
 
 
-def saved_and_loaded(rank: int, world: int, path: Path) -> None:
-    """A checkpoint of shards in files goes into shards in files, and training goes on from it."""
+@ranks.on(2)
+def test_a_checkpoint_goes_from_files_to_files(rank, world, tmp_path):
     case = CASES["gpt"]
     torch.manual_seed(rank)
-    models = [zero.FSDP(case.model(), offload=zero.DiskOffload(path / "shards")) for _ in range(2)]
+    models = [zero.FSDP(case.model(), offload=zero.DiskOffload(tmp_path / "shards")) for _ in range(2)]
     optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
 
     def step(model: zero.FSDP, optimizer: AdamW, number: int) -> float:
@@ -159,14 +154,10 @@ def saved_and_loaded(rank: int, world: int, path: Path) -> None:
 
     for number in range(2):
         step(models[0], optimizers[0], number)
-    zero.checkpoint.save(path / "run", models[0], optimizers[0])
-    zero.checkpoint.load(path / "run", models[1], optimizers[1])
+    zero.checkpoint.save(tmp_path / "run", models[0], optimizers[0])
+    zero.checkpoint.load(tmp_path / "run", models[1], optimizers[1])
     losses = [[step(*pair, number) for number in range(2, 5)] for pair in zip(models, optimizers, strict=True)]
     assert losses[0] == losses[1]
-
-
-def test_a_checkpoint_goes_from_files_to_files(tmp_path):
-    ranks.run(saved_and_loaded, args=(tmp_path,))
 
 
 def no_room(rank: int, world: int, path: Path) -> None:

@@ -18,8 +18,8 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 import matrix
 import ranks
 import zero
-from atstage import at_stage, clip, weights
-from reference import same
+from models import take_step
+from reference import at_stage, clip, same, weights
 from sidebyside import data
 
 STAGES = [1, 2]
@@ -83,8 +83,12 @@ def test_training_from_files_is_exact(tmp_path, stage, name, cut):
     assert not list(tmp_path.iterdir()), "files must be gone with the processes"
 
 
-def halves(rank: int, world: int, stage: int, offload: Any) -> None:
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_parameters_of_16_bits_are_stepped_as_float32(rank, world, tmp_path, stage, offload):
     """What is stepped is float32, unless another dtype is asked for."""
+    offload = zero.CPUOffload() if offload == "cpu" else zero.DiskOffload(tmp_path)
     models = [model_of(dtype=torch.bfloat16) for _ in range(2)]
     pairs = [
         at_stage(stage, models[0], OPTIMIZERS["adamw"], offload=offload),
@@ -104,13 +108,8 @@ def halves(rank: int, world: int, stage: int, offload: Any) -> None:
     same(*states, "the full state")
 
 
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_parameters_of_16_bits_are_stepped_as_float32(tmp_path, stage, offload):
-    ranks.run(halves, args=(stage, zero.CPUOffload() if offload == "cpu" else zero.DiskOffload(tmp_path)))
-
-
-def with_nothing_to_move(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_without_a_gpu_shards_stay_where_they_are(rank, world):
     model = model_of()
     optimizer = zero.OSS(model.parameters(), SGD, lr=0.1, offload=zero.CPUOffload())
     for param in model.parameters():
@@ -119,13 +118,11 @@ def with_nothing_to_move(rank: int, world: int) -> None:
         assert not shard.numel() or inside, "on the CPU shards of enough bits are where they should be"
 
 
-def test_without_a_gpu_shards_stay_where_they_are():
-    ranks.run(with_nothing_to_move)
-
-
-def loaded_between_steps(rank: int, world: int, stage: int, path: Path) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_weights_that_are_written_between_steps_are_taken_over(rank, world, tmp_path, stage):
     pairs = [
-        at_stage(stage, model_of(), OPTIMIZERS["sgd"], offload=zero.DiskOffload(path)),
+        at_stage(stage, model_of(), OPTIMIZERS["sgd"], offload=zero.DiskOffload(tmp_path)),
         at_stage(0, model_of(), OPTIMIZERS["sgd"]),
     ]
     other = model_of(seed=1).state_dict()
@@ -134,36 +131,27 @@ def loaded_between_steps(rank: int, world: int, stage: int, path: Path) -> None:
             if step == 1:
                 for name, param in model.module.named_parameters():
                     param.data.copy_(other[name])
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+            take_step(optimizer, loss_of(model, rank, step))
+        same(*(weights(model) for model, _ in pairs), f"step {step}")
+
+
+@ranks.on(2)
+def test_an_optimizer_that_is_not_elementwise_steps_all_at_once(rank, world, tmp_path):
+    optim = partial(Adafactor, lr=1e-2)
+    pairs = [at_stage(2, model_of(), optim, offload=offload) for offload in (zero.DiskOffload(tmp_path), None)]
+    for step in range(3):
+        for model, optimizer in pairs:
+            take_step(optimizer, loss_of(model, rank, step))
         same(*(weights(model) for model, _ in pairs), f"step {step}")
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_that_are_written_between_steps_are_taken_over(tmp_path, stage):
-    ranks.run(loaded_between_steps, args=(stage, tmp_path))
-
-
-def not_element_by_element(rank: int, world: int, path: Path) -> None:
-    optim = partial(Adafactor, lr=1e-2)
-    pairs = [at_stage(2, model_of(), optim, offload=offload) for offload in (zero.DiskOffload(path), None)]
-    for step in range(3):
-        for model, optimizer in pairs:
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        same(*(weights(model) for model, _ in pairs), f"step {step}")
-
-
-def test_an_optimizer_that_is_not_elementwise_steps_all_at_once(tmp_path):
-    ranks.run(not_element_by_element, args=(tmp_path,))
-
-
-def scaled(rank: int, world: int, stage: int, path: Path) -> None:
+@ranks.on(2)
+def test_losses_are_scaled_as_without(rank, world, tmp_path, stage):
     """An infinite gradient on one rank skips the step on all."""
     pairs = [
-        at_stage(stage, model_of(), OPTIMIZERS["sgd"], offload=offload) for offload in (zero.DiskOffload(path), None)
+        at_stage(stage, model_of(), OPTIMIZERS["sgd"], offload=offload)
+        for offload in (zero.DiskOffload(tmp_path), None)
     ]
     scalers = [zero.GradScaler("cpu", init_scale=4.0) for _ in pairs]
     for step in range(3):
@@ -179,13 +167,9 @@ def scaled(rank: int, world: int, stage: int, path: Path) -> None:
     assert [scaler.get_scale() for scaler in scalers] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_losses_are_scaled_as_without(tmp_path, stage):
-    ranks.run(scaled, args=(stage, tmp_path))
-
-
-def hooked(rank: int, world: int, path: Path) -> int:
-    model, optimizer = at_stage(2, model_of(), OPTIMIZERS["adamw"], offload=zero.DiskOffload(path))
+@ranks.on(2)
+def test_hooks_on_the_optimizer_see_one_step(rank, world, tmp_path):
+    model, optimizer = at_stage(2, model_of(), OPTIMIZERS["adamw"], offload=zero.DiskOffload(tmp_path))
     steps: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: steps.append(1))
     optimizer.optim.register_step_post_hook(lambda *_: steps.append(1))
@@ -195,24 +179,21 @@ def hooked(rank: int, world: int, path: Path) -> int:
         optimizer.step()
         scheduler.step()
     assert optimizer.optim.param_groups[0]["lr"] == pytest.approx(1e-2 / 4)  # the last is handed over at the next step
-    return len(steps)
-
-
-def test_hooks_on_the_optimizer_see_one_step(tmp_path):
-    assert ranks.run(hooked, args=(tmp_path,)) == [3, 3]
+    assert len(steps) == 3
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def saved_and_loaded(rank: int, world: int, before: int, after: int, path: Path) -> None:
-    """From shards in files to shards in memory, and back."""
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+@ranks.on(2)
+def test_checkpoints_go_from_files_to_memory_and_back(rank, world, tmp_path, before, after):
 
     def made(stage: int) -> tuple[nn.Module, Any]:
         if stage == 3:
             model = zero.FSDP(model_of())
             return model, AdamW(model.parameters(), lr=1e-2)
-        offload = zero.DiskOffload(path / "shards") if stage == before else None
+        offload = zero.DiskOffload(tmp_path / "shards") if stage == before else None
         return at_stage(stage, model_of(), OPTIMIZERS["adamw"], offload=offload)
 
     def step(model: nn.Module, optimizer: Any, number: int) -> Tensor:
@@ -226,15 +207,10 @@ def saved_and_loaded(rank: int, world: int, before: int, after: int, path: Path)
     for source, target in ((before, after), (after, before)):
         for number in range(2):
             step(*pairs[source], number)
-        zero.checkpoint.save(path / f"from {source}", *pairs[source])
-        zero.checkpoint.load(path / f"from {source}", *pairs[target])
+        zero.checkpoint.save(tmp_path / f"from {source}", *pairs[source])
+        zero.checkpoint.load(tmp_path / f"from {source}", *pairs[target])
         for number in range(2, 5):
             same(*(step(*pair, number) for pair in pairs.values()), f"from {source}: loss {number}")
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-def test_checkpoints_go_from_files_to_memory_and_back(tmp_path, before, after):
-    ranks.run(saved_and_loaded, args=(before, after, tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -256,9 +232,7 @@ def grown(rank: int, world: int, path: Path | None) -> float:
     optimizer = zero.OSS(model.parameters(), Adam, lr=1e-4, offload=offload)
     wrapped = zero.ShardedDDP(model, optimizer)
     for _ in range(2):
-        optimizer.zero_grad()
-        wrapped(torch.ones(1, 1024)).sum().backward()
-        optimizer.step()
+        take_step(optimizer, wrapped(torch.ones(1, 1024)).sum())
     return (resident("RssAnon") - before) / sum(param.numel() for param in model.parameters())
 
 
@@ -282,17 +256,11 @@ def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(tmp_path):
     ranks.expect_error(no_room, 2, ValueError, "no room for the shards of OSS", r"rank 1", args=(tmp_path,))
 
 
-def unknown(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, "offload='cpu'", "zero.CPUOffload", r"rank 1")
+def test_an_offload_that_is_none_is_refused_on_every_rank(rank, world):
     zero.OSS(model_of().parameters(), SGD, lr=0.1, offload="cpu" if rank else None)
 
 
-def test_an_offload_that_is_none_is_refused_on_every_rank():
-    ranks.expect_error(unknown, 2, ValueError, "offload='cpu'", "zero.CPUOffload", r"rank 1")
-
-
-def others(rank: int, world: int, path: Path) -> None:
-    zero.OSS(model_of().parameters(), SGD, lr=0.1, offload=zero.DiskOffload(path) if rank else None)
-
-
-def test_offload_on_one_rank_only_is_refused_on_every_rank(tmp_path):
-    ranks.expect_error(others, 2, ValueError, "offload DiskOffload", "shards on the device", args=(tmp_path,))
+@ranks.raises(2, ValueError, "offload DiskOffload", "shards on the device")
+def test_offload_on_one_rank_only_is_refused_on_every_rank(rank, world, tmp_path):
+    zero.OSS(model_of().parameters(), SGD, lr=0.1, offload=zero.DiskOffload(tmp_path) if rank else None)

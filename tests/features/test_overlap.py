@@ -27,7 +27,6 @@ OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
     "adamw": partial(AdamW, lr=1e-2, weight_decay=0.1),
 }
-by_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 class Net(nn.Module):
@@ -101,17 +100,9 @@ def assert_same(found, expected):
     assert not different, f"other values of {different}"
 
 
-def beside(rank, world, function, *args):
-    with overlapping("beside"):
-        return function(rank, world, *args)
-
-
-def run(function, *args):
-    return ranks.run(beside, 2, args=(function, *args), timeout=30)
-
-
-def expect_error(function, *expected):
-    return ranks.expect_error(beside, 2, *expected, args=(function,), timeout=30)
+def beside(test):
+    """Runs a test on two ranks, whose transfers go beside the computing."""
+    return ranks.on(2, timeout=30)(overlapping("beside")(test))
 
 
 def in_flight(optimizer):
@@ -147,7 +138,13 @@ def interrupted(model, optimizer, rank, step):
     train(model, optimizer, rank, [step])
 
 
-def _loop(rank, world, name, loop, options):
+LOOPS = [(name, loop, {}) for name in OPTIMIZERS for loop in (accumulating, evaluated, interrupted)]
+LOOPS.append(("sgd", evaluated, {"partition": "whole"}))
+
+
+@pytest.mark.parametrize(("name", "loop", "options"), LOOPS, ids=str)
+@beside
+def test_training_is_bit_for_bit_that_of_ddp(rank, world, name, loop, options):
     totals, finals = [], []
     for model, optimizer in (plain(name), sharded(Net(), name, **options)):
         for step in range(4):
@@ -157,17 +154,8 @@ def _loop(rank, world, name, loop, options):
     assert_same(*finals)
 
 
-@pytest.mark.parametrize("loop", [accumulating, evaluated, interrupted])
-@by_optimizer
-def test_training_is_bit_for_bit_that_of_ddp(name, loop):
-    run(_loop, name, loop, {})
-
-
-def test_with_whole_parameters_too():
-    run(_loop, "sgd", evaluated, {"partition": "whole"})
-
-
-def _two(rank, world):
+@beside
+def test_two_optimizers_each_leave_their_own_in_flight(rank, world):
     """One of two optimizers steps every other time."""
     finals = []
     for ours in (False, True):
@@ -189,11 +177,13 @@ def _two(rank, world):
     assert_same(*finals)
 
 
-def test_two_optimizers_each_leave_their_own_in_flight():
-    run(_two)
-
-
-def _options(rank, world, options, dtype):
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({"broadcast_fp16": True}, torch.float32), ({"master_dtype": torch.float32}, torch.bfloat16)],
+    ids=["broadcast_fp16", "masters"],
+)
+@beside
+def test_compressed_and_with_masters_the_numbers_are_the_same(rank, world, options, dtype):
     """Beside the same without overlap."""
     finals = []
     for overlap in (False, True):
@@ -208,16 +198,8 @@ def _options(rank, world, options, dtype):
     assert_same(*finals)
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [({"broadcast_fp16": True}, torch.float32), ({"master_dtype": torch.float32}, torch.bfloat16)],
-    ids=["broadcast_fp16", "masters"],
-)
-def test_compressed_and_with_masters_the_numbers_are_the_same(options, dtype):
-    run(_options, options, dtype)
-
-
-def _compiled(rank, world):
+@beside
+def test_compiled_modules_are_not_compiled_anew(rank, world):
     torch._dynamo.reset()
     net = Net()
     for block in net.blocks:
@@ -228,14 +210,11 @@ def _compiled(rank, world):
     assert_same(model.state_dict(), trained_by_ddp(rank, range(3)).state_dict())
 
 
-def test_compiled_modules_are_not_compiled_anew():
-    run(_compiled)
-
-
 # --------------------------------------------------------------------------------------------------- what is waited for
 
 
-def _bucket_by_bucket(rank, world):
+@beside
+def test_forward_waits_for_what_it_reads_when_it_reads_it(rank, world):
     """While the first block runs, later ones are still on their way; after forward nothing is."""
     net, model, optimizer = trained(rank)
     waiting = []
@@ -245,10 +224,6 @@ def _bucket_by_bucket(rank, world):
     assert waiting == sorted(waiting, reverse=True)
     assert waiting[0] > waiting[1] > waiting[2], "a bias lies in the bucket of the next weight"
     assert not in_flight(optimizer)
-
-
-def test_forward_waits_for_what_it_reads_when_it_reads_it():
-    run(_bucket_by_bucket)
 
 
 def saved_by_torch(net, model, optimizer):
@@ -283,9 +258,10 @@ READS = {
 }
 
 
-def _read(rank, world, folder):
+@beside
+def test_whoever_reads_right_after_the_step_gets_new_values(rank, world, tmp_path):
     expected = trained_by_ddp(rank).state_dict()
-    for what, read in {**READS, "a checkpoint": partial(checkpointed, folder=folder)}.items():
+    for what, read in {**READS, "a checkpoint": partial(checkpointed, folder=tmp_path)}.items():
         found = read(*trained(rank))
         shard = {name: value for name, value in expected.items() if name in found}
         if len(found) == 2:  # of a child: the names are its own
@@ -294,11 +270,8 @@ def _read(rank, world, folder):
         assert found and all(torch.equal(found[name], value) for name, value in shard.items()), what
 
 
-def test_whoever_reads_right_after_the_step_gets_new_values(tmp_path):
-    run(_read, str(tmp_path))
-
-
-def _forwards(rank, world):
+@beside
+def test_forwards_of_the_inner_module_right_after_the_step_compute_with_new_values(rank, world):
     """Of the inner module, which the wrapper does not see, with gradients and without, and of a child."""
     expected = trained_by_ddp(rank)
     for call in (lambda net: net(batch(rank, 7)), lambda net: net.attention(*3 * [batch(rank, 7)])[0]):
@@ -310,11 +283,8 @@ def _forwards(rank, world):
             expected.train()
 
 
-def test_forwards_of_the_inner_module_right_after_the_step_compute_with_new_values():
-    run(_forwards)
-
-
-def _held(rank, world):
+@beside
+def test_kept_references_show_no_old_values(rank, world):
     """What was kept from before cannot be waited for: it is seen that nothing is there, and nothing can be written."""
     net, model, optimizer = trained(rank)
     for param in optimizer.param_groups[0]["params"]:
@@ -333,11 +303,9 @@ def _held(rank, world):
     assert_same(model.state_dict(), expected.state_dict())
 
 
-def test_kept_references_show_no_old_values():
-    run(_held)
-
-
-def _loaded(rank, world, held):
+@pytest.mark.parametrize("held", [False, True], ids=["wrapper", "module"])
+@beside
+def test_weights_loaded_right_after_the_step_are_trained_on(rank, world, held):
     finals = []
     other = {name: value.flip(0) if value.dim() else value for name, value in Net().state_dict().items()}
     for ours in (False, True):
@@ -352,12 +320,8 @@ def _loaded(rank, world, held):
     assert_same(*finals)
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["wrapper", "module"])
-def test_weights_loaded_right_after_the_step_are_trained_on(held):
-    run(_loaded, held)
-
-
-def _one_rank_reads(rank, world):
+@beside
+def test_one_rank_may_read_while_the_other_does_not(rank, world):
     """Nothing is sent, and the other need not come: it waits until the first has all."""
     _, model, optimizer = trained(rank)
     sent = zero.traffic()
@@ -370,21 +334,16 @@ def _one_rank_reads(rank, world):
     train(model, optimizer, rank, [2])
 
 
-def test_one_rank_may_read_while_the_other_does_not():
-    run(_one_rank_reads)
-
-
-def _cast(rank, world):
+@ranks.raises(2, RuntimeError, "cast", "build OSS", timeout=30)
+@overlapping("beside")
+def test_a_cast_between_step_and_forward_is_refused(rank, world):
     net, model, _ = trained(rank)
     net.double()
     model(batch(rank, 2).double())
 
 
-def test_a_cast_between_step_and_forward_is_refused():
-    expect_error(_cast, RuntimeError, "cast", "build OSS")
-
-
-def _old_graph(rank, world):
+@beside
+def test_backward_through_a_graph_from_before_the_step_waits(rank, world):
     """A second backward through a forward from before the step computes with new values, as without overlap."""
     finals = []
     for overlap in (False, True):
@@ -400,11 +359,9 @@ def _old_graph(rank, world):
     assert_same(*finals)
 
 
-def test_backward_through_a_graph_from_before_the_step_waits():
-    run(_old_graph)
-
-
-def _out_of_step(rank, world):
+@ranks.raises(2, RuntimeError, "out of step", "step of OSS", timeout=30)
+@overlapping("beside")
+def test_ranks_out_of_step_raise_on_every_rank(rank, world):
     """Of uneven shards: Gloo, which stands for another backend here, waits for ever in a reduce-scatter."""
     _, model, optimizer = trained(rank, partition="whole")
     if rank:
@@ -412,20 +369,15 @@ def _out_of_step(rank, world):
     train(model, optimizer, rank, [2])
 
 
-def test_ranks_out_of_step_raise_on_every_rank():
-    expect_error(_out_of_step, RuntimeError, "out of step", "step of OSS")
-
-
-def _differs(rank, world):
+@ranks.raises(2, ValueError, "overlap_param_gather True", "overlap_param_gather False", timeout=30)
+@overlapping("beside")
+def test_ranks_that_choose_differently_are_refused(rank, world):
     net = Net()
     zero.ShardedDDP(net, zero.OSS(net.parameters(), OPTIMIZERS["sgd"]), overlap_param_gather=rank == 0)
 
 
-def test_ranks_that_choose_differently_are_refused():
-    expect_error(_differs, ValueError, "overlap_param_gather True", "overlap_param_gather False")
-
-
-def _memory(rank, world):
+@beside
+def test_what_is_in_flight_takes_no_second_copy(rank, world):
     """At the peak of a step and of the forward after it, with overlap and without."""
     peaks = []
     for overlap in (False, True):
@@ -441,16 +393,14 @@ def _memory(rank, world):
             optimizer.step()
             model(torch.ones(1, 200))
             peaks.append(memory.peak() - before)
-    return sum(param.nbytes for param in model.parameters()), *peaks
+    parameters = sum(param.nbytes for param in model.parameters())
+    waited, overlapped = peaks
+    assert overlapped <= waited + 0.01 * parameters
+    assert overlapped < 0.2 * parameters
 
 
-def test_what_is_in_flight_takes_no_second_copy():
-    for parameters, waited, overlapped in run(_memory):
-        assert overlapped <= waited + 0.01 * parameters
-        assert overlapped < 0.2 * parameters
-
-
-def _traces(rank, world):
+@beside
+def test_nothing_is_left_on_the_module(rank, world):
     """At rest the module has no hooks of ours, and its own stay; parameters are the tensors that they were."""
     net = Net()
     own = net.first.register_forward_pre_hook(lambda *_: None)
@@ -468,11 +418,8 @@ def _traces(rank, world):
     assert hooks == [own.id]
 
 
-def test_nothing_is_left_on_the_module():
-    run(_traces)
-
-
-def _over_gloo(rank, world):
+@ranks.on(2)
+def test_over_gloo_the_step_waits(rank, world):
     """Where nothing is sent beside the computing, the step waits: what was kept can be read at once."""
     net = Net()
     model, optimizer = sharded(net, "sgd")
@@ -480,7 +427,3 @@ def _over_gloo(rank, world):
     assert not in_flight(optimizer)
     expected = dict(trained_by_ddp(rank).named_parameters())
     assert all(torch.equal(param.data, expected[name]) for name, param in net.named_parameters())
-
-
-def test_over_gloo_the_step_waits():
-    ranks.run(_over_gloo, 2)

@@ -141,7 +141,8 @@ def test_a_backward_asked_for_parameters_that_are_parts_by_then_is_not_stepped()
     ranks.expect_error(_asked_for, 2, RuntimeError, r"unit 'blocks.*has no gradients", args=(False,), timeout=20)
 
 
-def _listed_after_a_forward_alone(rank, world):
+@ranks.on(4, timeout=20)
+def test_parameters_listed_after_a_forward_without_backward_say_nothing_of_the_next_backward(rank, world):
     """The gradients of what has few elements are with the first rank alone; the others have none to show."""
     model = zero.FSDP(nn.Sequential(nn.Linear(4, 4)), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -157,7 +158,3 @@ def _listed_after_a_forward_alone(rank, world):
             model.zero_grad()
             kept.backward()
         optimizer.step()
-
-
-def test_parameters_listed_after_a_forward_without_backward_say_nothing_of_the_next_backward():
-    ranks.run(_listed_after_a_forward_alone, 4, timeout=20)

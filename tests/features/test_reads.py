@@ -97,10 +97,7 @@ def train(rank: int, world: int, optim: Any, options: dict[str, Any], evaluate_f
     for step in range(3):
         both.step(lambda model: model(tokens(rank, step)).square().mean())  # noqa: B023
         assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.shard_groups)
-    both.zero_grad()
-    both.backward(lambda model: model(tokens(rank, 3)).square().mean(), sync=False)
-    both.backward(lambda model: model(tokens(rank, 4)).square().mean())
-    both.update()
+    both.step(*(lambda model, step=step: model(tokens(rank, step)).square().mean() for step in (3, 4)), unsent=1)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -113,7 +110,8 @@ def test_reads_are_found_in_evaluation_too():
     ranks.run(train, args=(sgd, {}, True))
 
 
-def other_methods(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_other_methods_than_forward_find_the_parameters_of_the_modules_that_they_call(rank, world):
     model, plain = zero.FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block})), Net()
     with torch.no_grad():
         assert torch.equal(model.encode(tokens(rank)), plain.encode(tokens(rank)))
@@ -126,11 +124,8 @@ def other_methods(rank: int, world: int) -> None:
         assert torch.equal(model.generate(tokens(rank), 4), plain.generate(tokens(rank), 4))
 
 
-def test_other_methods_than_forward_find_the_parameters_of_the_modules_that_they_call():
-    ranks.run(other_methods)
-
-
-def train_through_other_methods(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_training_through_other_methods_than_forward_is_exact(rank, world):
     """Shards of blocks, and modules of the root, are called from outside; the output layer after forward."""
     both = SideBySide(Net(), lambda model, optim: stage_3(model, optim, auto_wrap_policy=ModuleWrapPolicy({Block})))
 
@@ -143,20 +138,11 @@ def train_through_other_methods(rank: int, world: int) -> None:
         both.step(lambda model: loss(model, step))  # noqa: B023
 
 
-def test_training_through_other_methods_than_forward_is_exact():
-    ranks.run(train_through_other_methods)
-
-
-def train_inside_summon(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, r"summon_full_params\(\) with gradients", "no_grad", timeout=15)
+def test_training_whole_parameters_is_refused_on_every_rank(rank, world):
     model = zero.FSDP(Net(), auto_wrap_policy=UNITS)
     with model.summon_full_params():
         model(tokens(rank))
-
-
-def test_training_whole_parameters_is_refused_on_every_rank():
-    ranks.expect_error(
-        train_inside_summon, 2, RuntimeError, r"summon_full_params\(\) with gradients", "no_grad", timeout=15
-    )
 
 
 class Kept(nn.Module):
@@ -178,7 +164,10 @@ class Kept(nn.Module):
         return self.last(self.borrow(x))
 
 
-def read_while_kept(rank: int, world: int, kind: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("kind", ["reentrant", "output not used"])
+@ranks.on(2, timeout=20)
+def test_a_read_of_a_unit_that_stays_whole_trains_exactly(rank, world, kind, strategy):
     model = Kept()
     model.kind = kind
     options = {"sharding_strategy": strategy, "auto_wrap_policy": ModuleWrapPolicy({Block})}
@@ -187,9 +176,3 @@ def read_while_kept(rank: int, world: int, kind: str, strategy: str) -> None:
         for inner in both.each():
             inner.lender.requires_grad_(step != 2)  # then it does not stay
         both.step(lambda model, step=step: model(data(4, WIDTH, rank=rank, step=step)).square().mean())
-
-
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("kind", ["reentrant", "output not used"])
-def test_a_read_of_a_unit_that_stays_whole_trains_exactly(kind, strategy):
-    ranks.run(read_while_kept, 2, args=(kind, strategy), timeout=20)

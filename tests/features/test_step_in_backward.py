@@ -123,27 +123,22 @@ def test_with_activations_that_are_computed_again(stage):
     ranks.run(compared, args=(stage, OPTIMIZERS["sgd"], {}, {"recomputes": True}))
 
 
-def beside_the_computing(rank: int, world: int, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["2 in small buckets", "3 speed first"])
+@ranks.on(2)
+def test_where_transfers_overlap(rank, world, stage):
     with overlapping():
         compared(rank, world, stage, OPTIMIZERS["adamw"], {}, {})
 
 
-@pytest.mark.parametrize("stage", ["2 in small buckets", "3 speed first"])
-def test_where_transfers_overlap(stage):
-    ranks.run(beside_the_computing, args=(stage,))
-
-
-def from_files(rank: int, world: int, stage: str, path: Any) -> None:
-    offload = {"offload": zero.DiskOffload(path)}
+@pytest.mark.parametrize("stage", ["2", "3"])
+@ranks.on(2)
+def test_with_shards_in_files(rank, world, tmp_path, stage):
+    offload = {"offload": zero.DiskOffload(tmp_path)}
     compared(rank, world, stage, OPTIMIZERS["adamw"], {"oss": offload} if stage == "2" else offload, {})
 
 
-@pytest.mark.parametrize("stage", ["2", "3"])
-def test_with_shards_in_files(tmp_path, stage):
-    ranks.run(from_files, args=(stage, tmp_path))
-
-
-def with_a_closure(rank: int, world: int) -> list[float]:
+@ranks.on(2)
+def test_a_closure_computes_the_gradients(rank, world):
     """As torch's optimizers take one."""
     told = []
     for in_backward in (True, False):
@@ -153,12 +148,7 @@ def with_a_closure(rank: int, world: int) -> list[float]:
         for step in range(2):
             optimizer.zero_grad()
             told.append(optimizer.step(lambda: backward(model, rank, step)).item())  # noqa: B023
-    return told
-
-
-def test_a_closure_computes_the_gradients():
-    for told in ranks.run(with_a_closure):
-        assert told[:2] == told[2:]
+    assert told[:2] == told[2:]
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -204,7 +194,9 @@ def test_gradients_of_shards_are_not_kept(stage):
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-def refused(rank: int, world: int, stage: str) -> dict[str, str]:
+@pytest.mark.parametrize("stage", ["2", "3"])
+@ranks.on(2, timeout=20)
+def test_what_needs_all_gradients_is_refused(rank, world, stage):
     model, optimizer = made(stage, OPTIMIZERS["adamw"], net=built())
     zero.step_in_backward(model, optimizer)
     told = {}
@@ -227,20 +219,15 @@ def refused(rank: int, world: int, stage: str) -> dict[str, str]:
     if stage == "2":
         told["hook"] = ranks.refusal(lambda: optimizer.register_step_pre_hook(print))
     told["second"] = ranks.refusal(second_backward)
-    return told
+    again = told.pop("again")
+    assert again.startswith("ValueError") and "was called before" in again
+    for what, text in told.items():
+        assert text.startswith("RuntimeError"), (what, text)
+        assert "zero.step_in_backward" in text, (what, text)
 
 
-@pytest.mark.parametrize("stage", ["2", "3"])
-def test_what_needs_all_gradients_is_refused(stage):
-    for told in ranks.run(refused, args=(stage,), timeout=20):
-        again = told.pop("again")
-        assert again.startswith("ValueError") and "was called before" in again
-        for what, text in told.items():
-            assert text.startswith("RuntimeError"), (what, text)
-            assert "zero.step_in_backward" in text, (what, text)
-
-
-def unfit(rank: int, world: int) -> list[str]:
+@ranks.on(2)
+def test_what_it_cannot_step_is_refused(rank, world):
     net = built()
     at_1 = zero.OSS(net.parameters(), SGD, lr=0.1)
     sharded = zero.FSDP(built(), partition="whole")
@@ -253,17 +240,15 @@ def unfit(rank: int, world: int) -> list[str]:
         (sharded, at_1),
         (other, another),
     ]
-    return [ranks.refusal(partial(zero.step_in_backward, *pair)) for pair in pairs]
-
-
-def test_what_it_cannot_step_is_refused():
     expected = ["given a Net", "Adafactor cannot step in backward", "lacks some trained", "and a OSS", "of another"]
-    for told in ranks.run(unfit):
-        for text, wanted in zip(told, expected, strict=True):
-            assert text.startswith("ValueError") and wanted in text
+    told = [ranks.refusal(partial(zero.step_in_backward, *pair)) for pair in pairs]
+    for text, wanted in zip(told, expected, strict=True):
+        assert text.startswith("ValueError") and wanted in text
 
 
-def interrupted(rank: int, world: int, stage: str) -> list[str]:
+@pytest.mark.parametrize("stage", ["2 in small buckets", "3"])
+@ranks.on(2, timeout=20)
+def test_after_a_backward_that_was_interrupted_training_does_not_go_on(rank, world, stage):
     """An error in the last block's backward, when others were stepped."""
     model, optimizer = made(stage, OPTIMIZERS["sgd"], net=built())
     zero.step_in_backward(model, optimizer)
@@ -272,32 +257,23 @@ def interrupted(rank: int, world: int, stage: str) -> list[str]:
         raise ValueError("on purpose")
 
     handle = model.module.blocks[0].wide.register_full_backward_hook(failing)
-    told = [ranks.refusal(lambda: backward(model, rank, 0))]
+    assert "on purpose" in ranks.refusal(lambda: backward(model, rank, 0))
     handle.remove()
-    return [*told, ranks.refusal(lambda: backward(model, rank, 0))]
+    assert "Load a checkpoint" in ranks.refusal(lambda: backward(model, rank, 0))
 
 
-@pytest.mark.parametrize("stage", ["2 in small buckets", "3"])
-def test_after_a_backward_that_was_interrupted_training_does_not_go_on(stage):
-    for first, second in ranks.run(interrupted, args=(stage,), timeout=20):
-        assert "on purpose" in first
-        assert "Load a checkpoint" in second
-
-
-def two_graphs(rank: int, world: int) -> str:
+@ranks.on(2, timeout=20)
+def test_a_backward_of_an_older_graph_is_refused(rank, world):
     """Two forwards, and then their backwards."""
     model, optimizer = made("3", OPTIMIZERS["sgd"], net=built())
     zero.step_in_backward(model, optimizer)
     losses = [model(data(5, 12, rank=rank, step=step), use=True).square().mean() for step in range(2)]
-    return ranks.refusal(lambda: [loss.backward() for loss in losses])
+    told = ranks.refusal(lambda: [loss.backward() for loss in losses])
+    assert "a second backward before step()" in told
 
 
-def test_a_backward_of_an_older_graph_is_refused():
-    for told in ranks.run(two_graphs, timeout=20):
-        assert "a second backward before step()" in told
-
-
-def read_later(rank: int, world: int) -> str:
+@ranks.on(2, timeout=20)
+def test_autograd_does_not_compute_with_what_was_stepped(rank, world):
     """A parameter that was saved without gradient and is read when it has been stepped."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
@@ -309,9 +285,5 @@ def read_later(rank: int, world: int) -> str:
         x = net[0](torch.ones(2, 4)) @ net[2].weight.detach()  # needed in backward once net[2] was stepped
         (model(torch.ones(2, 4)).sum() + x.sum()).backward()
 
-    return ranks.refusal(both_ways)
-
-
-def test_autograd_does_not_compute_with_what_was_stepped():
-    for told in ranks.run(read_later, timeout=20):
-        assert "modified by an inplace operation" in told
+    told = ranks.refusal(both_ways)
+    assert "modified by an inplace operation" in told

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -56,23 +55,19 @@ def backward(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def kept(rank: int, world: int, precision: torch.dtype | None) -> float:
-    """Bytes a parameter between backward and step."""
+@two_by_two
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@ranks.on(4, fresh=True)
+def test_a_rank_keeps_its_node_shard_and_what_it_steps(rank, world, precision):
+    """Of 2 x 2 ranks, before the step: parameters in the dtype that is computed with / 2, and 16 bytes / 4."""
     with Meter() as meter:
         model = two_levels(net(), mixed_precision=zero.MixedPrecision(param_dtype=precision))
         optimizer = Adam(model.parameters(), lr=1e-3)
         for step in range(2):
             backward(model, rank, step)
             optimizer.step()
-        return meter.live() / (LAYERS * WIDTH * WIDTH)
-
-
-@two_by_two
-@pytest.mark.parametrize("precision", [None, torch.bfloat16])
-def test_a_rank_keeps_its_node_shard_and_what_it_steps(precision):
-    """Of 2 x 2 ranks: parameters in the dtype that is computed with / 2, and 16 bytes / 4."""
-    for found in ranks.run(kept, 4, args=(precision,), fresh=True):
-        assert found == pytest.approx((2 if precision else 4) / 2 + 16 / 4, rel=0.02)
+        found = meter.live() / (LAYERS * WIDTH * WIDTH)
+    assert found == pytest.approx((2 if precision else 4) / 2 + 16 / 4, rel=0.02)
 
 
 def test_on_many_nodes_less_is_kept_than_by_a_hybrid_strategy():
@@ -119,7 +114,10 @@ def counted() -> Iterator[Counter[str]]:
         yield found
 
 
-def sent(rank: int, world: int) -> list[dict[str, int]]:
+@two_by_two
+@ranks.on(4)
+def test_across_nodes_each_rank_sends_its_shard_once_a_step_and_gradients_of_one_node_shard(rank, world):
+    """Under accumulation, too: gradients stay within the node, here on their rank, until the last backward."""
     model = two_levels(net())
     optimizer = SGD(model.parameters(), lr=0.1)
     told = []
@@ -133,20 +131,14 @@ def sent(rank: int, world: int) -> list[dict[str, int]]:
                 optimizer.step()
                 optimizer.zero_grad()
         told.append(dict(found))
-    return told
-
-
-@two_by_two
-def test_across_nodes_each_rank_sends_its_shard_once_a_step_and_gradients_of_one_node_shard():
-    """Under accumulation, too: gradients stay within the node, here on their rank, until the last backward."""
     numel = LAYERS * WIDTH * WIDTH
-    for single, accumulated in ranks.run(sent, 4):
-        across = {"gathered across": numel // 4, "reduced across": numel // 4}
-        assert {name: count for name, count in single.items() if "across" in name} == across
-        assert {name: count for name, count in accumulated.items() if "across" in name} == across
-        assert single["gathered within"] == 2 * numel // 2
-        assert single["reduced within"] == accumulated["reduced within"] == numel // 2
-        assert accumulated["gathered within"] == 3 * single["gathered within"]
+    single, accumulated = told
+    across = {"gathered across": numel // 4, "reduced across": numel // 4}
+    assert {name: count for name, count in single.items() if "across" in name} == across
+    assert {name: count for name, count in accumulated.items() if "across" in name} == across
+    assert single["gathered within"] == 2 * numel // 2
+    assert single["reduced within"] == accumulated["reduced within"] == numel // 2
+    assert accumulated["gathered within"] == 3 * single["gathered within"]
 
 
 # ------------------------------------------------------------------------------------------------------------- 8 bits
@@ -176,19 +168,15 @@ def test_gradients_of_both_levels_and_parameters_across_nodes_travel_in_8_bits()
 # ------------------------------------------------------------------------------------------------ weights and state
 
 
-def written(rank: int, world: int) -> None:
-    """What is written into shards at rest is computed with from the next forward on, on all ranks."""
+@two_by_two
+@ranks.on(4)
+def test_what_is_written_into_shards_is_computed_with(rank, world):
     model = two_levels(net())
     with torch.no_grad():
         for param in model.parameters():
             param.data.fill_(0.5)
     out = model(torch.ones(1, WIDTH))
     assert torch.equal(out, torch.full((1, WIDTH), float((0.5 * WIDTH) ** LAYERS)))
-
-
-@two_by_two
-def test_what_is_written_into_shards_is_computed_with():
-    ranks.run(written, 4)
 
 
 def full_on(rank: int, world: int, to: int) -> tuple[bool, bool, bool]:
@@ -211,7 +199,9 @@ def test_full_weights_and_state_come_to_the_rank_that_asked(to):
     assert found == [(rank == to, True, rank == to) for rank in range(4)]
 
 
-def moved(rank: int, world: int, path: Path) -> None:
+@two_by_two
+@ranks.on(4)
+def test_checkpoints_go_to_other_stages_and_back(rank, world, tmp_path):
     """From two levels to one and to stage 2, and back."""
     inner = {name: net() for name in ("two levels", "one level", "stage 2")}
     one_level = zero.FSDP(inner["one level"], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
@@ -233,15 +223,10 @@ def moved(rank: int, world: int, path: Path) -> None:
     for source, target in [("two levels", "one level"), ("one level", "two levels"), ("two levels", "stage 2")]:
         for number in range(2):
             step(source, number)
-        zero.checkpoint.save(path / source / target, *pairs[source])
-        zero.checkpoint.load(path / source / target, *pairs[target])
+        zero.checkpoint.save(tmp_path / source / target, *pairs[source])
+        zero.checkpoint.load(tmp_path / source / target, *pairs[target])
         for number in range(2, 5):
             torch.testing.assert_close(step(source, number), step(target, number), rtol=1e-5, atol=0)
-
-
-@two_by_two
-def test_checkpoints_go_to_other_stages_and_back(tmp_path):
-    ranks.run(moved, 4, args=(tmp_path,))
 
 
 def clipped(rank: int, world: int) -> tuple[float, float]:
@@ -268,19 +253,16 @@ def test_norms_are_of_all_gradients_once():
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-def refused(rank: int, world: int) -> list[str]:
+@ranks.on(4, timeout=20)
+def test_what_has_no_two_levels_is_refused_on_every_rank(rank, world):
     grid = init_device_mesh("cpu", (2, 2))
     tries: list[dict[str, Any]] = [
         {"optimizer_sharding": "all"},
         {"optimizer_sharding": "all", "sharding_strategy": "NO_SHARD"},
         {"optimizer_sharding": "some", "sharding_strategy": "HYBRID_SHARD", "device_mesh": grid},
     ]
-    return [ranks.refusal(lambda: zero.FSDP(net(), **given)) for given in tries]  # noqa: B023
-
-
-def test_what_has_no_two_levels_is_refused_on_every_rank():
-    for told in ranks.run(refused, 4, timeout=20):
-        assert all(text.startswith("ValueError") for text in told)
-        assert "is for hybrid strategies, not for FULL_SHARD" in told[0]
-        assert "not for NO_SHARD" in told[1]
-        assert "optimizer_sharding='some' is unknown" in told[2]
+    told = [ranks.refusal(lambda: zero.FSDP(net(), **given)) for given in tries]  # noqa: B023
+    assert all(text.startswith("ValueError") for text in told)
+    assert "is for hybrid strategies, not for FULL_SHARD" in told[0]
+    assert "not for NO_SHARD" in told[1]
+    assert "optimizer_sharding='some' is unknown" in told[2]

@@ -243,24 +243,18 @@ def test_units_are_gathered_in_the_same_order_however_far_ahead(options):
     ranks.run(_beside_the_reference, 2, args=(3, loops, 0.0), timeout=30)
 
 
-def _replicated(rank, world):
+@ranks.on(4, timeout=30)
+def test_shards_may_be_replicated(rank, world):
     within, across = [dist.new_subgroups_by_enumeration(groups)[0] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
     options = {"sharding_strategy": "HYBRID_SHARD", "process_group": (within, across)}
     _beside_the_reference(rank, world, 3, [Loop((2, 3, 5, 4), divide=False, options=options)], 1e-6)
 
 
-def test_shards_may_be_replicated():
-    ranks.run(_replicated, 4, timeout=30)
-
-
-def _between_hosts(rank, world, stage):
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2, timeout=30)
+def test_it_is_so_over_gloo(rank, world, stage):
     with between_hosts():
         _beside_the_reference(rank, world, stage, [Loop((3, 5)), Loop((5, 8), Adam, divide=False, micro=2)], 0.0)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_it_is_so_over_gloo(stage):
-    ranks.run(_between_hosts, 2, args=(stage,), timeout=30)
 
 
 class Logarithm(nn.Module):
@@ -274,7 +268,9 @@ class Logarithm(nn.Module):
         return self.linear(x).square().sqrt().sum()
 
 
-def _not_a_number(rank, world, stage):
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2, timeout=30)
+def test_a_last_batch_that_gives_nan_does_not_spoil_what_others_train(rank, world, stage):
     torch.manual_seed(0)
     net = Logarithm()
     expected = net.linear.weight.detach().clone()
@@ -287,11 +283,6 @@ def _not_a_number(rank, world, stage):
                 optimizer.step()
     assert zero.full_state_dict(model)["linear.weight"].isfinite().all()
     assert not torch.equal(zero.full_state_dict(model)["linear.weight"], expected)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_last_batch_that_gives_nan_does_not_spoil_what_others_train(stage):
-    ranks.run(_not_a_number, 2, args=(stage,), timeout=30)
 
 
 class Heads(nn.Module):
@@ -322,7 +313,12 @@ def two_losses(model: nn.Module, rank: int, number: int) -> list[Tensor]:
     return [model(one)[0].square().mean() for one in inputs]
 
 
-def _in_pairs(rank, world, stage, how):
+CASES = [(2, "together"), (2, "apart"), (2, "again"), (3, "together"), (3, "apart"), (3, "again")]
+
+
+@pytest.mark.parametrize(("stage", "how"), CASES)
+@ranks.on(2, timeout=30)
+def test_several_forwards_and_backwards_may_come_before_a_step(rank, world, stage, how):
     """Two forwards a step. Between steps evaluations of another head, with and without gradients."""
     net, counts = Heads(unused=stage == 3), (2, 5)
     expected = copy.deepcopy(net)
@@ -357,15 +353,9 @@ def _in_pairs(rank, world, stage, how):
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-6, atol=1e-6)
 
 
-CASES = [(2, "together"), (2, "apart"), (2, "again"), (3, "together"), (3, "apart"), (3, "again")]
-
-
-@pytest.mark.parametrize(("stage", "how"), CASES)
-def test_several_forwards_and_backwards_may_come_before_a_step(stage, how):
-    ranks.run(_in_pairs, 2, args=(stage, how), timeout=30)
-
-
-def _by_hand(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2, timeout=30)
+def test_what_a_loop_does_by_hand_is_followed(rank, world, stage):
     """A schedule that zero.join is not given, gradients cleared past zero_grad, buffers of each rank for itself."""
     torch.manual_seed(rank)
     net, loop = nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.BatchNorm1d(4)), Loop((2, 5), gamma=0.5)
@@ -406,12 +396,9 @@ def _by_hand(rank, world, stage):
         torch.testing.assert_close(zero.full_state_dict(model)[name], param.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_a_loop_does_by_hand_is_followed(stage):
-    ranks.run(_by_hand, 2, args=(stage,), timeout=30)
-
-
-def _halves(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks.on(2, timeout=30)
+def test_batches_are_repeated_under_the_autocast_that_they_had(rank, world, stage):
     """Inputs that only autocast makes fit."""
     model, optimizer = wrapped(stage, Loop(), nn.Linear(WIDTH, 2))
     with zero.join(model, optimizer):
@@ -421,11 +408,6 @@ def _halves(rank, world, stage):
                 output = model(batch(rank, number).bfloat16())
             output.float().square().mean().backward()
             optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_batches_are_repeated_under_the_autocast_that_they_had(stage):
-    ranks.run(_halves, 2, args=(stage,), timeout=30)
 
 
 def _gone_on(rank, world, stage):
@@ -459,7 +441,10 @@ def test_ranks_go_on_together_afterwards(stage):
         same(params, other[1], "the ranks' weights")
 
 
-def _offloaded(rank, world, stage, in_backward):
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2, timeout=30)
+def test_shards_may_be_offloaded_or_stepped_in_backward(rank, world, stage, in_backward):
     net = built()
     if stage == 3:
         model = zero.FSDP(net, offload=None if in_backward else zero.CPUOffload())
@@ -477,12 +462,6 @@ def _offloaded(rank, world, stage, in_backward):
             loss_of(model, rank, number).backward()
             optimizer.step()
     same(zero.full_state_dict(model), dict(reference(loop, built())[rank].weights), "weights")
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_shards_may_be_offloaded_or_stepped_in_backward(stage, in_backward):
-    ranks.run(_offloaded, 2, args=(stage, in_backward), timeout=30)
 
 
 # --------------------------------------------------------------------------------------------------- what is refused
@@ -548,7 +527,9 @@ def test_an_error_in_a_backward_of_distributed_data_parallel_waits_for_nobody():
     assert "no number" in raised.value.outcomes[1].verdict
 
 
-def _without(rank, world, stage):
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.raises(2, RuntimeError, "out of step", timeout=20)
+def test_without_it_ranks_are_told_that_they_are_out_of_step(rank, world, stage):
     model, optimizer = wrapped(stage, Loop(), built())
     for number in range(2 + rank):
         optimizer.zero_grad()
@@ -557,22 +538,8 @@ def _without(rank, world, stage):
     zero.checkpoint.save(Path(gettempdir()) / "never", model, optimizer)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_without_it_ranks_are_told_that_they_are_out_of_step(stage):
-    ranks.expect_error(_without, 2, RuntimeError, "out of step", args=(stage,), timeout=20)
-
-
-def _joined_by_torch(rank, world, stage):
-    model, optimizer = zero.setup(nn.Linear(4, 1), Adam, stage=stage)
-    joinable = [model] if stage == 3 else [model, optimizer]
-    try:
-        Join(joinable)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_torchs_own_join_is_refused_on_every_rank(stage):
-    for told in ranks.run(_joined_by_torch, 2, args=(stage,)):
-        assert "cannot be used with torch's Join" in told and "zero.join" in told
+@ranks.raises(2, RuntimeError, "cannot be used with torch's Join", r"zero\.join")
+def test_torchs_own_join_is_refused_on_every_rank(rank, world, stage):
+    model, optimizer = zero.setup(nn.Linear(4, 1), Adam, stage=stage)
+    Join([model] if stage == 3 else [model, optimizer])

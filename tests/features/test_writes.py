@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import ranks
 import zero
-from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, side_by_side, steps
+from sidebyside import side_by_side
+from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, steps
 
 SCENARIOS = scenario = Scenarios()
 
@@ -119,7 +120,8 @@ def test_numbers_are_those_of_the_reference(name, options):
     ranks.run(SCENARIOS[name], args=(OPTIONS[options],), timeout=20)
 
 
-def in_16_bits(rank: int, world: int) -> list[Tensor]:
+@ranks.on(2)
+def test_what_was_not_written_into_keeps_its_precision(rank, world):
     class Filled(Block):
         def forward(self, x):
             with torch.no_grad():
@@ -132,14 +134,11 @@ def in_16_bits(rank: int, world: int) -> list[Tensor]:
     after = zero.full_state_dict(model)
     for block in range(3):
         before[f"blocks.{block}.up.bias"][1] = 0.5
-    return [torch.equal(after[name], before[name]) for name in before]
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_what_was_not_written_into_keeps_its_precision():
-    assert all(map(all, ranks.run(in_16_bits)))
-
-
-def of_each_rank(rank: int, world: int) -> Tensor:
+@ranks.on(2)
+def test_where_ranks_write_differently_each_element_is_its_owners(rank, world):
     class Marked(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
@@ -148,10 +147,6 @@ def of_each_rank(rank: int, world: int) -> Tensor:
 
     model = zero.FSDP(nn.Sequential(Marked(WIDTH, WIDTH)))
     model(batch(rank, 0))
-    return zero.full_state_dict(model)["0.weight"].flatten()
-
-
-def test_where_ranks_write_differently_each_element_is_its_owners():
-    for found in ranks.run(of_each_rank):
-        assert found.sort().values.equal(found)
-        assert {0.0, 1.0} == {*found.tolist()}
+    found = zero.full_state_dict(model)["0.weight"].flatten()
+    assert found.sort().values.equal(found)
+    assert {0.0, 1.0} == {*found.tolist()}

@@ -89,7 +89,8 @@ def test_norm_and_steps_are_those_of_torch_on_the_whole_model(options, world):
     assert all(norms == told[0] for norms in told), "the norm is the same number on every rank"
 
 
-def accumulated(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_after_accumulation_with_and_without_no_sync(rank, world):
     for options in ({}, {"sharding_strategy": "SHARD_GRAD_OP"}):
         for sync in (True, False):
             both = side_by_side(Net(), **options)
@@ -101,12 +102,8 @@ def accumulated(rank: int, world: int) -> None:
                 both.update()
 
 
-def test_after_accumulation_with_and_without_no_sync():
-    ranks.run(accumulated)
-
-
-def within(rank: int, world: int) -> None:
-    """Gradients within the limit stay as they are, bit for bit."""
+@ranks.on(2)
+def test_gradients_within_the_limit_stay_as_they_are(rank, world):
     both = side_by_side(Net())
     for norm_type in NORMS:
         both.zero_grad()
@@ -117,11 +114,8 @@ def within(rank: int, world: int) -> None:
         assert all(torch.equal(*one) for one in zip(before, after, strict=True))
 
 
-def test_gradients_within_the_limit_stay_as_they_are():
-    ranks.run(within)
-
-
-def odd_cases(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_without_gradients_and_on_a_rank_that_has_no_part(rank, world):
     model = zero.FSDP(Net())
     assert model.clip_grad_norm_(1.0).item() == 0.0  # no gradient anywhere
     model = zero.FSDP(nn.Linear(1, 1, bias=False))  # one rank has nothing of it
@@ -130,12 +124,8 @@ def odd_cases(rank: int, world: int) -> None:
     assert model.clip_grad_norm_(1.0, math.inf).item() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_without_gradients_and_on_a_rank_that_has_no_part():
-    ranks.run(odd_cases)
-
-
-def in_bfloat16(rank: int, world: int) -> None:
-    """The sum is taken in float32."""
+@ranks.on(2)
+def test_of_bfloat16_in_float32(rank, world):
     torch.manual_seed(0)
     plain = nn.Linear(40, 40, bias=False, dtype=torch.bfloat16)
     model = zero.FSDP(nn.Linear(40, 40, bias=False, dtype=torch.bfloat16))
@@ -146,10 +136,6 @@ def in_bfloat16(rank: int, world: int) -> None:
     for norm_type in (1.0, 2.0):
         expected = plain.weight.grad.float().norm(norm_type)
         assert model.clip_grad_norm_(1e9, norm_type).item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_of_bfloat16_in_float32():
-    ranks.run(in_bfloat16)
 
 
 class Wide(Net):
@@ -163,17 +149,14 @@ class Wide(Net):
         return super().forward(x) * self.scale
 
 
-def two_dtypes(rank: int, world: int) -> None:
+@ranks.on(2, timeout=15)
+def test_of_two_dtypes_where_not_every_rank_has_parts_of_both(rank, world):
     both = side_by_side(Wide())
     for step, norm_type in enumerate(NORMS):
         both.zero_grad()
         both.backward(loss_on(rank, step))
         assert clip(both, 0.05, norm_type) > 0.1
         both.update()
-
-
-def test_of_two_dtypes_where_not_every_rank_has_parts_of_both():
-    ranks.run(two_dtypes, timeout=15)
 
 
 def torchs_own(rank: int, world: int, options: dict[str, Any]) -> str:

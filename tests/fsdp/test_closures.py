@@ -19,7 +19,8 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
 
 
-def clipped(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, "scaled differently", timeout=15)
+def test_gradients_that_a_closure_scales_differently_are_refused_in_the_same_step(rank, world):
     """By a rank's own norm, in the first closure."""
     model = zero.FSDP(net())
     optimizer = sgd(model.parameters())
@@ -33,12 +34,8 @@ def clipped(rank: int, world: int) -> None:
     optimizer.step(closure)
 
 
-def test_gradients_that_a_closure_scales_differently_are_refused_in_the_same_step():
-    ranks.expect_error(clipped, 2, RuntimeError, "scaled differently", timeout=15)
-
-
-def reduced_at_last(rank: int, world: int) -> None:
-    """Gradients wait from no_sync, and the closure reduces them."""
+@ranks.on(2, timeout=15)
+def test_a_closure_may_reduce_what_no_sync_left(rank, world):
     weights = []
     for model in (DistributedDataParallel(net()), zero.FSDP(net())):
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
@@ -57,11 +54,8 @@ def reduced_at_last(rank: int, world: int) -> None:
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_a_closure_may_reduce_what_no_sync_left():
-    ranks.run(reduced_at_last, 2, timeout=15)
-
-
-def unreduced(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, r"no_sync\(\)", timeout=15)
+def test_a_closure_that_leaves_gradients_unreduced_is_refused(rank, world):
     model = zero.FSDP(net())
 
     def closure() -> None:
@@ -69,7 +63,3 @@ def unreduced(rank: int, world: int) -> None:
             model(data(4, WIDTH, rank=rank)).square().mean().backward()
 
     sgd(model.parameters()).step(closure)
-
-
-def test_a_closure_that_leaves_gradients_unreduced_is_refused():
-    ranks.expect_error(unreduced, 2, RuntimeError, r"no_sync\(\)", timeout=15)

@@ -238,48 +238,42 @@ def trains_as(expected: nn.Module, rank: int, model: nn.Module, optim: Any, **op
     return both.model
 
 
-def fails_and_is_wrapped_again(
-    rank: int, world: int, failure: Failure, how: str, path: Path, options: dict[str, Any]
-) -> list[str]:
+@pytest.mark.parametrize("options", [{}, {"partition": "whole"}], ids=["even", "whole"])
+@pytest.mark.parametrize(("failure", "how", "words"), CASES, ids=[f"{f.__name__}, {how}" for f, how, _ in CASES])
+@ranks.on(2)
+def test_after_a_late_failure_the_model_is_plain_and_can_be_wrapped(
+    rank, world, tmp_path, failure, how, words, options
+):
     told = []
     for optim in (sgd, AdamW):
         model = built(how, rank)
         before = Before(model)
-        with failure(rank, path) as given, pytest.raises(ValueError, match="on rank") as raised:
+        with failure(rank, tmp_path) as given, pytest.raises(ValueError, match="on rank") as raised:
             zero.FSDP(model, **given, **options)
         before.is_plain_again()
         told.append(str(raised.value))
         trains_as(built("real", rank=0), rank, model, optim, **options)
-    return told
+    for message in told:
+        assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("options", [{}, {"partition": "whole"}], ids=["even", "whole"])
-@pytest.mark.parametrize(("failure", "how", "words"), CASES, ids=[f"{f.__name__}, {how}" for f, how, _ in CASES])
-def test_after_a_late_failure_the_model_is_plain_and_can_be_wrapped(tmp_path, failure, how, words, options):
-    for told in ranks.run(fails_and_is_wrapped_again, args=(failure, how, tmp_path, options)):
-        for message in told:
-            assert all(word in message for word in words), message
-
-
-def in_replicas(rank: int, world: int, path: Path) -> str:
+@ranks.on(4)
+def test_where_one_rank_fails_all_replicas_are_told(rank, world, tmp_path):
     options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": init_device_mesh("cpu", (2, 2))}
     model = built("real", rank)
     before = Before(model)
-    with full_disk(rank, path) as given, pytest.raises(ValueError, match="no room") as raised:
+    with full_disk(rank, tmp_path) as given, pytest.raises(ValueError, match="no room") as raised:
         zero.FSDP(model, **given, **options)
     before.is_plain_again()
     with pytest.raises(ValueError, match="'columns' is unknown"):  # told by one rank, before anything is built
         zero.FSDP(model, partition="columns" if rank == 1 else "even", **options)  # type: ignore[arg-type]
     zero.FSDP(model, **options)(data(5, WIDTH, rank=rank)).sum().backward()
-    return str(raised.value)
+    told = str(raised.value)
+    assert "no room for the shards of unit 'blocks" in told
 
 
-def test_where_one_rank_fails_all_replicas_are_told(tmp_path):
-    for told in ranks.run(in_replicas, 4, args=(tmp_path,)):
-        assert "no room for the shards of unit 'blocks" in told
-
-
-def ended_by_another_error(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, "an error ended an earlier FSDP", "Build the model again")
+def test_a_model_that_an_error_left_half_sharded_is_not_wrapped_as_if_its_shards_were_full(rank, world):
     """Not one that ranks compare: nothing is gathered again, and some parameters are shards."""
     model = built("real", rank)
     broadcast, left = Placement.broadcast, 2
@@ -296,17 +290,14 @@ def ended_by_another_error(rank: int, world: int) -> None:
     zero.FSDP(model)
 
 
-def test_a_model_that_an_error_left_half_sharded_is_not_wrapped_as_if_its_shards_were_full():
-    ranks.expect_error(ended_by_another_error, 2, ValueError, "an error ended an earlier FSDP", "Build the model again")
-
-
 # ------------------------------------------------------------------------------------------------------- FSDPs inside
 
 
-def around_another(rank: int, world: int, path: Path) -> None:
+@ranks.on(2)
+def test_an_fsdp_inside_goes_on_where_the_one_around_it_failed_late(rank, world, tmp_path):
     plain, model = Net(), Net()
     inner = model.blocks[1] = zero.FSDP(model.blocks[1], reshard_after_forward=False)
-    with full_disk(rank, path) as given, pytest.raises(ValueError, match=r"no room .* unit 'blocks\.2'"):
+    with full_disk(rank, tmp_path) as given, pytest.raises(ValueError, match=r"no room .* unit 'blocks\.2'"):
         zero.FSDP(model, **given)
     assert model.blocks[1] is inner
     assert [unit.name for unit in inner._units] == [""]
@@ -322,21 +313,13 @@ def around_another(rank: int, world: int, path: Path) -> None:
     assert model.blocks[1] is inner.module
 
 
-def test_an_fsdp_inside_goes_on_where_the_one_around_it_failed_late(tmp_path):
-    ranks.run(around_another, args=(tmp_path,))
-
-
-def ignored_inside(rank: int, world: int) -> None:
-    """What the inner FSDP ignores belongs to the outer one, under the name that it has in the whole model."""
+@ranks.on(2)
+def test_what_an_fsdp_inside_ignores_is_known_by_its_own_name(rank, world):
     model = Net()
     model.blocks[1] = zero.FSDP(model.blocks[1], ignored_modules=[model.blocks[1].up])
     wrapped = trains_as(Net(), rank, model, sgd)
     names = [name for unit in wrapped._units for group in unit.groups for name in group.names]
     assert sorted(names) == sorted(name for name, _ in Net().named_parameters())
-
-
-def test_what_an_fsdp_inside_ignores_is_known_by_its_own_name():
-    ranks.run(ignored_inside)
 
 
 # ------------------------------------------------------------------------------------------------------ what is kept
@@ -346,28 +329,26 @@ def mapped(path: Path) -> int:
     return sum(str(path) in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def frees_the_disk(rank: int, world: int, path: Path) -> list[int]:
+@ranks.on(2)
+def test_parts_that_had_found_room_are_gone_with_the_error(rank, world, tmp_path):
     found = []
     gc.disable()
     try:
-        with full_disk(rank, path) as given, pytest.raises(ValueError, match="no room") as raised:
+        with full_disk(rank, tmp_path) as given, pytest.raises(ValueError, match="no room") as raised:
             zero.FSDP(built("real", rank), **given)
-        found.append(mapped(path))
+        found.append(mapped(tmp_path))
         del raised
         gc.collect()
-        found.append(mapped(path))
+        found.append(mapped(tmp_path))
     finally:
         gc.enable()
-    return found
+    in_between, after = found
+    assert in_between and not after
 
 
-def test_parts_that_had_found_room_are_gone_with_the_error(tmp_path):
-    for in_between, after in ranks.run(frees_the_disk, args=(tmp_path,)):
-        assert in_between and not after
-
-
-def values_in_memory(rank: int, world: int, path: Path | None) -> list[int]:
-    """How many of the parameters' own values are there before each broadcast, and after all."""
+@pytest.mark.parametrize("offloads", [False, True])
+@ranks.on(2)
+def test_values_go_unit_by_unit_and_all_are_gone_at_the_end(rank, world, tmp_path, offloads):
     model = built("real", rank)
     values = []
     for param in model.parameters():
@@ -384,15 +365,10 @@ def values_in_memory(rank: int, world: int, path: Path | None) -> list[int]:
 
     Placement.broadcast = count_and_broadcast  # type: ignore[method-assign]
     try:
-        wrapped = zero.FSDP(model, **({"offload": zero.DiskOffload(path)} if path else {}))
+        wrapped = zero.FSDP(model, **({"offload": zero.DiskOffload(tmp_path)} if offloads else {}))
     finally:
         Placement.broadcast = broadcast  # type: ignore[method-assign]
     assert wrapped.shard_groups
-    return [*found, sum(value() is not None for value in values)]
-
-
-@pytest.mark.parametrize("offloads", [False, True])
-def test_values_go_unit_by_unit_and_all_are_gone_at_the_end(tmp_path, offloads):
-    for found in ranks.run(values_in_memory, args=(tmp_path if offloads else None,)):
-        assert found == sorted(found, reverse=True)
-        assert found[0] > found[1] > found[2] > found[3] == 2 and found[-1] == 0
+    found.append(sum(value() is not None for value in values))
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[1] > found[2] > found[3] == 2 and found[-1] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
-from stacks import WIDTH, Block, Scenarios, Stack, batch, side_by_side
+from sidebyside import side_by_side
+from stacks import WIDTH, Block, Scenarios, Stack, batch
 
 SCENARIOS = scenario = Scenarios()
 
@@ -39,10 +41,8 @@ def squares(tensors: list[Tensor]) -> Tensor:
 def three_steps(model: nn.Module, options: dict[str, Any], rank: int, loss: Callable[[Any, Tensor], Tensor]) -> None:
     both = side_by_side(model, options)
     for step in range(3):
-        both.zero_grad()
-        both.backward(lambda model, step=step: loss(model, batch(rank, 2 * step)), sync=False)
-        both.backward(lambda model, step=step: loss(model, batch(rank, 2 * step + 1)))
-        both.update()
+        inputs = batch(rank, 2 * step), batch(rank, 2 * step + 1)
+        both.step(*(lambda model, x=x: loss(model, x) for x in inputs), unsent=1)
 
 
 # ----------------------------------------------------------------------------------------- what is put by, or collected
@@ -149,12 +149,12 @@ class Slots:
 @scenario
 def outputs_in_objects_and_deques(rank, world, options):
     class Hiding(Block):
-        def __init__(self):
+        def __init__(self, kind):
             super().__init__()
-            self.gain = nn.Parameter(torch.ones(WIDTH))
+            self.gain, self.kind = nn.Parameter(torch.ones(WIDTH)), kind
 
         def forward(self, x):
-            return Slots(super().forward(x) * self.gain)
+            return self.kind(super().forward(x) * self.gain)
 
     class Finding(Stack):
         def call(self, block, x):
@@ -163,7 +163,8 @@ def outputs_in_objects_and_deques(rank, world, options):
         def forward(self, x):
             return deque([super().forward(x)])
 
-    three_steps(Finding(Hiding), options, rank, lambda model, x: model(x)[0].square().mean())
+    for kind in (Slots, lambda hidden: SimpleNamespace(hidden=hidden)):
+        three_steps(Finding(lambda: Hiding(kind)), options, rank, lambda model, x: model(x)[0].square().mean())  # noqa: B023
 
 
 class Shifted(Stack):
@@ -303,7 +304,8 @@ def test_so_they_are_of_units_that_are_released_at_once(name):
     ranks.run(SCENARIOS[name], args=({"prefetch": zero.MEMORY_FIRST},), timeout=20)
 
 
-def returned_in_evaluation(rank: int, world: int) -> list[Any]:
+@ranks.on(2)
+def test_parameters_that_are_returned_in_evaluation_are_whole_and_no_hooks_pile_up_on_them(rank, world):
     model = zero.FSDP(Returning())
     before = len(model.module.scale._backward_hooks or {})
     with torch.no_grad():
@@ -312,8 +314,5 @@ def returned_in_evaluation(rank: int, world: int) -> list[Any]:
     assert torch.equal(weights["weight"], whole["first.weight"].t())
     for step in range(5):
         weighted(model, batch(rank, step)).backward()
-    return [weights["scale"].tolist(), len(model.module.scale._backward_hooks or {}) - before]
-
-
-def test_parameters_that_are_returned_in_evaluation_are_whole_and_no_hooks_pile_up_on_them():
-    assert ranks.run(returned_in_evaluation) == [[[2.0], 0]] * 2
+    assert weights["scale"].tolist() == [2.0]
+    assert len(model.module.scale._backward_hooks or {}) == before

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
-from models import OPTIMIZERS
+from models import OPTIMIZERS, take_step
 from sidebyside import close, data
 
 WIDTH, EXPERTS, TOKENS = 10, 6, 8
@@ -172,7 +172,9 @@ UNITS: dict[str, Callable[[Model], dict[str, Any]]] = {
 }
 
 
-def on_two_ranks(rank: int, world: int, units: str) -> None:
+@pytest.mark.parametrize("units", UNITS)
+@ranks.on(2)
+def test_each_rank_runs_other_experts_and_training_is_that_of_one_process(rank, world, units):
     for optim in OPTIMIZERS:
         inner = Model()
         model = zero.FSDP(inner, **UNITS[units](inner))
@@ -180,11 +182,6 @@ def on_two_ranks(rank: int, world: int, units: str) -> None:
         assert not any("experts" in name for name in names)
         assert units == "whole_layers" or {"layers.0.mixture", "layers.1.mixture"} <= set(names)
         train(rank, world, model, optim, tolerance=0.0)
-
-
-@pytest.mark.parametrize("units", UNITS)
-def test_each_rank_runs_other_experts_and_training_is_that_of_one_process(units):
-    ranks.run(on_two_ranks, args=(units,))
 
 
 def test_the_batches_send_each_rank_to_other_experts_and_leave_one_alone():
@@ -195,47 +192,35 @@ def test_the_batches_send_each_rank_to_other_experts_and_leave_one_alone():
         assert EXPERTS - 1 not in by_rank[0] | by_rank[1]
 
 
-def on_four_ranks(rank: int, world: int) -> None:
+@ranks.on(4)
+def test_four_ranks_agree_with_one_process_on_the_whole_batch(rank, world):
     train(rank, world, zero.FSDP(Model(), as_one_unit=[Mixture]), tolerance=2e-6)
     model = zero.FSDP(Model(), as_one_unit=[Mixture])
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     for step in range(4):
-        optimizer.zero_grad()
-        loss_on(model, batch(rank, step)).backward()
-        optimizer.step()
+        take_step(optimizer, loss_on(model, batch(rank, step)))
     assert_weights(model, on_the_whole_batch(world, 4), 5e-6)
     mesh = init_device_mesh("cpu", (2, 2))
     hybrid = zero.FSDP(Model(), as_one_unit=[Mixture], sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
     train(rank, world, hybrid, tolerance=2e-6)
 
 
-def test_four_ranks_agree_with_one_process_on_the_whole_batch():
-    ranks.run(on_four_ranks, 4)
-
-
-def under_no_sync(rank: int, world: int) -> None:
-    """Over the micro-batches of a step, too, a rank runs other experts each time."""
+@ranks.on(2)
+def test_micro_batches_under_no_sync_use_experts_of_their_own(rank, world):
     for options in ({}, {"reshard_after_forward": False}):
         model = zero.FSDP(Model(), as_one_unit=[Mixture], **options)
         train(rank, world, model, steps=2, micro=3, tolerance=1e-6)  # the sums of one process run on through all
 
 
-def test_micro_batches_under_no_sync_use_experts_of_their_own():
-    ranks.run(under_no_sync)
-
-
-def recomputed(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_experts_under_activation_checkpointing(rank, world):
     for kind in ("re-entrant", "not re-entrant"):
         train(rank, world, zero.FSDP(Model(kind), as_one_unit=[Mixture]), tolerance=0.0)
         train(rank, world, zero.FSDP(Model(kind), as_one_unit=[Layer]), tolerance=0.0)
 
 
-def test_experts_under_activation_checkpointing():
-    ranks.run(recomputed)
-
-
-def evaluated(rank: int, world: int) -> None:
-    """Between steps each rank evaluates on experts of its own."""
+@ranks.on(2)
+def test_evaluation_on_experts_of_its_own(rank, world):
     model, plain = zero.FSDP(Model(), as_one_unit=[Mixture]), Model()
     for step in range(3):
         with torch.no_grad():
@@ -243,17 +228,9 @@ def evaluated(rank: int, world: int) -> None:
     train(rank, world, model, tolerance=0.0)
 
 
-def test_evaluation_on_experts_of_its_own():
-    ranks.run(evaluated)
-
-
-def without(rank: int, world: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"as_one_unit": [nn.LayerNorm]}], ids=str)
+@ranks.raises(2, RuntimeError, r"unit 'layers\.0\.mixture\.experts\.\d'", "rank 0", "rank 1", "as_one_unit", timeout=15)
+def test_without_it_every_rank_raises_and_names_the_experts_and_the_remedy(rank, world, options):
     model = zero.FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({Layer, Expert}), **options)
     for step in range(2):
         loss_on(model, batch(rank, step)).backward()
-
-
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"as_one_unit": [nn.LayerNorm]}], ids=str)
-def test_without_it_every_rank_raises_and_names_the_experts_and_the_remedy(options):
-    words = [r"unit 'layers\.0\.mixture\.experts\.\d'", "rank 0", "rank 1", "as_one_unit"]
-    ranks.expect_error(without, 2, RuntimeError, *words, args=(options,), timeout=15)

@@ -20,8 +20,8 @@ from torch.optim import AdamW
 import matrix
 import ranks
 import zero
-from models import CASES, GPT
-from sidebyside import SideBySide, data, sgd
+from models import CASES, GPT, take_step
+from sidebyside import SideBySide, data, sgd, side_by_side
 
 WIDTH = 9
 
@@ -83,7 +83,12 @@ def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------------ what lies where
 
 
-def at_rest(rank: int, world: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"partition": "whole"}, {"reshard_after_forward": False}], ids=["even", "whole", "kept"]
+)
+@ranks.on("world")
+def test_at_rest_parameters_and_gradients_are_parts(rank, world, options):
     whole, model = Net(), zero.FSDP(Net(), **options)
     assert_in_parts(model, whole)
     model(batch(rank)).square().mean().backward()
@@ -99,15 +104,9 @@ def at_rest(rank: int, world: int, options: dict[str, Any]) -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    "options", [{}, {"partition": "whole"}, {"reshard_after_forward": False}], ids=["even", "whole", "kept"]
-)
-def test_at_rest_parameters_and_gradients_are_parts(options, world):
-    ranks.run(at_rest, world, args=(options,))
-
-
-def at_rest_after_evaluation(rank: int, world: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+@ranks.on(2)
+def test_a_forward_that_needs_no_backward_leaves_parts(rank, world, options):
     model = zero.FSDP(Net(), **options)
     with torch.no_grad():
         model(batch(rank))
@@ -119,11 +118,6 @@ def at_rest_after_evaluation(rank: int, world: int, options: dict[str, Any]) -> 
     model.requires_grad_(False)
     model(batch(rank))
     assert_in_parts(model, Net())
-
-
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
-def test_a_forward_that_needs_no_backward_leaves_parts(options):
-    ranks.run(at_rest_after_evaluation, args=(options,))
 
 
 class Probe(torch.autograd.Function):
@@ -171,7 +165,8 @@ def test_units_that_are_kept_after_forward_go_one_by_one_in_backward():
 # --------------------------------------------------------------------------------------- parameters stay what they were
 
 
-def identity(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_parameters_keep_identity_and_names_and_attributes_are_forwarded(rank, world):
     net = Net()
     net.blocks[3].linear.weight = net.first.weight
     before = list(net.named_parameters())
@@ -186,10 +181,6 @@ def identity(rank: int, world: int) -> None:
     assert net.blocks[3].linear.weight is net.first.weight
     with pytest.raises(AttributeError, match="no_such"):
         model.no_such  # noqa: B018
-
-
-def test_parameters_keep_identity_and_names_and_attributes_are_forwarded():
-    ranks.run(identity)
 
 
 def by_dimensions(model: nn.Module) -> list[dict[str, Any]]:
@@ -211,17 +202,14 @@ def in_groups_after(model: nn.Module, optim: Any) -> Any:
     return wrapped, optim(by_dimensions(wrapped))
 
 
-def optimizer_built(rank: int, world: int, build: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("build", [in_groups_before, in_groups_after], ids=["before", "after"])
+@ranks.on(2)
+def test_an_optimizer_with_groups_built_before_or_after_wrapping_trains_the_same(rank, world, build):
     for optim in (sgd, partial(AdamW, lr=1e-3)):
         both = SideBySide(Net(), build, optim)
         both.plain_optimizer = optim(by_dimensions(both.plain))
         for step in range(3):
             both.step(loss_on(batch(rank, step)))
-
-
-@pytest.mark.parametrize("build", [in_groups_before, in_groups_after], ids=["before", "after"])
-def test_an_optimizer_with_groups_built_before_or_after_wrapping_trains_the_same(build):
-    ranks.run(optimizer_built, args=(build,))
 
 
 class OwnsNothing(nn.Module):
@@ -238,35 +226,23 @@ class OwnsNothing(nn.Module):
         return self.trained(torch.tanh(self.norm(self.frozen(x))))
 
 
-def owns_nothing(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_root_without_parameters_and_units_without_trained_ones(rank, world):
     policy = ModuleWrapPolicy({nn.Linear, nn.BatchNorm1d})
-    both = SideBySide(OwnsNothing(), lambda model, optim: in_units(model, optim, policy))
+    both = side_by_side(OwnsNothing(), {"auto_wrap_policy": policy})
     for step in range(3):
         both.step(loss_on(batch(rank, step)))
     assert_in_parts(both.model, OwnsNothing())
 
 
-def in_units(model: nn.Module, optim: Any, policy: Any) -> Any:
-    wrapped = zero.FSDP(model, auto_wrap_policy=policy)
-    return wrapped, optim(wrapped.parameters())
-
-
-def test_a_root_without_parameters_and_units_without_trained_ones():
-    ranks.run(owns_nothing)
-
-
-def deep_units(rank: int, world: int) -> None:
-    """Units within units."""
+@ranks.on(2)
+def test_units_within_units(rank, world):
     policy = CustomPolicy(lambda module: isinstance(module, (Block, nn.Linear, nn.LayerNorm)))
-    both = SideBySide(Net(), lambda model, optim: in_units(model, optim, policy))
+    both = side_by_side(Net(), {"auto_wrap_policy": policy})
     assert len(both.model._units) == 2 + 3 * 4
     for step in range(3):
         both.step(loss_on(batch(rank, step)))
     assert_in_parts(both.model, Net())
-
-
-def test_units_within_units():
-    ranks.run(deep_units)
 
 
 # --------------------------------------------------------------------------------------------------------- full weight
@@ -282,19 +258,23 @@ def other_start(rank: int) -> nn.Module:
     return net
 
 
-def synchronised(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_ranks_start_from_the_weights_of_rank_0(rank, world):
     expected = other_start(0).state_dict()
     found = zero.FSDP(other_start(rank)).state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_ranks_start_from_the_weights_of_rank_0():
-    ranks.run(synchronised)
-
-
-def state_dict(rank: int, world: int, options: dict[str, Any]) -> None:
+def tied_net() -> nn.Module:
     net = Net()
     net.blocks[3].linear.weight = net.first.weight
+    return net
+
+
+@pytest.mark.parametrize("options", [{}, {"partition": "whole"}], ids=["even", "whole"])
+@ranks.on(3)
+def test_state_dict_is_the_plain_one_and_plain_ones_load(rank, world, options):
+    net = tied_net()
     expected = copy.deepcopy(net.state_dict())
     model = zero.FSDP(net, **options)
     found = model.state_dict()
@@ -328,18 +308,13 @@ def state_dict(rank: int, world: int, options: dict[str, Any]) -> None:
     assert torch.equal(model(batch(rank)), plain(batch(rank)))
 
 
-def tied_net() -> nn.Module:
-    net = Net()
-    net.blocks[3].linear.weight = net.first.weight
-    return net
+def assert_weights(model: nn.Module, plain: nn.Module) -> None:
+    found, expected = model.state_dict(), plain.state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("options", [{}, {"partition": "whole"}], ids=["even", "whole"])
-def test_state_dict_is_the_plain_one_and_plain_ones_load(options):
-    ranks.run(state_dict, 3, args=(options,))
-
-
-def summoned(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_summon_full_params_with_and_without_writeback(rank, world):
     model, plain = zero.FSDP(Net()), Net()
     with model.summon_full_params():
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
@@ -364,15 +339,6 @@ def summoned(rank: int, world: int) -> None:
         model.first.weight.add_(1)
     plain.first.weight.data.add_(1)
     assert_weights(model, plain)
-
-
-def assert_weights(model: nn.Module, plain: nn.Module) -> None:
-    found, expected = model.state_dict(), plain.state_dict()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
-def test_summon_full_params_with_and_without_writeback():
-    ranks.run(summoned)
 
 
 # --------------------------------------------------------------------------------------------------------- what is sent
@@ -402,7 +368,7 @@ def test_a_step_sends_at_most_one_and_a_half_times_what_ddp_sends(world):
         assert 0.98 < sum(traffic.total for traffic, _ in sent) / all_reduce <= most
 
 
-# ------------------------------------------------------------------------------------------------------ ranks out of st
+# ---------------------------------------------------------------------------------------------------- ranks out of step
 
 
 class Experts(nn.Module):
@@ -428,9 +394,7 @@ def experts_by_rank(
     model = zero.FSDP(Experts(widths), **options)
     optimizer = sgd(model.parameters())
     for _ in range(3):
-        optimizer.zero_grad()
-        model(batch(rank), run[rank]).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(batch(rank), run[rank]).square().mean())
 
 
 @matrix.combined(
@@ -446,12 +410,7 @@ def test_units_run_by_some_ranks_only_raise_on_every_rank(run, widths, options):
 
 def experts_used_by_rank(rank: int, world: int, use: list[list[int]], options: dict[str, Any]) -> str:
     """All ranks run all experts, but their losses depend on other ones."""
-
-    def build(model: nn.Module, optim: Any) -> Any:
-        wrapped = zero.FSDP(model, **options)
-        return wrapped, optim(wrapped.parameters())
-
-    both = SideBySide(Experts((WIDTH, WIDTH)), build)
+    both = side_by_side(Experts((WIDTH, WIDTH)), options)
     try:
         for step in range(3):
             both.step(lambda model: model(batch(rank, step), [0, 1], use[rank]).square().mean())  # noqa: B023
@@ -468,7 +427,8 @@ def test_outputs_of_units_used_by_some_ranks_only_train_right_or_raise_on_every_
     assert outcomes in (["right", "right"], ["raised", "raised"])
 
 
-def other_number_of_steps(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, "out of step", "rank 0", "rank 1", timeout=15)
+def test_a_rank_that_takes_another_step_raises_on_every_rank(rank, world):
     model = zero.FSDP(Net())
     model(batch(rank)).square().mean().backward()
     if rank:
@@ -476,55 +436,8 @@ def other_number_of_steps(rank: int, world: int) -> None:
     model.state_dict()
 
 
-def test_a_rank_that_takes_another_step_raises_on_every_rank():
-    ranks.expect_error(other_number_of_steps, 2, RuntimeError, "out of step", "rank 0", "rank 1", timeout=15)
-
-
-class Hidden:
-    """An object that is no container."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-class Hiding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.line = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Hidden:
-        return Hidden(self.line(self.norm(x)))
-
-
-class Found(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Hiding() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x).tensor
-        return x
-
-
-def hidden_outputs(rank: int, world: int) -> None:
-    both = SideBySide(Found(), "3")
-    for step in range(3):
-        both.step(lambda model, step=step: model(batch(rank, step)).square().mean())
-
-
-def test_tensors_in_objects_that_are_no_containers_are_found():
-    ranks.run(hidden_outputs, timeout=20)
-
-
-def double_backward(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, "create_graph=True", "stage 2", timeout=20)
+def test_gradients_of_gradients_are_refused_with_the_remedy(rank, world):
     model = zero.FSDP(Net())
     inputs = batch(rank).requires_grad_()
     torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-
-
-def test_gradients_of_gradients_are_refused_with_the_remedy():
-    ranks.expect_error(double_backward, 2, RuntimeError, "create_graph=True", "stage 2", timeout=20)

@@ -87,6 +87,10 @@ def other_stage_on_one_rank(rank: int) -> None:
     zero.setup(net(), SGD, stage=3 if rank else 2)
 
 
+def other_times_to_gather(rank: int) -> None:
+    zero.FSDP(net(), reshard_after_forward=bool(rank))
+
+
 def setup(rank: int, optim: Any, **options: Any) -> None:
     zero.setup(net(), optim, **options)
 
@@ -114,6 +118,7 @@ def in_two_ranks(rank: int, world: int, function: Callable[..., None], *args: ob
         (partial(wrap_on_one_rank_otherwise, partition="whole"), ["differ between ranks", "partition whole"]),
         (partial(unknown_stage, stage=4), ["stage=4 is unknown", "3 .FSDP."]),
         (partial(unknown_stage, stage="2"), ["stage='2' is unknown"]),
+        (other_times_to_gather, ["differ between ranks", "reshard_after_forward"]),
         (other_stage_on_one_rank, ["stages", "differ between ranks", "rank 0 has stage 2, rank 1 has stage 3"]),
         (partial(setup, optim=SGD, stage=3, partition="columns"), ["partition='columns' is unknown"]),
         (partial(setup, optim=SGD, stage=2, partition="columns"), ["partition='columns' is unknown"]),
@@ -127,13 +132,16 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(function, words):
 
 
 def models_differ(rank: int, change: Callable[[nn.Module], object], stage: int) -> None:
+    """At stage 2 in what OSS, which knows only the parameters that it is given, does not see."""
     model = net()
+    optimizer = zero.OSS(model[0].parameters(), SGD, lr=0.1) if stage == 2 else None
     if rank:
         change(model)
     if stage == 3:
         zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     else:
-        zero.setup(model, SGD, stage=stage, lr=0.1)
+        model[1:].requires_grad_(False)
+        zero.ShardedDDP(model, optimizer)
 
 
 def of_other_shape(model: nn.Module) -> None:
@@ -168,9 +176,10 @@ DIFFERENCES = [
     (of_other_shape, [r"2\.weight: float32 \[5, 4\]", r"2\.weight: float32 \[4, 5\]"]),
     (of_other_dtype, [r"2\.weight: float32", r"2\.weight: bfloat16"]),
     (in_other_order, [r"1\.weight: float32 \[4\]", r"1\.weight: float32 \[5, 4\]"]),
-    (of_other_number, [r"3\.weight"]),
+    (of_other_number, [r"rank 1 has 3\.weight"]),
     (with_other_names, [r"2\.weight", r"last\.weight"]),
     (with_other_parts_frozen, [r"0\.bias: float32 \[4\], trained", r"0\.bias: float32 \[4\], frozen"]),
+    (with_other_buffers, [r"1\.running_mean: float32 \[4\]", "rank 1 has nothing"]),
 ]
 
 
@@ -183,51 +192,17 @@ def test_models_that_differ_between_ranks_are_refused_on_every_rank(change, word
     ranks.expect_error(in_two_ranks, 2, ValueError, *expected, args=(models_differ, change, stage), timeout=15)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_buffers_that_differ_between_ranks_are_refused_on_every_rank(stage):
-    words = ["differ between ranks", r"1\.running_mean: float32 \[4\]", "rank 1 has nothing"]
-    ranks.expect_error(in_two_ranks, 2, ValueError, *words, args=(models_differ, with_other_buffers, stage), timeout=15)
-
-
-def other_options(rank: int) -> None:
-    zero.FSDP(net(), reshard_after_forward=bool(rank))
-
-
-def test_reshard_after_forward_that_differs_between_ranks_is_refused_on_every_rank():
-    """Ranks would gather at other points of a step."""
-    words = ["differ between ranks", "reshard_after_forward"]
-    ranks.expect_error(in_two_ranks, 2, ValueError, *words, args=(other_options,), timeout=15)
-
-
-def outside(rank: int, world: int, stage: int) -> str:
+@ranks.on(3, timeout=15)
+def test_a_rank_outside_the_process_group_is_refused(rank, world):
     group = dist.new_group([0, 1])
-    try:
-        zero.setup(net(), SGD, stage=stage, process_group=group)
-    except ValueError as error:
-        return str(error)
-    return "built"
+    stages = [partial(zero.setup, net(), SGD, stage=stage, process_group=group) for stage in range(4)]
+    for wrap_net in [*stages, partial(zero.FSDP, net(), process_group=group)]:
+        told = ranks.refusal(wrap_net)
+        assert "rank 2 of the job is not in the process group" in told if rank == 2 else told == "", told
 
 
-def outside_by_hand(rank: int, world: int) -> str:
-    group = dist.new_group([0, 1])
-    try:
-        zero.FSDP(net(), process_group=group)
-    except ValueError as error:
-        return str(error)
-    return "built"
-
-
-def test_a_rank_outside_the_process_group_is_refused():
-    for stage in range(4):
-        *inside, message = ranks.run(outside, 3, args=(stage,), timeout=15)
-        assert inside == ["built", "built"]
-        assert "rank 2 of the job is not in the process group" in message
-    *inside, message = ranks.run(outside_by_hand, 3, timeout=15)
-    assert inside == ["built", "built"]
-    assert "rank 2 of the job is not in the process group" in message
-
-
-def alone(rank: int, world: int) -> None:
+@ranks.on(bare=True)
+def test_one_process_without_a_group_refuses_the_same(rank, world):
     for function, words in [
         (no_parameters, "without parameters"),
         (partial(unknown_stage, stage=7), "stage=7 is unknown"),
@@ -238,21 +213,12 @@ def alone(rank: int, world: int) -> None:
         assert "on rank" not in str(raised.value)
 
 
-def test_one_process_without_a_group_refuses_the_same():
-    ranks.run(alone, bare=True)
-
-
 # ---------------------------------------------------------------------------------------------------------- lost units
 
 
-def gathered_after_a_failure(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, "parameters of the root unit of FSDP have not arrived", "first error")
+def test_a_unit_whose_gather_failed_is_named_instead_of_computing_with_what_is_there(rank, world):
     model = zero.FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     with mock.patch.object(Comm, "gather", side_effect=OSError("down")), pytest.raises(OSError, match="down"):
         model(torch.ones(2, 3))
     model(torch.ones(2, 3))
-
-
-def test_a_unit_whose_gather_failed_is_named_instead_of_computing_with_what_is_there():
-    ranks.expect_error(
-        gathered_after_a_failure, 2, RuntimeError, "parameters of the root unit of FSDP have not arrived", "first error"
-    )

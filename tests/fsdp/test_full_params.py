@@ -53,7 +53,8 @@ def test_gradients_are_whole_too_and_what_is_written_is_stepped(world, partition
     ranks.run(with_grads, world, args=(partition,))
 
 
-def without_writeback(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_without_writeback_changes_are_lost(rank, world):
     both = side_by_side(rank, world)
     inner, _ = both.each()
     with both.model.summon_full_params(writeback=False, with_grads=True):
@@ -63,11 +64,9 @@ def without_writeback(rank: int, world: int) -> None:
     both.update()
 
 
-def test_without_writeback_changes_are_lost():
-    ranks.run(without_writeback)
-
-
-def on_rank_0(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+@ranks.on("world")
+def test_only_rank_0_may_see_them_whole(rank, world):
     both = side_by_side(rank, world)
     inner, plain = both.each()
     shards = [param.detach().clone() for param in inner.parameters()]
@@ -77,11 +76,6 @@ def on_rank_0(rank: int, world: int) -> None:
             if not rank and both.averages.get(expected) is not None:
                 assert close(param.grad, both.averages[expected], both.tolerance)
     both.update()
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_only_rank_0_may_see_them_whole(world):
-    ranks.run(on_rank_0, world)
 
 
 class Root(nn.Module):
@@ -103,7 +97,8 @@ def shapes(module: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(param.shape) for param in module.parameters()]
 
 
-def called_on_the_class(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_called_on_the_class_it_takes_any_module(rank, world):
     plain, model = Root(), Root().wrapped()
     shards = shapes(model)
     given = {"recurse": True, "writeback": True, "rank0_only": False, "offload_to_cpu": True, "with_grads": False}
@@ -126,10 +121,6 @@ def called_on_the_class(rank: int, world: int) -> None:
         assert torch.equal(model.last(torch.ones(2, 8)), plain.last(torch.ones(2, 8)))
     with zero.FSDP.summon_full_params(nn.Linear(2, 2)):
         pass
-
-
-def test_called_on_the_class_it_takes_any_module():
-    ranks.run(called_on_the_class)
 
 
 def gradients_on_the_cpu(rank: int, world: int) -> None:
@@ -186,7 +177,8 @@ def initialise(module: nn.Module) -> None:
         nn.init.orthogonal_(module.weight)
 
 
-def apply(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_apply_sees_whole_parameters_and_leaves_what_it_did_on_rank_0(rank, world):
     torch.manual_seed(0)
     plain = GPT()
     model = zero.FSDP(copy.deepcopy(plain))
@@ -199,11 +191,8 @@ def apply(rank: int, world: int) -> None:
     assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
 
 
-def test_apply_sees_whole_parameters_and_leaves_what_it_did_on_rank_0():
-    ranks.run(apply)
-
-
-def copies(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_state_dict_is_made_of_copies_each_by_itself_but_for_tied_ones(rank, world):
     case = CASES["gpt"]
     inner = case.model()
     model = zero.FSDP(inner, ignored_parameters=[inner.norm.weight])
@@ -217,10 +206,6 @@ def copies(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_a_state_dict_is_made_of_copies_each_by_itself_but_for_tied_ones():
-    ranks.run(copies)
-
-
 class Pair(nn.Module):
     """A plain module around an FSDP."""
 
@@ -230,7 +215,8 @@ class Pair(nn.Module):
         self.left, self.right = wrap(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))), nn.Linear(5, 1)
 
 
-def in_a_plain_module(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain(rank, world):
     pair, plain = Pair(zero.FSDP), Pair()
     with torch.no_grad():
         for tensor in plain.state_dict().values():
@@ -248,7 +234,3 @@ def in_a_plain_module(rank: int, world: int) -> None:
         pair.load_state_dict({**weights, "left.0.weight": left[1:]})
     with pytest.raises(RuntimeError, match="assign=False"):
         pair.load_state_dict({**weights, "left.0.weight": left}, assign=True)
-
-
-def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain():
-    ranks.run(in_a_plain_module)

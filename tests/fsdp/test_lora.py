@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import ranks
+import sidebyside
 import zero
 from sidebyside import SideBySide, data, sgd
 
@@ -79,15 +80,12 @@ def side_by_side(model: nn.Module, stage: str, optim: Any = sgd, tolerance: floa
     options = dict(STAGES[stage])
     if stage == "hybrid":
         options["device_mesh"] = init_device_mesh("cpu", (1, 2))
-
-    def build(inner: nn.Module, optim: Any) -> Any:
-        wrapped = zero.FSDP(inner, **options)
-        return wrapped, optim(wrapped.parameters())
-
-    return SideBySide(model, build, optim, tolerance=tolerance)
+    return sidebyside.side_by_side(model, options, optim, tolerance=tolerance)
 
 
-def adapters(rank: int, world: int, stage: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_adapters_train_and_what_they_adapt_stays(rank, world, stage):
     for optim in (sgd, partial(AdamW, lr=1e-2)):
         both = side_by_side(Net(), stage, optim)
         before = both.model.state_dict()
@@ -99,18 +97,12 @@ def adapters(rank: int, world: int, stage: str) -> None:
             assert moved == param.requires_grad, name
     both = side_by_side(Net(), stage)
     for step in range(2):
-        both.zero_grad()
-        for number in range(3):
-            both.backward(loss_on(rank, 3 * step + number), sync=number == 2)
-        both.update()
+        both.step(*(loss_on(rank, 3 * step + number) for number in range(3)), unsent=2)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_adapters_train_and_what_they_adapt_stays(stage):
-    ranks.run(adapters, args=(stage,))
-
-
-def recomputed(rank: int, world: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@ranks.on(2)
+def test_adapters_under_activation_checkpointing(rank, world, reentrant):
     """The embedding is frozen, so the first block's input needs no gradient: what re-entrant checkpointing needs."""
     net = Net(checkpointed=reentrant)
     net.tokens.requires_grad_(reentrant)
@@ -119,12 +111,9 @@ def recomputed(rank: int, world: int, reentrant: bool) -> None:
         both.step(loss_on(rank, step))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_adapters_under_activation_checkpointing(reentrant):
-    ranks.run(recomputed, args=(reentrant,))
-
-
-def thawed(rank: int, world: int, stage: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_blocks_unfrozen_one_by_one_and_frozen_again(rank, world, stage):
     """From the head down one block more is trained every other step, by the optimizer that has all parameters."""
     both = side_by_side(Net(), stage)
     for step in range(6):
@@ -139,12 +128,8 @@ def thawed(rank: int, world: int, stage: str) -> None:
         both.step(loss_on(rank, step))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_blocks_unfrozen_one_by_one_and_frozen_again(stage):
-    ranks.run(thawed, args=(stage,))
-
-
-def added(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_unfrozen_parameters_are_added_to_the_optimizer(rank, world):
     """Thawed parameters come to the optimizer by add_param_group, with hyperparameters of their own."""
     net = Net()
 
@@ -161,10 +146,6 @@ def added(rank: int, world: int) -> None:
                 params = list(inner.blocks[1].down.parameters())
                 optimizer.add_param_group({"params": params, "lr": 0.01, "weight_decay": 0.2})
         both.step(loss_on(rank, step))
-
-
-def test_unfrozen_parameters_are_added_to_the_optimizer():
-    ranks.run(added)
 
 
 def between(rank: int, world: int, thaw: bool) -> None:
@@ -189,18 +170,16 @@ def test_frozen_between_backwards_of_a_step_what_no_sync_left_is_not_stepped_wit
     ranks.expect_error(between, 2, RuntimeError, *words, args=(False,), timeout=15)
 
 
-def differs(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, "differ between ranks", r"blocks\.1\.down", "frozen", timeout=15)
+def test_ranks_that_freeze_other_parameters_are_refused(rank, world):
     net = Net()
     if rank:
         net.blocks[1].down.requires_grad_(True)
     zero.FSDP(net)
 
 
-def test_ranks_that_freeze_other_parameters_are_refused():
-    ranks.expect_error(differs, 2, ValueError, "differ between ranks", r"blocks\.1\.down", "frozen", timeout=15)
-
-
-def differs_later(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, "out of step", r"unit 'blocks\.\d'", timeout=15)
+def test_ranks_that_unfreeze_other_parameters_later_raise_on_every_rank(rank, world):
     model = zero.FSDP(Net())
     if rank:
         model.blocks[1].down.requires_grad_(True)
@@ -208,18 +187,11 @@ def differs_later(rank: int, world: int) -> None:
         loss_on(rank, step)(model).backward()
 
 
-def test_ranks_that_unfreeze_other_parameters_later_raise_on_every_rank():
-    ranks.expect_error(differs_later, 2, RuntimeError, "out of step", r"unit 'blocks\.\d'", timeout=15)
-
-
-def bytes_of_gradients(rank: int, world: int) -> tuple[int, int]:
+@ranks.on(2)
+def test_frozen_parameters_take_no_memory_for_gradients(rank, world):
     model = zero.FSDP(Net())
     loss_on(rank, 0)(model).backward()
     trained = sum(param.nbytes for param in model.parameters() if param.requires_grad)
-    held = {param.grad.untyped_storage() for param in model.parameters() if param.grad is not None}
-    return sum(one.nbytes() for one in held), trained
-
-
-def test_frozen_parameters_take_no_memory_for_gradients():
-    for held, trained in ranks.run(bytes_of_gradients):
-        assert trained <= held <= trained + 4 * 4 * 16  # the usage counts, a unit
+    storages = {param.grad.untyped_storage() for param in model.parameters() if param.grad is not None}
+    held = sum(one.nbytes() for one in storages)
+    assert trained <= held <= trained + 4 * 4 * 16  # the usage counts, a unit

@@ -100,39 +100,23 @@ def test_the_peak_of_a_step_is_within_the_formula(kind):
         assert peak >= 0.75 * formula, f"{share:.2f} P + {in_b:.2f} B: the formula says more than it needs to"
 
 
-def peak_beside(rank: int, world: int, options: dict[str, Any]) -> tuple[int, int]:
-    with overlapping():
-        return peak_of_a_step(rank, world, options, 0)
-
-
 @pytest.mark.parametrize(
     ("options", "buffers"),
     [({}, 4.25), ({"mixed_precision": BF16}, 5.5), ({"prefetch": zero.MEMORY_FIRST}, 2.25)],
     ids=str,
 )
-def test_where_transfers_overlap_computing_all_that_does_is_within_the_formula(options, buffers):
+@ranks.on(4)
+def test_where_transfers_overlap_computing_all_that_does_is_within_the_formula(rank, world, options, buffers):
     """Parameters and gradients of the unit that computes, parameters of the next, gradients of the last and what comes
     of them: 4 B + B / S. Where 16 bits travel, what comes is B, and its sums in float32 2 B / S."""
-    world = 4
-    for peak, largest in ranks.run(peak_beside, world, args=(options,)):
-        formula = 4 / world * size() + buffers * largest + 0.03 * size()
-        in_b = (peak - 4 / world * size()) / largest
-        assert 0.75 * formula <= peak <= formula, f"{in_b:.2f} B where {buffers} B are allowed"
+    with overlapping():
+        peak, largest = peak_of_a_step(rank, world, options, 0)
+    formula = 4 / world * size() + buffers * largest + 0.03 * size()
+    in_b = (peak - 4 / world * size()) / largest
+    assert 0.75 * formula <= peak <= formula, f"{in_b:.2f} B where {buffers} B are allowed"
 
 
 # ------------------------------------------------------------------------------------------------------- initialisation
-
-
-def peak_of_wrapping(rank: int, world: int, real_on_rank_0: bool, options: dict[str, Any]) -> tuple[int, int, int]:
-    """The peak while FSDP is built, what is left, and B. Tensors on the meta device take nothing."""
-    with nullcontext() if real_on_rank_0 and rank == 0 else torch.device("meta"):
-        model = build()
-    with Meter(param for param in model.parameters() if param.is_meta) as memory:
-        wrapped = wrap(model, world, options)
-        peak = memory.peak()
-    left = min(live_later(memory) for _ in range(10))  # now and then a thread of Gloo drops its buffer late
-    assert not any(param.is_meta for param in wrapped.parameters())
-    return peak, left, wrapped.unit_bytes
 
 
 def live_later(memory: Meter) -> int:
@@ -145,11 +129,17 @@ def live_later(memory: Meter) -> int:
     "options", [{}, {"partition": "whole"}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"mixed_precision": BF16}], ids=str
 )
 @pytest.mark.parametrize("real_on_rank_0", [False, True], ids=["meta everywhere", "rank 0 real"])
-def test_a_model_from_the_meta_device_is_never_whole(real_on_rank_0, options):
-    world = 4
-    found = ranks.run(peak_of_wrapping, world, args=(real_on_rank_0, options))
-    for rank, (peak, left, largest) in enumerate(found):
-        unit = largest * 2 if "mixed_precision" in options else largest  # values are float32
-        assert left <= 1.1 * size() / world
-        if rank or not real_on_rank_0:
-            assert peak <= 1.1 * size() / world + 3 * unit, f"{(peak - size() / world) / unit:.2f} units"
+@ranks.on(4)
+def test_a_model_from_the_meta_device_is_never_whole(rank, world, real_on_rank_0, options):
+    """Tensors on the meta device take nothing."""
+    with nullcontext() if real_on_rank_0 and rank == 0 else torch.device("meta"):
+        model = build()
+    with Meter(param for param in model.parameters() if param.is_meta) as memory:
+        wrapped = wrap(model, world, options)
+        peak = memory.peak()
+    left = min(live_later(memory) for _ in range(10))  # now and then a thread of Gloo drops its buffer late
+    assert not any(param.is_meta for param in wrapped.parameters())
+    unit = wrapped.unit_bytes * 2 if "mixed_precision" in options else wrapped.unit_bytes  # values are float32
+    assert left <= 1.1 * size() / world
+    if rank or not real_on_rank_0:
+        assert peak <= 1.1 * size() / world + 3 * unit, f"{(peak - size() / world) / unit:.2f} units"

@@ -145,17 +145,16 @@ def test_values_are_those_of_a_model_built_with_values(options, real_on_rank_0):
     ranks.run(materialised, 3, args=(OPTIONS[options], real_on_rank_0))
 
 
-def hybrid(rank: int, world: int) -> None:
+@ranks.on(4)
+def test_replicas_get_the_values_of_the_first_rank_of_all(rank, world):
     given = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": init_device_mesh("cpu", (2, 2))}
     materialised(rank, world, given, real_on_rank_0=False)
     materialised(rank, world, given, real_on_rank_0=True)
 
 
-def test_replicas_get_the_values_of_the_first_rank_of_all():
-    ranks.run(hybrid, 4)
-
-
-def trained(rank: int, world: int, optim: str) -> None:
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@ranks.on(2)
+def test_with_real_weights_on_rank_0_only_training_has_the_bits_of_ddp(rank, world, optim):
     for case in ("gpt", "convnet"):
         net = CASES[case].model() if rank == 0 else on_meta(CASES[case].build)
         model = zero.FSDP(net)
@@ -163,17 +162,6 @@ def trained(rank: int, world: int, optim: str) -> None:
         expected = reference(rank, CASES[case], OPTIMIZERS[optim])
         assert losses == expected.losses
         assert_same(zero.full_state_dict(model), expected.weights)
-
-
-@pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_with_real_weights_on_rank_0_only_training_has_the_bits_of_ddp(optim):
-    ranks.run(trained, args=(optim,))
-
-
-def alone(rank: int, world: int) -> None:
-    plain, model = Untied(), zero.FSDP(on_meta(Untied))
-    assert_same(model.state_dict(), plain.state_dict())
-    assert steps(model, 0, "sgd") == steps(plain, 0, "sgd")
 
 
 class Untied(Net):
@@ -185,20 +173,20 @@ class Untied(Net):
         self.statistics = nn.Identity()
 
 
-def test_one_process_without_a_group_materialises_as_well():
-    ranks.run(alone, bare=True)
+@ranks.on(bare=True)
+def test_one_process_without_a_group_materialises_as_well(rank, world):
+    plain, model = Untied(), zero.FSDP(on_meta(Untied))
+    assert_same(model.state_dict(), plain.state_dict())
+    assert steps(model, 0, "sgd") == steps(plain, 0, "sgd")
 
 
-def every_layer_a_unit(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_every_layer_by_itself_trains_as_one_process(rank, world):
     plain, model = Untied(), zero.FSDP(on_meta(Untied), **OPTIONS["every layer"])
     assert len(model._units) > 10
     assert_same(model.state_dict(), plain.state_dict())
     assert steps(model, rank, "adamw") == steps(plain, rank, "adamw", world)
     assert_same(model.state_dict(), plain.state_dict())
-
-
-def test_every_layer_by_itself_trains_as_one_process():
-    ranks.run(every_layer_a_unit)
 
 
 # ------------------------------------------------------------------------------------------------------- param_init_fn
@@ -237,7 +225,8 @@ class WithBare(nn.Module):
         return x
 
 
-def by_function(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_param_init_fn_is_called_on_rank_0_once_for_each_module(rank, world):
     plain = WithBare()
     with torch.no_grad():
         for module in plain.modules():
@@ -258,10 +247,6 @@ def by_function(rank: int, world: int) -> None:
     assert_same(model.state_dict(), plain.state_dict())
 
 
-def test_param_init_fn_is_called_on_rank_0_once_for_each_module():
-    ranks.run(by_function)
-
-
 class Tokens(nn.Embedding):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
@@ -279,8 +264,8 @@ class TiedHead(nn.Module):
         return self.head(self.tokens(tokens))
 
 
-def initialised_once(rank: int, world: int) -> list[str]:
-    """What is wrong with the modules that the function is called with."""
+@ranks.on(2)
+def test_a_module_is_initialised_once_with_all_that_it_has(rank, world):
     wrong: list[str] = []
 
     def look(module: nn.Module) -> None:
@@ -291,22 +276,15 @@ def initialised_once(rank: int, world: int) -> list[str]:
             param.fill_(1.0)
 
     zero.FSDP(on_meta(TiedHead), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}), param_init_fn=look)
-    return wrong
+    assert wrong == []
 
 
-def test_a_module_is_initialised_once_with_all_that_it_has():
-    assert ranks.run(initialised_once) == [[], []]
-
-
-def tied_values(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_weight_tied_across_units_is_drawn_once(rank, world):
     """reset_parameters of a head whose weight was cut already would draw it anew, for a shard, on one rank."""
     model = zero.FSDP(on_meta(TiedHead), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}))
     weight = model.state_dict()["head.weight"]
     assert weight.abs().max() < 0.2, weight
-
-
-def test_a_weight_tied_across_units_is_drawn_once():
-    ranks.run(tied_values)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -403,7 +381,8 @@ def test_ignored_parameters_are_materialised_too_or_refused(real_on_rank_0):
     assert one == "trains" or "meta device" in one
 
 
-def optimizer_before(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_an_optimizer_built_before_wrapping_trains(rank, world):
     net = on_meta(Untied)
     optimizer = OPTIMIZERS["sgd"](net.parameters())
     model = zero.FSDP(net)
@@ -411,7 +390,3 @@ def optimizer_before(rank: int, world: int) -> None:
     model(data(4, WIDTH, rank=rank)).square().mean().backward()
     optimizer.step()
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_an_optimizer_built_before_wrapping_trains():
-    ranks.run(optimizer_before)

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
-from models import OPTIMIZERS
+from models import OPTIMIZERS, take_step
 from sidebyside import data
 
 WIDTH = 10
@@ -219,15 +218,12 @@ def test_with_every_strategy_and_partition(options):
     ranks.run(as_emulated, args=(POLICIES["norms in float32"], options))
 
 
-def on_four_ranks(rank: int, world: int) -> None:
+@ranks.on(4)
+def test_four_ranks_add_up_in_float32(rank, world):
     as_emulated(rank, world, POLICIES["bf16"], {}, optims=("sgd",))
     mesh = init_device_mesh("cpu", (2, 2))
     hybrid = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}
     as_emulated(rank, world, POLICIES["bf16"], hybrid, optims=("sgd",), groups=2)
-
-
-def test_four_ranks_add_up_in_float32():
-    ranks.run(on_four_ranks, 4)
 
 
 def accumulated(rank: int, world: int, sync: bool) -> None:
@@ -241,12 +237,9 @@ def test_accumulation(sync):
     ranks.run(accumulated, args=(sync,))
 
 
-def alone(rank: int, world: int) -> None:
+@ranks.on(bare=True)
+def test_one_process_without_a_group(rank, world):
     as_emulated(rank, 1, POLICIES["bf16, float32 sent"], {})
-
-
-def test_one_process_without_a_group():
-    ranks.run(alone, bare=True)
 
 
 # --------------------------------------------------------------------------------------------- dtypes, one by one
@@ -299,7 +292,8 @@ class Whole(nn.Module):
         return self.head(self.first(x))
 
 
-def kept_unit(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_unit_of_a_class_that_is_kept_in_float32(rank, world):
     precision = Precision(param_dtype=BF16, keep_fp32=(Head,))
     model = zero.FSDP(Whole(), mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({Head}))
     plain = Whole()
@@ -309,21 +303,14 @@ def kept_unit(rank: int, world: int) -> None:
     found.float().sum().backward()
 
 
-def test_a_unit_of_a_class_that_is_kept_in_float32():
-    ranks.run(kept_unit)
-
-
-def kept_root(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_model_of_a_class_that_is_kept_in_float32(rank, world):
     precision = Precision(param_dtype=BF16, keep_fp32=(Head,))
     torch.manual_seed(0)
     plain = Head(WIDTH, 3)
     model = zero.FSDP(copy.deepcopy(plain), mixed_precision=precision)
     x = data(4, WIDTH, rank=rank)
     assert torch.equal(model(x), plain(x).bfloat16())
-
-
-def test_a_model_of_a_class_that_is_kept_in_float32():
-    ranks.run(kept_root)
 
 
 class Recomputed(Net):
@@ -339,7 +326,12 @@ class Recomputed(Net):
         return self.head(x)
 
 
-def recomputed(rank: int, world: int) -> None:
+def expect_cast(block: nn.Module, args: Any, kwargs: Any) -> None:
+    assert kwargs["more"][0].dtype == BF16, "an input in float32 was not cast"
+
+
+@ranks.on(2)
+def test_units_that_are_computed_again_cast_their_inputs_as_in_forward(rank, world):
     weights = []
     for checkpointed in (True, False):
         net = Recomputed()
@@ -349,20 +341,10 @@ def recomputed(rank: int, world: int) -> None:
         model = zero.FSDP(net, mixed_precision=Precision(param_dtype=BF16), auto_wrap_policy=ModuleWrapPolicy({Block}))
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         for step in range(3):
-            optimizer.zero_grad()
-            loss_on(rank, step)(model).backward()
-            optimizer.step()
+            take_step(optimizer, loss_on(rank, step)(model))
         weights.append(model.state_dict())
     expected, found = weights
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def expect_cast(block: nn.Module, args: Any, kwargs: Any) -> None:
-    assert kwargs["more"][0].dtype == BF16, "an input in float32 was not cast"
-
-
-def test_units_that_are_computed_again_cast_their_inputs_as_in_forward():
-    ranks.run(recomputed)
 
 
 class Integers(nn.Module):
@@ -379,7 +361,8 @@ class Integers(nn.Module):
         return self.tokens(tokens[:, self.order]) * mask[..., None]
 
 
-def integers(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_integers_and_booleans_stay_what_they_are(rank, world):
     model = zero.FSDP(Integers(), mixed_precision=Precision(param_dtype=BF16, buffer_dtype=BF16))
     output = model(torch.tensor([[1, 2, 3]]), torch.tensor([[True, False, True]]))
     assert output.dtype is BF16
@@ -387,10 +370,6 @@ def integers(rank: int, world: int) -> None:
     found = model.state_dict()
     assert found["counts"].tolist() == [0, 1, 2, 3, 4]
     assert found["order"].dtype is torch.int64
-
-
-def test_integers_and_booleans_stay_what_they_are():
-    ranks.run(integers)
 
 
 # ----------------------------------------------------------------------------------------------------------- buffers
@@ -419,7 +398,9 @@ def wrapped(*, nested: bool) -> zero.FSDP:
     return zero.FSDP(net, mixed_precision=Precision(BF16, buffer_dtype=BF16))
 
 
-def saved_buffers(rank: int, world: int, path: Path, nested: bool) -> None:
+@pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
+@ranks.on(2)
+def test_buffers_are_saved_and_loaded_in_their_own_dtype(rank, world, tmp_path, nested):
     model, plain = wrapped(nested=nested), Normalised()
     casts = [BF16, FP16 if nested else BF16]
     assert [block.shift.dtype for block in model.blocks] == casts
@@ -427,7 +408,7 @@ def saved_buffers(rank: int, world: int, path: Path, nested: bool) -> None:
     model(data(4, WIDTH, rank=0)).sum().backward()  # the first rank's buffers are saved
     expected = [block.shift.to(dtype).to(FP32) for block, dtype in zip(plain.blocks, casts, strict=True)]
     own = {name: tensor.dtype for name, tensor in plain.state_dict().items()}
-    zero.checkpoint.save(path, model)
+    zero.checkpoint.save(tmp_path, model)
     with model.summon_full_params():
         inside = model.module.state_dict()
     for state in (model.state_dict(), zero.full_state_dict(model), inside):
@@ -435,11 +416,11 @@ def saved_buffers(rank: int, world: int, path: Path, nested: bool) -> None:
         assert all(torch.equal(state[f"blocks.{i}.shift"], expected[i]) for i in range(2))
         assert all(isinstance(value, Tensor) for value in state.values())
     plain.load_state_dict(model.state_dict())
-    zero.checkpoint.load(path, read := Normalised())
+    zero.checkpoint.load(tmp_path, read := Normalised())
     assert all(torch.equal(plain.state_dict()[name], value) for name, value in read.state_dict().items())
     for load in (
         lambda other: other.load_state_dict(plain.state_dict()),
-        lambda other: zero.checkpoint.load(path, other),
+        lambda other: zero.checkpoint.load(tmp_path, other),
     ):
         other = wrapped(nested=nested)
         load(other)
@@ -447,17 +428,9 @@ def saved_buffers(rank: int, world: int, path: Path, nested: bool) -> None:
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
-def test_buffers_are_saved_and_loaded_in_their_own_dtype(tmp_path, nested):
-    ranks.run(saved_buffers, args=(tmp_path, nested))
-
-
-def differ(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, "differ between ranks", "bfloat16", "float16", timeout=15)
+def test_policies_that_differ_between_ranks_are_refused_on_every_rank(rank, world):
     zero.FSDP(Net(), mixed_precision=Precision(param_dtype=(BF16, FP16)[rank]))
-
-
-def test_policies_that_differ_between_ranks_are_refused_on_every_rank():
-    ranks.expect_error(differ, 2, ValueError, "differ between ranks", "bfloat16", "float16", timeout=15)
 
 
 # --------------------------------------------------------------------------------------------------- fp16 and its scale
@@ -512,13 +485,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(how, optim):
     assert ranks.run(scaled, args=(zero.GradScaler, how, optim)) == [expected] * 2
 
 
-def with_torchs_own(rank: int, world: int, how: str) -> list[float]:
-    return scaled(rank, world, torch.amp.GradScaler, how, "sgd")
-
-
-def test_an_overflow_in_one_element_skips_the_step_on_all_with_torchs_own_scaler():
+@ranks.on(2, timeout=15)
+def test_an_overflow_in_one_element_skips_the_step_on_all_with_torchs_own_scaler(rank, world):
     expected = [SCALE] * 3 + [SCALE / 2] * 2
-    assert ranks.run(with_torchs_own, args=("one element",), timeout=15) == [expected] * 2
+    assert scaled(rank, world, torch.amp.GradScaler, "one element", "sgd") == expected
 
 
 def under_autocast(rank: int, world: int) -> list[float]:
@@ -553,13 +523,10 @@ def test_an_overflow_under_autocast_skips_the_step_on_all_with_torchs_own_scaler
     assert len(first) > 1
 
 
-def ahead_of_time(rank: int, world: int) -> list[bool]:
+@ranks.on(2)
+def test_a_sum_over_ranks_does_not_overflow_what_travelled_in_float16(rank, world):
     """Sums of gradients that float16 holds, but not their sum over the ranks."""
     model = zero.FSDP(nn.Linear(4, 1, bias=False), mixed_precision=Precision(param_dtype=FP16))
     model(torch.full((1, 4), 40_000.0)).sum().backward()
-    return [bool(torch.isfinite(param.grad).all()) for param in model.parameters() if param.grad is not None]
-
-
-def test_a_sum_over_ranks_does_not_overflow_what_travelled_in_float16():
-    assert all(all(found) for found in ranks.run(ahead_of_time))
+    assert all(torch.isfinite(param.grad).all() for param in model.parameters() if param.grad is not None)
     assert not math.isfinite(torch.tensor(80_000.0).half().item())

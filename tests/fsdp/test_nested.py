@@ -61,7 +61,10 @@ UNITS = {
 }
 
 
-def train(rank: int, world: int, build: Any, optim: Any) -> set[str]:
+@pytest.mark.parametrize("optim", [sgd, AdamW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("build", UNITS, ids=lambda build: build.__name__)
+@ranks.on(2)
+def test_units_chosen_by_hand_train_exactly_and_keep_the_models_own_names(rank, world, build, optim):
     def stage(model: nn.Module, optim: Any) -> Any:
         wrapped = build()
         return wrapped, optim(wrapped.parameters())
@@ -70,35 +73,23 @@ def train(rank: int, world: int, build: Any, optim: Any) -> set[str]:
     assert [name for name, _ in both.model.module.named_parameters()] == [n for n, _ in both.plain.named_parameters()]
     for step in range(3):
         both.step(lambda model: model(data(4, WIDTH, rank=rank, step=step)).square().mean())  # noqa: B023
-    both.zero_grad()
-    both.backward(lambda model: model(data(4, WIDTH, rank=rank)).square().mean(), sync=False)
-    both.backward(lambda model: model(data(4, WIDTH, rank=rank, step=9)).square().mean())
-    both.update()
+    inputs = data(4, WIDTH, rank=rank), data(4, WIDTH, rank=rank, step=9)
+    both.step(*(lambda model, x=x: model(x).square().mean() for x in inputs), unsent=1)
     assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.shard_groups)
-    return {unit.name for unit in both.model._units}
+    units = {unit.name for unit in both.model._units}
+    assert units == UNITS[build]
 
 
-@pytest.mark.parametrize("optim", [sgd, AdamW], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("build", UNITS, ids=lambda build: build.__name__)
-def test_units_chosen_by_hand_train_exactly_and_keep_the_models_own_names(build, optim):
-    for units in ranks.run(train, args=(build, optim)):
-        assert units == UNITS[build]
-
-
-def errors_name_units(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, r"unit 'blocks\.1\.first'", r"unit 'middle'", "out of step", timeout=15)
+def test_errors_call_units_by_their_names_in_the_whole_model(rank, world):
     model = by_hand()
     if rank:
         del model.module.blocks[1]
     model(data(4, WIDTH, rank=rank)).sum().backward()
 
 
-def test_errors_call_units_by_their_names_in_the_whole_model():
-    ranks.expect_error(
-        errors_name_units, 2, RuntimeError, r"unit 'blocks\.1\.first'", r"unit 'middle'", "out of step", timeout=15
-    )
-
-
-def refused(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, "partition='rows'", timeout=15)
+def test_an_inner_fsdp_goes_on_where_the_outer_one_was_refused(rank, world):
     inner = zero.FSDP(Block())
     model = nn.Sequential(inner, nn.Linear(WIDTH, WIDTH))
     try:
@@ -108,7 +99,3 @@ def refused(rank: int, world: int) -> None:
         inner(data(4, WIDTH, rank=rank)).sum().backward()
         assert all(param.grad is None or param.grad.shape == param.shape for param in inner.parameters())
         raise
-
-
-def test_an_inner_fsdp_goes_on_where_the_outer_one_was_refused():
-    ranks.expect_error(refused, 2, ValueError, "partition='rows'", timeout=15)

@@ -17,7 +17,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import SGD
 
 import ranks
-from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, side_by_side, steps
+from sidebyside import side_by_side
+from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, steps
 
 SCENARIOS = scenario = Scenarios()
 
@@ -72,10 +73,10 @@ def recurrent_layers_that_keep_a_list_of_their_weights(rank, world, options):
     class Recurrent(Block):
         def __init__(self):
             super().__init__()
-            self.middle = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+            self.recurrent = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
 
         def forward(self, x):
-            return x + self.inner(self.middle(x[:, None])[0][:, 0])
+            return x + self.inner(self.recurrent(x[:, None])[0][:, 0])
 
     steps(side_by_side(Stack(block=Recurrent), options), rank)
 
@@ -270,14 +271,11 @@ CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def taken(rank: int, world: int, container: str) -> None:
+@pytest.mark.parametrize("container", CONTAINERS)
+@ranks.on(2, timeout=15)
+def test_inputs_in_containers_of_all_kinds(rank, world, container):
     class Giving(Stack):
         def call(self, block, x):
             return block(CONTAINERS[container](x))
 
     steps(side_by_side(Giving(block=Taking), {}), rank)
-
-
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_inputs_in_containers_of_all_kinds(container):
-    ranks.run(taken, args=(container,), timeout=15)

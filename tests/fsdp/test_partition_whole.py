@@ -82,16 +82,13 @@ def test_three_ranks_agree_with_the_unsharded_run_within_rounding(optim):
     ranks.run(trains, 3, args=(optim, {}, 1e-4))
 
 
-def by_setup(rank: int, world: int, optim: str) -> None:
+@pytest.mark.parametrize("optim", ["Shampoo-like", "LAMB-like", "Adafactor"])
+@ranks.on(2)
+def test_setup_cuts_for_the_optimizer(rank, world, optim):
     """zero.setup chooses the whole cut for an optimizer that it does not know to treat each element by itself."""
     both = SideBySide(net(), lambda model, optim: zero.setup(model, optim, stage=3), OPTIMIZERS[optim])
     for step in range(3):
         both.step(loss_on(rank, step))
-
-
-@pytest.mark.parametrize("optim", ["Shampoo-like", "LAMB-like", "Adafactor"])
-def test_setup_cuts_for_the_optimizer(optim):
-    ranks.run(by_setup, args=(optim,))
 
 
 def owned(rank: int, world: int, frozen: bool) -> tuple[int, int]:

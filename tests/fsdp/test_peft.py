@@ -51,7 +51,9 @@ def adapters(model: nn.Module) -> list[nn.Parameter]:
     return [param for name, param in model.named_parameters() if "lora_" in name]
 
 
-def trained(rank: int, world: int, name: str, stage: str, optim: str) -> None:
+@matrix.combined("name, stage, optim", ["gpt2", "llama"], ["2", "3"], OPTIMIZERS)
+@ranks.on(2)
+def test_adapters_train_the_same_at_every_stage(rank, world, name, stage, optim):
     both = SideBySide(lora(name), stage, OPTIMIZERS[optim])
     before = zero.full_state_dict(both.model)
     for step in range(3):
@@ -62,12 +64,8 @@ def trained(rank: int, world: int, name: str, stage: str, optim: str) -> None:
     }
 
 
-@matrix.combined("name, stage, optim", ["gpt2", "llama"], ["2", "3"], OPTIMIZERS)
-def test_adapters_train_the_same_at_every_stage(name, stage, optim):
-    ranks.run(trained, args=(name, stage, optim))
-
-
-def kept(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_only_adapters_have_gradients_and_optimizer_state(rank, world):
     family, model = FAMILIES["gpt2"], lora("gpt2")
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     trainable = sum(param.nbytes for param in adapters(model))
@@ -93,11 +91,9 @@ def kept(rank: int, world: int) -> None:
     assert trainable * (world - 1) / world <= reduced <= trainable * (world - 1) / world + padding
 
 
-def test_only_adapters_have_gradients_and_optimizer_state():
-    ranks.run(kept)
-
-
-def checkpointed(rank: int, world: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not re-entrant", "re-entrant"])
+@ranks.on(2)
+def test_adapters_train_the_same_with_activations_recomputed(rank, world, reentrant):
     model = lora("llama")
     model.enable_input_require_grads()  # for the re-entrant kind, which else finds nothing to train
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
@@ -106,13 +102,8 @@ def checkpointed(rank: int, world: int, reentrant: bool) -> None:
         both.step(FAMILIES["llama"].loss(rank, step))
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not re-entrant", "re-entrant"])
-def test_adapters_train_the_same_with_activations_recomputed(reentrant):
-    ranks.run(checkpointed, args=(reentrant,))
-
-
-def saved(rank: int, world: int) -> None:
-    """The adapters alone, as peft saves and loads them."""
+@ranks.on(2)
+def test_adapters_are_saved_and_loaded_by_peft(rank, world):
     plain, wrapped = lora("llama"), zero.FSDP(lora("llama"))
     expected = peft.get_peft_model_state_dict(plain)
     found = peft.get_peft_model_state_dict(wrapped.module, state_dict=wrapped.state_dict())
@@ -125,11 +116,8 @@ def saved(rank: int, world: int) -> None:
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in wrapped.state_dict().items())
 
 
-def test_adapters_are_saved_and_loaded_by_peft():
-    ranks.run(saved)
-
-
-def generated(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_wrapped_model_generates_with_and_without_its_adapters(rank, world):
     plain, wrapped = lora("gpt2").eval(), zero.FSDP(lora("gpt2")).eval()
     random = torch.Generator().manual_seed(rank)
     prompts = torch.randint(3, VOCABULARY, (2, 5), generator=random)
@@ -143,7 +131,3 @@ def generated(rank: int, world: int) -> None:
         base = tokens(plain)
         assert torch.equal(tokens(wrapped), base)
     assert not torch.equal(base, adapted)
-
-
-def test_a_wrapped_model_generates_with_and_without_its_adapters():
-    ranks.run(generated)

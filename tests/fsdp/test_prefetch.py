@@ -107,11 +107,6 @@ def test_the_next_unit_is_gathered_while_the_current_one_computes(prefetch, expe
         assert told == expected
 
 
-def what_happens_beside(rank: int, world: int, prefetch: zero.Prefetch) -> list[str]:
-    with overlapping():
-        return what_happens(rank, world, prefetch)
-
-
 @pytest.mark.parametrize(
     ("prefetch", "expected"),
     [
@@ -121,14 +116,22 @@ def what_happens_beside(rank: int, world: int, prefetch: zero.Prefetch) -> list[
     ],
     ids=["default", "not asked for", "memory first"],
 )
-def test_by_default_forward_gathers_ahead_where_transfers_overlap(prefetch, expected):
-    for told in ranks.run(what_happens_beside, args=(prefetch,)):
-        if expected is not None:
-            assert told == expected
-        assert (told.index("gather 1") < told.index("forward 0")) == (expected is AHEAD)
+@ranks.on(2)
+def test_by_default_forward_gathers_ahead_where_transfers_overlap(rank, world, prefetch, expected):
+    with overlapping():
+        told = what_happens(rank, world, prefetch)
+    if expected is not None:
+        assert told == expected
+    assert (told.index("gather 1") < told.index("forward 0")) == (expected == AHEAD)
 
 
-def whole_at_once(rank: int, world: int, prefetch: zero.Prefetch) -> tuple[int, list[str]]:
+@pytest.mark.parametrize(
+    "prefetch",
+    [zero.MEMORY_FIRST, zero.Prefetch(), zero.Prefetch("BACKWARD_PRE", forward_prefetch=True), zero.SPEED_FIRST],
+    ids=["memory first", "default", "ahead within 2", "speed first"],
+)
+@ranks.on(2)
+def test_no_more_units_are_in_flight_than_the_limit(rank, world, prefetch):
     """The largest number of units, the root aside, of which full parameters or gradients exist in a block's backward,
     and the names of all units."""
     model = zero.FSDP(Net(), prefetch=prefetch)
@@ -149,22 +152,15 @@ def whole_at_once(rank: int, world: int, prefetch: zero.Prefetch) -> tuple[int, 
         block.linear[0].register_full_backward_hook(look)
     for step in range(3):
         loss(rank, step)(model).backward()
-    return most, [unit.name for unit in model._units]
+    assert most == prefetch.where(overlaps=False).limit
+    blocks = [f"blocks.{number}" for number in range(BLOCKS)]
+    names = [unit.name for unit in model._units]
+    assert names == (["", "embedding", *blocks, "head"] if prefetch.limit == 1 else ["", *blocks])
 
 
-@pytest.mark.parametrize(
-    "prefetch",
-    [zero.MEMORY_FIRST, zero.Prefetch(), zero.Prefetch("BACKWARD_PRE", forward_prefetch=True), zero.SPEED_FIRST],
-    ids=["memory first", "default", "ahead within 2", "speed first"],
-)
-def test_no_more_units_are_in_flight_than_the_limit(prefetch):
-    for most, names in ranks.run(whole_at_once, args=(prefetch,)):
-        assert most == prefetch.where(overlaps=False).limit
-        blocks = [f"blocks.{number}" for number in range(BLOCKS)]
-        assert names == (["", "embedding", *blocks, "head"] if prefetch.limit == 1 else ["", *blocks])
-
-
-def another_order(rank: int, world: int, prefetch: zero.Prefetch) -> None:
+@pytest.mark.parametrize("prefetch", [zero.SPEED_FIRST, zero.MEMORY_FIRST], ids=["speed first", "memory first"])
+@ranks.on(2)
+def test_training_is_exact_where_units_run_in_another_order_than_the_last_time(rank, world, prefetch):
     both = SideBySide(Net(), lambda model, optim: stage_3(model, optim, prefetch=prefetch))
     for step, how in enumerate([{}, {"turned": True}, {"skipped": 2}, {"skipped": 3}, {"turned": True}, {}]):
         both.step(loss(rank, step, **how))
@@ -174,23 +170,11 @@ def another_order(rank: int, world: int, prefetch: zero.Prefetch) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [zero.SPEED_FIRST, zero.MEMORY_FIRST], ids=["speed first", "memory first"])
-def test_training_is_exact_where_units_run_in_another_order_than_the_last_time(prefetch):
-    ranks.run(another_order, args=(prefetch,))
-
-
-def no_sync_and_accumulation(rank: int, world: int, prefetch: zero.Prefetch) -> None:
+@ranks.on(2)
+def test_gradients_accumulate_exactly(rank, world, prefetch):
     both = SideBySide(Net(), lambda model, optim: stage_3(model, optim, prefetch=prefetch))
     for step in range(3):
-        both.zero_grad()
-        both.backward(loss(rank, 3 * step), sync=False)
-        both.backward(loss(rank, 3 * step + 1))
-        both.backward(loss(rank, 3 * step + 2))
-        both.update()
-
-
-@pytest.mark.parametrize("prefetch", [zero.SPEED_FIRST, zero.MEMORY_FIRST], ids=["speed first", "memory first"])
-def test_gradients_accumulate_exactly(prefetch):
-    ranks.run(no_sync_and_accumulation, args=(prefetch,))
+        both.step(*(loss(rank, 3 * step + number) for number in range(3)), unsent=1)
 
 
 def test_names_of_pytorch_are_understood_and_others_refused():
@@ -201,9 +185,6 @@ def test_names_of_pytorch_are_understood_and_others_refused():
         zero.Prefetch(limit=0)
 
 
-def other_prefetch_on_one_rank(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, "differ between ranks", "Prefetch", timeout=15)
+def test_options_that_differ_between_ranks_are_refused_on_every_rank(rank, world):
     zero.FSDP(Net(), prefetch=zero.SPEED_FIRST if rank else None)
-
-
-def test_options_that_differ_between_ranks_are_refused_on_every_rank():
-    ranks.expect_error(other_prefetch_on_one_rank, 2, ValueError, "differ between ranks", "Prefetch", timeout=15)

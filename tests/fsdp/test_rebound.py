@@ -103,7 +103,8 @@ def test_ranks_that_go_on_are_told_why_another_does_not(use):
     assert "'head.bias'" in told[1]
 
 
-def after_forward(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, *REFUSED, timeout=15)
+def test_whole_parameters_that_were_rebound_are_refused(rank, world):
     """What a forward without backward has left whole is refused as well."""
     model = zero.FSDP(Net())
     loss(model, rank)
@@ -111,11 +112,9 @@ def after_forward(rank: int, world: int) -> None:
     step(model, rank)
 
 
-def test_whole_parameters_that_were_rebound_are_refused():
-    ranks.expect_error(after_forward, 2, RuntimeError, *REFUSED, timeout=15)
-
-
-def in_place(rank: int, world: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"sharding_strategy": "NO_SHARD"}], ids=str)
+@ranks.on(2)
+def test_what_is_written_in_place_counts(rank, world, options):
     """The remedy of the error, and data that comes back, with training in between."""
     both = SideBySide(Net(), lambda model, optim: ((it := zero.FSDP(model, **options)), optim(it.parameters())))
     for _ in range(2):
@@ -130,12 +129,14 @@ def in_place(rank: int, world: int, options: dict[str, Any]) -> None:
                     param.copy_(0.5 * param)
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"sharding_strategy": "NO_SHARD"}], ids=str)
-def test_what_is_written_in_place_counts(options):
-    ranks.run(in_place, args=(options,))
+def on_one_rank(model: FSDP) -> None:
+    if torch.distributed.get_rank() == 1:
+        exchange(model)
 
 
-def in_summon(rank: int, world: int, rebind: Callable[[FSDP], None]) -> None:
+@pytest.mark.parametrize("rebind", [exchange, cast, on_one_rank])
+@ranks.raises(2, ValueError, *REFUSED, timeout=15)
+def test_other_data_for_whole_parameters_is_refused_and_nothing_of_it_stays(rank, world, rebind):
     model = zero.FSDP(Net())
     before = model.state_dict()
     with pytest.raises(ValueError, match="given other data") as error, model.summon_full_params():
@@ -146,17 +147,8 @@ def in_summon(rank: int, world: int, rebind: Callable[[FSDP], None]) -> None:
     raise error.value
 
 
-def on_one_rank(model: FSDP) -> None:
-    if torch.distributed.get_rank() == 1:
-        exchange(model)
-
-
-@pytest.mark.parametrize("rebind", [exchange, cast, on_one_rank])
-def test_other_data_for_whole_parameters_is_refused_and_nothing_of_it_stays(rebind):
-    ranks.expect_error(in_summon, 2, ValueError, *REFUSED, args=(rebind,), timeout=15)
-
-
-def applied(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, *REFUSED, timeout=15)
+def test_apply_refuses_other_data(rank, world):
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             module.weight.data = torch.zeros(module.weight.shape)
@@ -164,11 +156,8 @@ def applied(rank: int, world: int) -> None:
     zero.FSDP(Net()).apply(init)
 
 
-def test_apply_refuses_other_data():
-    ranks.expect_error(applied, 2, ValueError, *REFUSED, timeout=15)
-
-
-def for_a_while(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_without_writeback_other_data_counts_for_a_while(rank, world):
     """Where nothing is to stay, other data is as good as what is written in place."""
     model = zero.FSDP(Net())
     with torch.no_grad(), model.summon_full_params(writeback=False):
@@ -177,10 +166,6 @@ def for_a_while(rank: int, world: int) -> None:
         assert not loss(model, rank)
     with torch.no_grad():
         assert loss(model, rank)
-
-
-def test_without_writeback_other_data_counts_for_a_while():
-    ranks.run(for_a_while)
 
 
 # --------------------------------------------------------------------------------------------------- replaced and added
@@ -214,8 +199,8 @@ def test_what_came_after_wrapping_is_refused_at_the_step(change):
     ranks.expect_error(stepped, 2, RuntimeError, *words, args=(change,), timeout=15)
 
 
-def what_may_come(rank: int, world: int) -> None:
-    """Frozen parameters, and those of modules that are ignored."""
+@ranks.on(2)
+def test_what_is_frozen_or_ignored_may_change(rank, world):
 
     def frozen(net: Net) -> None:
         other_head(net)
@@ -229,10 +214,6 @@ def what_may_come(rank: int, world: int) -> None:
     net.body[0] = nn.Linear(WIDTH, WIDTH)
     loss(model, rank).backward()
     optimizer.step()
-
-
-def test_what_is_frozen_or_ignored_may_change():
-    ranks.run(what_may_come)
 
 
 # --------------------------------------------------------------------------------------------- the user's own pre-hooks
@@ -253,7 +234,10 @@ def spectral_normed() -> nn.Module:
     return nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
 
 
-def with_pre_hook(rank: int, world: int, build: Callable[[], nn.Module], units: int) -> None:
+@pytest.mark.parametrize("units", [1, 3])
+@pytest.mark.parametrize("build", [reading, weight_normed, spectral_normed])
+@ranks.on(2)
+def test_pre_hooks_find_the_parameters_of_their_module_whole(rank, world, build, units):
     """units: 1, or as many as there are modules with a hook, and the root around them."""
     models = []
     for _ in range(2):
@@ -280,12 +264,6 @@ def with_pre_hook(rank: int, world: int, build: Callable[[], nn.Module], units: 
     assert not found, "what a unit's own hook reads is not read by another"
 
 
-@pytest.mark.parametrize("units", [1, 3])
-@pytest.mark.parametrize("build", [reading, weight_normed, spectral_normed])
-def test_pre_hooks_find_the_parameters_of_their_module_whole(build, units):
-    ranks.run(with_pre_hook, args=(build, units))
-
-
 class Tied(nn.Module):
     """Its last module is a unit, and holds a weight of the root."""
 
@@ -299,14 +277,10 @@ class Tied(nn.Module):
         return self.last(self.middle(self.first(x)))
 
 
-def order(rank: int, world: int) -> list[str]:
-    """Called by itself, a module enters the units around it from the outside in."""
+@ranks.on(2)
+def test_units_around_a_module_are_entered_from_the_outside_in(rank, world):
     model = zero.FSDP(Tied(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     entered: list[str] = []
     running_model(model).events.entering.append(lambda unit: entered.append(unit.name))
     model.last(data(4, WIDTH, rank=rank))
-    return entered
-
-
-def test_units_around_a_module_are_entered_from_the_outside_in():
-    assert ranks.run(order) == [["", "last"]] * 2
+    assert entered == ["", "last"]

@@ -4,6 +4,7 @@ that was cleared comes back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,35 +15,35 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ranks
-import stacks
+import sidebyside
 import zero
-from stacks import WIDTH, Block, Scenarios, Stack, batch
+from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, steps, unsharded_in_backward
 
 SCENARIOS = scenario = Scenarios()
 
-side_by_side = partial(stacks.side_by_side, tolerance=1e-6)  # gradients sent in two goes are rounded once more
-
-
-def loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    return model(batch(rank, step)).square().mean()
+side_by_side = partial(sidebyside.side_by_side, tolerance=1e-6)  # gradients sent in two goes are rounded once more
 
 
 # ------------------------------------------------------------------------------------------- graphs of several forwards
 
 
-def adversarial(model: nn.Module, rank: int, step: int) -> Tensor:
+def adversarial(rank: int, step: int) -> Callable[[nn.Module], Tensor]:
     """The loss on a batch and on what an attack by its gradient makes of it."""
-    x = batch(rank, step).requires_grad_()
-    clean = model(x).square().mean()
-    (towards,) = torch.autograd.grad(clean, x, retain_graph=True)
-    return clean + model((x + 0.1 * towards.sign()).detach()).square().mean()
+
+    def loss(model: nn.Module) -> Tensor:
+        x = batch(rank, step).requires_grad_()
+        clean = model(x).square().mean()
+        (towards,) = torch.autograd.grad(clean, x, retain_graph=True)
+        return clean + model((x + 0.1 * towards.sign()).detach()).square().mean()
+
+    return loss
 
 
 @scenario
 def a_graph_that_autograd_grad_has_gone_through_and_a_newer_one(rank, world, options):
     both = side_by_side(Stack(), options)
     for step in range(3):
-        both.step(lambda model, step=step: adversarial(model, rank, step))
+        both.step(adversarial(rank, step))
 
 
 @scenario
@@ -50,10 +51,10 @@ def such_graphs_with_accumulation_and_no_sync(rank, world, options):
     both = side_by_side(Stack(), options)
     for step in range(3):
         both.zero_grad()
-        both.backward(lambda model, step=step: adversarial(model, rank, 4 * step))
-        both.backward(lambda model, step=step: adversarial(model, rank, 4 * step + 1), sync=False)
-        both.backward(lambda model, step=step: adversarial(model, rank, 4 * step + 2))
-        both.backward(lambda model, step=step: loss(model, rank, 4 * step + 3))
+        both.backward(adversarial(rank, 4 * step))
+        both.backward(adversarial(rank, 4 * step + 1), sync=False)
+        both.backward(adversarial(rank, 4 * step + 2))
+        both.backward(loss_on(rank, 4 * step + 3))
         both.update()
 
 
@@ -65,23 +66,18 @@ def a_parameter_that_a_backward_under_no_sync_does_not_reach(rank, world, option
         def forward(self, x: Tensor) -> Tensor:
             return x + self.up(x)[..., :WIDTH] if self.half else super().forward(x)
 
-    class Halves(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Half() for _ in range(2))
-
     def half(model: Any, step: int) -> Tensor:
         model.blocks[0].half = True
-        found = loss(model, rank, step)
+        found = loss_on(rank, step)(model)
         model.blocks[0].half = False
         return found
 
-    both = side_by_side(Halves(), options)
+    both = side_by_side(Stack(Half, blocks=2), options)
     for step in range(3):
         both.zero_grad()
-        both.backward(lambda model, step=step: loss(model, rank, 3 * step))
+        both.backward(loss_on(rank, 3 * step))
         both.backward(lambda model, step=step: half(model, 3 * step + 1), sync=False)
-        both.backward(lambda model, step=step: loss(model, rank, 3 * step + 2))
+        both.backward(loss_on(rank, 3 * step + 2))
         both.update()
 
 
@@ -90,9 +86,9 @@ def a_graph_that_is_retained_and_a_newer_one(rank, world, options):
     both = side_by_side(Stack(), options)
     for step in range(3):
         both.zero_grad()
-        kept = {model: loss(model, rank, 2 * step) for model in (both.model, both.plain)}
+        kept = {model: loss_on(rank, 2 * step)(model) for model in (both.model, both.plain)}
         both.backward(lambda model, kept=kept: kept[model], retain_graph=True)
-        both.backward(lambda model, kept=kept, step=step: kept[model] + loss(model, rank, 2 * step + 1))
+        both.backward(lambda model, kept=kept, step=step: kept[model] + loss_on(rank, 2 * step + 1)(model))
         both.update()
 
 
@@ -100,11 +96,9 @@ def a_graph_that_is_retained_and_a_newer_one(rank, world, options):
 def a_graph_from_before_another_backward_and_a_newer_one(rank, world, options):
     both = side_by_side(Stack(), options)
     for step in range(3):
-        both.zero_grad()
-        old = {model: loss(model, rank, 3 * step) for model in (both.model, both.plain)}
-        both.backward(lambda model, step=step: loss(model, rank, 3 * step + 1))
-        both.backward(lambda model, old=old, step=step: old[model] + loss(model, rank, 3 * step + 2))
-        both.update()
+        old = {model: loss_on(rank, 3 * step)(model) for model in (both.model, both.plain)}
+        newer = loss_on(rank, 3 * step + 2)
+        both.step(loss_on(rank, 3 * step + 1), lambda model, old=old, newer=newer: old[model] + newer(model))
 
 
 @scenario
@@ -114,14 +108,9 @@ def a_retained_graph_of_a_block_that_calls_itself(rank, world, options):
             x = super().forward(x)
             return super().forward(torch.tanh(self(x, again=False))) if again else x
 
-    class Two(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Recursive() for _ in range(2))
-
-    both = side_by_side(Two(), options)
+    both = side_by_side(Stack(Recursive, blocks=2), options)
     for step in range(3):
-        both.step(lambda model, step=step: adversarial(model, rank, step))
+        both.step(adversarial(rank, step))
 
 
 # -------------------------------------------------------------------------------------------- activation checkpointing
@@ -141,13 +130,8 @@ class Shared(Stack):
 def blocks_used_again_under_reentrant_checkpointing(rank, world, options):
     for blocks in (1, 2):
         both = side_by_side(Shared(blocks=blocks), options)
-        for step in range(3):
-            both.step(lambda model, step=step: loss(model, rank, step))
-        both.zero_grad()
-        both.backward(lambda model: loss(model, rank, 3), sync=False)
-        both.backward(lambda model: loss(model, rank, 4))
-        both.backward(lambda model: loss(model, rank, 5))
-        both.update()
+        steps(both, rank)
+        both.step(*(loss_on(rank, number) for number in (3, 4, 5)), unsent=1)
 
 
 # ------------------------------------------------------------------------------------------------------- interruptions
@@ -181,33 +165,30 @@ class Stopping(Stack):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("sync", [True, False])
-def test_gradients_that_are_cleared_after_an_exception_do_not_come_back(sync, late):
-    ranks.run(cleared_after_exception, args=(sync, late), timeout=20)
-
-
-def cleared_after_exception(rank: int, world: int, sync: bool, late: bool) -> None:
+@ranks.on(2, timeout=20)
+def test_gradients_that_are_cleared_after_an_exception_do_not_come_back(rank, world, sync, late):
     both = side_by_side(Stopping(), {})
     for step in range(3):
         both.zero_grad()
-        both.backward(lambda model, step=step: loss(model, rank, 9 * step))
-        both.backward(lambda model, step=step: loss(model, rank, 9 * step + 1), sync=sync)
+        both.backward(loss_on(rank, 9 * step))
+        both.backward(loss_on(rank, 9 * step + 1), sync=sync)
         both.model.module.stop("backward", late=late)
         with pytest.raises(KeyError):
-            loss(both.model, rank, 9 * step + 2).backward()
+            loss_on(rank, 9 * step + 2)(both.model).backward()
         both.model.module.stop(None, late=late)
         both.zero_grad()
         with torch.no_grad():
             both.model(batch(rank, 0))
         assert all(param.grad is None for param in both.model.parameters())
-        both.backward(lambda model, step=step: loss(model, rank, 9 * step + 3))
-        both.update()
+        both.step(loss_on(rank, 9 * step + 3))
 
 
-def not_cleared_after_exception(rank: int, world: int) -> None:
+@ranks.on(2, timeout=20)
+def test_gradients_from_before_an_exception_are_there_after_it(rank, world):
     """The exception comes before the first gradient of the last block."""
     both = side_by_side(Stopping(), {})
     params = [*both.model.parameters()]
-    both.backward(lambda model: loss(model, rank, 0))
+    both.backward(loss_on(rank, 0))
     before = [None if param.grad is None else param.grad.clone() for param in params]
     output = both.model(batch(rank, 1))
     both.model.module.blocks[2].down.bias.register_hook(Stop().fail)
@@ -217,25 +198,19 @@ def not_cleared_after_exception(rank: int, world: int) -> None:
         assert param.grad is old is None or torch.equal(param.grad, old)
 
 
-def test_gradients_from_before_an_exception_are_there_after_it():
-    ranks.run(not_cleared_after_exception, timeout=20)
-
-
 @scenario
 def a_graph_after_one_whose_backward_failed(rank, world, options):
     """No forward comes between the two backwards."""
     both = side_by_side(Stopping(), options)
     for step in range(3):
         both.zero_grad()
-        graphs = {model: loss(model, rank, 2 * step) for model in (both.model, both.plain)}
+        graphs = {model: loss_on(rank, 2 * step)(model) for model in (both.model, both.plain)}
         both.model.module.stop("backward", late=False)
-        failing = loss(both.model, rank, 2 * step + 1)
+        failing = loss_on(rank, 2 * step + 1)(both.model)
         both.model.module.stop(None, late=False)
         with pytest.raises(KeyError):
             failing.backward()
-        both.zero_grad()
-        both.backward(lambda model, graphs=graphs: graphs[model])
-        both.update()
+        both.step(lambda model, graphs=graphs: graphs[model])
 
 
 @scenario
@@ -244,13 +219,13 @@ def an_interrupt_in_forward(rank, world, options):
     both = side_by_side(Stopping(), options)
     for step in range(3):
         both.zero_grad()
-        both.backward(lambda model, step=step: loss(model, rank, 4 * step), sync=False)
+        both.backward(loss_on(rank, 4 * step), sync=False)
         both.model.module.stop("forward", late=False)
         for enter in (both.model, both.model.module.blocks[1] if step == 2 else both.model):
             with pytest.raises(KeyboardInterrupt):
                 enter(batch(rank, 4 * step + 1))
         both.model.module.stop(None, late=False)
-        both.backward(lambda model, step=step: loss(model, rank, 4 * step + 2))
+        both.backward(loss_on(rank, 4 * step + 2))
         both.update()
 
 
@@ -277,26 +252,20 @@ def test_numbers_of_a_single_rank(name):
 # -------------------------------------------------------------------------------------------------------------- others
 
 
-def again_on_one_rank(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, "out of step", "the gathering of unit", timeout=20)
+def test_a_graph_that_one_rank_alone_goes_through_again_is_refused_on_every_rank(rank, world):
     model = zero.FSDP(Stack())
-    first = loss(model, rank, 0)
+    first = loss_on(rank, 0)(model)
     first.backward(retain_graph=True)
-    second = loss(model, rank, 1)
+    second = loss_on(rank, 1)(model)
     (first + second if rank == 0 else second).backward()
 
 
-def test_a_graph_that_one_rank_alone_goes_through_again_is_refused_on_every_rank():
-    ranks.expect_error(again_on_one_rank, 2, RuntimeError, "out of step", "the gathering of unit", timeout=20)
-
-
-def past_forward(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, r"blocks\.0\.up\.weight", "inside forward", timeout=20)
+def test_a_gradient_that_comes_past_forward_after_the_others_were_sent_is_refused(rank, world):
     model = zero.FSDP(Stack(), sharding_strategy="NO_SHARD")
     penalty = model.module.blocks[0].up.weight.square().sum()
-    (penalty + loss(model, rank, 0)).backward()
-
-
-def test_a_gradient_that_comes_past_forward_after_the_others_were_sent_is_refused():
-    ranks.expect_error(past_forward, 2, RuntimeError, r"blocks\.0\.up\.weight", "inside forward", timeout=20)
+    (penalty + loss_on(rank, 0)(model)).backward()
 
 
 class Segments(Stack):
@@ -304,22 +273,12 @@ class Segments(Stack):
         return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
 
 
-def whole_at_once(rank: int, world: int, options: dict[str, Any]) -> int:
-    both = side_by_side(Segments(blocks=8), {**options, "auto_wrap_policy": ModuleWrapPolicy({Block})})
-    most = 0
-
-    def look(_: Tensor) -> None:
-        nonlocal most
-        most = max(most, sum(unit.unsharded for unit in both.model._units[1:]))
-
-    both.step(lambda model: loss(model, rank, 0))
-    for block in both.model.module.blocks:
-        block.up.weight.register_hook(look)
-    for step in range(1, 3):
-        both.step(lambda model, step=step: loss(model, rank, step))
-    return most
-
-
 @pytest.mark.parametrize("options", ["default", "memory first"])
-def test_blocks_that_are_computed_again_together_are_released_one_by_one(options):
-    assert ranks.run(whole_at_once, args=(OPTIONS[options],), timeout=20) == [1, 1]
+@ranks.on(2, timeout=20)
+def test_blocks_that_are_computed_again_together_are_released_one_by_one(rank, world, options):
+    both = side_by_side(Segments(blocks=8), {**OPTIONS[options], "auto_wrap_policy": ModuleWrapPolicy({Block})})
+    both.step(loss_on(rank, 0))
+    counts = unsharded_in_backward(both.model, [block.up.weight for block in both.model.module.blocks])
+    for step in range(1, 3):
+        both.step(loss_on(rank, step))
+    assert max(counts) == 1

@@ -143,7 +143,9 @@ class Trained(nn.Module):
         return self.mlp(x)
 
 
-def train_beside_ddp(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["as one", "by hand", "checkpointed"])
+@ranks.on(2)
+def test_units_of_a_sequential_train_bit_for_bit_as_ddp(rank, world, how):
     losses, weights = [], []
     for stage in (0, 3):
         torch.manual_seed(0)
@@ -161,8 +163,3 @@ def train_beside_ddp(rank: int, world: int, how: str) -> None:
         weights.append(zero.full_state_dict(model))
     assert torch.equal(*losses)
     assert all(torch.equal(weights[1][name], full) for name, full in weights[0].items())
-
-
-@pytest.mark.parametrize("how", ["as one", "by hand", "checkpointed"])
-def test_units_of_a_sequential_train_bit_for_bit_as_ddp(how):
-    ranks.run(train_beside_ddp, args=(how,))

@@ -170,7 +170,8 @@ def test_four_ranks_agree_with_ddp_within_rounding(placed):
     ranks.run(assert_trains_as_ddp, 4, args=(placed, 2e-6, ddp(4, 2e-6)))
 
 
-def alone(rank: int, world: int) -> None:
+@ranks.on(bare=True)
+def test_one_process_without_a_group_trains_as_a_plain_loop(rank, world):
     for strategy in ONE_GROUP:
         for case, optim in (("mlp", "adamw"), ("convnet", "sgd")):
             found = trained(rank, case, optim, {"sharding_strategy": strategy})
@@ -179,11 +180,8 @@ def alone(rank: int, world: int) -> None:
             assert all(torch.equal(found.weights[name], value) for name, value in expected.weights.items())
 
 
-def test_one_process_without_a_group_trains_as_a_plain_loop():
-    ranks.run(alone, bare=True)
-
-
-def in_a_group_of_one(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_group_of_one_trains_as_a_plain_loop(rank, world):
     """Each rank trains by itself, as if there was no other."""
     own, _ = dist.new_subgroups_by_enumeration([[0], [1]])
     for strategy in ONE_GROUP:
@@ -191,10 +189,6 @@ def in_a_group_of_one(rank: int, world: int) -> None:
         losses = train(model, OPTIMIZERS["adamw"](model.parameters()), CASES["gpt"], rank)
         plain = CASES["gpt"].model()
         assert losses == train(plain, OPTIMIZERS["adamw"](plain.parameters()), CASES["gpt"], rank)
-
-
-def test_a_group_of_one_trains_as_a_plain_loop():
-    ranks.run(in_a_group_of_one)
 
 
 # -------------------------------------------------------------------------------------------------------- what it keeps
@@ -235,7 +229,8 @@ def other_replicas(rank: int) -> nn.Module:
     return CASES["convnet"].build()
 
 
-def start_of_all(rank: int, world: int) -> None:
+@ranks.on(4)
+def test_replicas_start_from_the_weights_of_rank_0(rank, world):
     expected = other_replicas(0).state_dict()
     for strategy in ("NO_SHARD", "HYBRID_SHARD"):
         given = {} if strategy == "NO_SHARD" else mesh(2, 2)
@@ -243,14 +238,11 @@ def start_of_all(rank: int, world: int) -> None:
         assert all(torch.equal(found[name], expected[name]) for name in expected), strategy
 
 
-def test_replicas_start_from_the_weights_of_rank_0():
-    ranks.run(start_of_all, 4)
-
-
 # -------------------------------------------------------------------------------------------------- what it is given as
 
 
-def strategies_of_pytorch(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_pytorchs_own_enum_is_understood(rank, world):
     for strategy in (TORCHS.FULL_SHARD, TORCHS.SHARD_GRAD_OP, TORCHS.NO_SHARD, TORCHS.HYBRID_SHARD):
         named, enum = (
             trained(rank, "gpt", "sgd", options((given, groups, (1, 2))))
@@ -262,16 +254,9 @@ def strategies_of_pytorch(rank: int, world: int) -> None:
     assert trained(rank, "gpt", "sgd", {"sharding_strategy": own}).losses == named.losses
 
 
-def test_pytorchs_own_enum_is_understood():
-    ranks.run(strategies_of_pytorch)
-
-
-def hybrid_zero2_of_pytorch(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_pytorchs_name_for_the_hybrid_of_zero2_is_understood(rank, world):
     zero.FSDP(GPT(), sharding_strategy=TORCHS._HYBRID_SHARD_ZERO2, **mesh(1, 2))
-
-
-def test_pytorchs_name_for_the_hybrid_of_zero2_is_understood():
-    ranks.run(hybrid_zero2_of_pytorch)
 
 
 def wrap(rank: int, world: int, placed: Placed, others: Placed | None = None) -> None:
@@ -311,7 +296,9 @@ def test_a_strategy_that_one_rank_does_not_know_is_refused_on_every_rank():
     ranks.expect_error(wrap, 2, ValueError, "'ZERO3' is unknown", args=args, timeout=15)
 
 
-def groups_that_are_no_mesh(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["the same twice", "all twice", "all across", "mesh and group"])
+@ranks.raises(4, ValueError, "process_group", timeout=15)
+def test_pairs_of_groups_that_make_up_no_mesh_are_refused(rank, world, kind):
     halves, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     crosswise, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     given = {
@@ -322,11 +309,6 @@ def groups_that_are_no_mesh(rank: int, world: int, kind: str) -> None:
     }[kind]
     extra = mesh(2, 2) if kind == "mesh and group" else {}
     zero.FSDP(GPT(), sharding_strategy="HYBRID_SHARD", process_group=given, **extra)
-
-
-@pytest.mark.parametrize("kind", ["the same twice", "all twice", "all across", "mesh and group"])
-def test_pairs_of_groups_that_make_up_no_mesh_are_refused(kind):
-    ranks.expect_error(groups_that_are_no_mesh, 4, ValueError, "process_group", args=(kind,), timeout=15)
 
 
 # --------------------------------------------------------------------------------------------------------- what it does
@@ -352,24 +334,6 @@ def counted() -> Iterator[Counter[str]]:
 
     with counting("gather"), counting("reduce"), counting("all_reduce"), counting("agree"):
         yield counts
-
-
-def step_counted(rank: int, world: int, placed: Placed, micro: int, sync: bool) -> dict[str, int]:
-    model = zero.FSDP(CASES["gpt"].model(), **options(placed))
-    assert len(model.shard_groups) == UNITS
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    steps = []
-    for step in range(3):
-        with counted() as counts:
-            optimizer.zero_grad()
-            for number in range(micro):
-                with nullcontext() if sync or number == micro - 1 else model.no_sync():
-                    loss: Tensor = model(*CASES["gpt"].batch(rank, step * micro + number).inputs).square().mean()
-                    loss.backward()
-            optimizer.step()
-        steps.append(dict(counts))
-    assert steps[0] == steps[1] == steps[2]
-    return steps[0]
 
 
 def expected_counts(strategy: str, micro: int, sync: bool) -> dict[str, int]:
@@ -398,9 +362,24 @@ COUNTED: list[tuple[Placed, int]] = [
 
 @pytest.mark.parametrize(("micro", "sync"), [(1, True), (3, True), (3, False)], ids=["step", "accumulated", "no_sync"])
 @pytest.mark.parametrize(("placed", "world"), COUNTED, ids=[placed[0] for placed, _ in COUNTED])
-def test_a_step_gathers_and_reduces_as_often_as_its_strategy_says(placed, world, micro, sync):
+@ranks.on("world")
+def test_a_step_gathers_and_reduces_as_often_as_its_strategy_says(rank, world, placed, micro, sync):
+    model = zero.FSDP(CASES["gpt"].model(), **options(placed))
+    assert len(model.shard_groups) == UNITS
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    steps = []
+    for step in range(3):
+        with counted() as counts:
+            optimizer.zero_grad()
+            for number in range(micro):
+                with nullcontext() if sync or number == micro - 1 else model.no_sync():
+                    loss: Tensor = model(*CASES["gpt"].batch(rank, step * micro + number).inputs).square().mean()
+                    loss.backward()
+            optimizer.step()
+        steps.append(dict(counts))
+    assert steps[0] == steps[1] == steps[2]
     expected = expected_counts(placed[0], micro, sync)
-    assert ranks.run(step_counted, world, args=(placed, micro, sync)) == [expected] * world
+    assert steps[0] == expected
 
 
 # ------------------------------------------------------------------------------------- replicas that do not do the same
@@ -416,10 +395,7 @@ class Chosen(nn.Module):
         return chosen
 
 
-def mixing(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, "out of step", r"averaging over replicas of unit 'blocks\.[12]'")
+def test_gradients_of_different_units_are_not_averaged_over_replicas(rank: int, world: int) -> None:
     model = zero.FSDP(Chosen(), sharding_strategy="NO_SHARD", auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     model(torch.ones(2, 8), 1 + rank).sum().backward()
-
-
-def test_gradients_of_different_units_are_not_averaged_over_replicas() -> None:
-    ranks.expect_error(mixing, 2, RuntimeError, "out of step", r"averaging over replicas of unit 'blocks\.[12]'")

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
-from stacks import WIDTH, Scenarios, Stack, batch, side_by_side, steps
+from sidebyside import side_by_side
+from stacks import WIDTH, Scenarios, Stack, batch, steps, unsharded_in_backward
 
 SCENARIOS = scenario = Scenarios()
 
@@ -151,22 +152,12 @@ class Siblings(Stack):
         return checkpoint(block, x, use_reentrant=True) if self.reentrant else block(x)
 
 
-def whole_at_once(rank: int, world: int, reentrant: bool, options: dict[str, Any]) -> int:
-    both = side_by_side(Siblings(reentrant), options | INNER)
-    most = 0
-
-    def look(_: Tensor) -> None:
-        nonlocal most
-        most = max(most, sum(unit.unsharded for unit in both.model._units[1:]))
-
-    for block in both.model.module.blocks:
-        for branch in block.branches:
-            branch.up.weight.register_hook(look)
-    steps(both, rank)
-    return most
-
-
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("options", ["default", "memory first"])
-def test_units_that_read_one_tensor_are_released_one_by_one(options, reentrant):
-    assert ranks.run(whole_at_once, args=(reentrant, OPTIONS[options]), timeout=20) == [1, 1]
+@ranks.on(2, timeout=20)
+def test_units_that_read_one_tensor_are_released_one_by_one(rank, world, options, reentrant):
+    both = side_by_side(Siblings(reentrant), OPTIONS[options] | INNER)
+    branches = [branch for block in both.model.module.blocks for branch in block.branches]
+    counts = unsharded_in_backward(both.model, [branch.up.weight for branch in branches])
+    steps(both, rank)
+    assert max(counts) == 1

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import matrix
 import ranks
 import zero
-from models import OPTIMIZERS
+from models import OPTIMIZERS, take_step
 from sidebyside import SideBySide, stage_2, stage_3
 
 pytest.importorskip("transformers")
@@ -49,22 +49,19 @@ STAGES: dict[str, tuple[Callable[[Family], Callable[..., Any]], list[str]]] = {
 """How a stage is set up, and the optimizers to try it with."""
 
 
-def trained(rank: int, world: int, name: str, stage: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [(name, stage) for name in FAMILIES for stage in ("2", "3")]
+    + [(name, stage) for name in ("gpt2", "mixtral") for stage in STAGES if stage not in ("2", "3")],
+)
+@ranks.on(2)
+def test_training_is_the_same_at_every_stage(rank, world, name, stage):
     family = FAMILIES[name]
     build, optims = STAGES[stage]
     for optim in optims:
         both = SideBySide(family.model(), build(family), OPTIMIZERS[optim])
         for step in range(3):
             both.step(family.loss(rank, step))
-
-
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [(name, stage) for name in FAMILIES for stage in ("2", "3")]
-    + [(name, stage) for name in ("gpt2", "mixtral") for stage in STAGES if stage not in ("2", "3")],
-)
-def test_training_is_the_same_at_every_stage(name, stage):
-    ranks.run(trained, args=(name, stage))
 
 
 # ------------------------------------------------------------------------------------------------- experts
@@ -143,7 +140,9 @@ def test_ranks_may_generate_texts_of_different_lengths():
 # ---------------------------------------------------------------------------------- recomputed activations
 
 
-def recomputed(rank: int, world: int, name: str, reentrant: bool) -> None:
+@matrix.combined("name, reentrant", FAMILIES, [False, True])
+@ranks.on(2)
+def test_activations_are_recomputed_in_backward(rank, world, name, reentrant):
     family = FAMILIES[name]
     model = family.model()
     inner = model.bert if name == "bert" else model
@@ -161,15 +160,11 @@ def recomputed(rank: int, world: int, name: str, reentrant: bool) -> None:
         assert len(calls) == 2 * len(units), "once in forward, once in backward"
 
 
-@matrix.combined("name, reentrant", FAMILIES, [False, True])
-def test_activations_are_recomputed_in_backward(name, reentrant):
-    ranks.run(recomputed, args=(name, reentrant))
-
-
 # -------------------------------------------------------------------------------------------- full weights
 
 
-def exchanged(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_whole_weights_load_into_the_plain_model_and_back(rank, world):
     for name, family in FAMILIES.items():
         wrapped, plain, expected = zero.FSDP(family.model(3)), family.model(4), family.model(3)
         found = wrapped.state_dict()
@@ -184,10 +179,6 @@ def exchanged(rank: int, world: int) -> None:
         assert family.loss(rank, 0)(wrapped).item() == family.loss(rank, 0)(family.model(5).eval()).item(), name
 
 
-def test_whole_weights_load_into_the_plain_model_and_back():
-    ranks.run(exchanged)
-
-
 # -------------------------------------------------------------------------------------------------- learning
 
 
@@ -197,11 +188,7 @@ def learnt(rank: int, world: int, stage: int) -> tuple[list[float], float]:
     model, optimizer = zero.setup(family.model(), torch.optim.AdamW, stage=stage, lr=3e-3)
     losses = []
     for step in range(80):
-        optimizer.zero_grad()
-        loss = family.loss(rank, step)(model)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, family.loss(rank, step)(model)))
     images, labels = digits()
     model.eval()
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ranks
 import zero
+from logs import Heard
 from models import FeedForward
 from zero.fsdp.units import LARGE_MODEL
 
@@ -111,25 +111,10 @@ def test_a_plan_warns_of_nothing():
 # ------------------------------------------------------------------------------------------------------------- the log
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def logged(rank: int, world: int, options: dict[str, Any]) -> list[str]:
-    lines, logger = Lines(), logging.getLogger("zero")
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    try:
+    with Heard() as heard:
         zero.FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), *(FeedForward(WIDTH, 512) for _ in range(3))), **options)
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(logging.NOTSET)
-    return lines.lines
+    return heard.messages
 
 
 def test_the_log_says_how_many_units_there_are_and_how_large_the_largest_is():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,18 +119,18 @@ def overflown(fabric: Any) -> None:
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 
-REFUSED: list[tuple[int, Callable[[Any], None]]] = [
-    (2, by_value),
-    (3, by_value),
-    (3, of_some),
-    (2, alone),
-    (2, overflown),
-    (3, overflown),
-]
-
-
-def refusals(rank: int, world: int) -> list[str]:
-    return [ranks.refusal(partial(call, fabric_at(rank, world, stage))) for stage, call in REFUSED]
+def refusals(rank: int, world: int) -> None:
+    infinite = ["RuntimeError", "total norm of order 2.0", "error_if_nonfinite=False"]
+    for stage, call, words in [
+        (2, by_value, ["ValueError", "by value", "stage 2"]),
+        (3, by_value, ["ValueError", "by value", "stage 3"]),
+        (3, of_some, ["ValueError", "does not hold 'head.weight'"]),
+        (2, alone, ["RuntimeError", "fabric.setup(model, optimizer)"]),
+        (2, overflown, infinite),
+        (3, overflown, infinite),
+    ]:
+        told = ranks.refusal(partial(call, fabric_at(rank, world, stage)))
+        assert all(word in told for word in words), (call.__name__, told)
 
 
 def compiled_inside(rank: int, world: int, folder: str) -> None:

@@ -279,16 +279,33 @@ class Without(Module):
 
 
 BY_VALUE = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
-REFUSED: dict[str, Callable[[int, int], Any]] = {
-    "by value at stage 2": lambda rank, world: trainer(rank, world, strategy(2), **BY_VALUE).fit(Module()),
-    "by value at stage 3": lambda rank, world: trainer(rank, world, strategy(3), **BY_VALUE).fit(Module()),
-    "no optimizer": lambda rank, world: trainer(rank, world, strategy(2)).fit(Without()),
-    "gone": gone,
-    "stage 4": lambda rank, world: strategy(4),
-    "OSS at stage 3": lambda rank, world: strategy(3, oss={"partition": "whole"}),
-    "no kind of checkpoint": lambda rank, world: strategy(2, checkpoint="local"),
+REFUSED: dict[str, tuple[Callable[[int, int], Any], list[str]]] = {
+    "by value at stage 2": (
+        lambda rank, world: trainer(rank, world, strategy(2), **BY_VALUE).fit(Module()),
+        ["ValueError", "by value", "stage 2", "Clip by norm"],
+    ),
+    "by value at stage 3": (
+        lambda rank, world: trainer(rank, world, strategy(3), **BY_VALUE).fit(Module()),
+        ["ValueError", "by value", "stage 3", "Clip by norm"],
+    ),
+    "no optimizer": (
+        lambda rank, world: trainer(rank, world, strategy(2)).fit(Without()),
+        ["ValueError", "returned no optimizer", "stage 2"],
+    ),
+    "gone": (gone, ["ValueError", "sharded by an FSDP that no longer exists", "zero.unwrap(trainer.strategy.model)"]),
+    "stage 4": (lambda rank, world: strategy(4), ["ValueError", "stage=4 is unknown"]),
+    "OSS at stage 3": (
+        lambda rank, world: strategy(3, oss={"partition": "whole"}),
+        ["ValueError", "OSS is for stages 1 and 2"],
+    ),
+    "no kind of checkpoint": (
+        lambda rank, world: strategy(2, checkpoint="local"),
+        ["ValueError", "checkpoint='local' is unknown"],
+    ),
 }
 
 
-def refusals(rank: int, world: int) -> dict[str, str]:
-    return {name: ranks.refusal(partial(call, rank, world)) for name, call in REFUSED.items()}
+def refusals(rank: int, world: int) -> None:
+    for name, (call, words) in REFUSED.items():
+        told = ranks.refusal(partial(call, rank, world))
+        assert all(word in told for word in words), (name, told)

@@ -91,8 +91,8 @@ class WithDropout(GPT):
         return self.head(self.norm(x))
 
 
-def compared(rank: int, world: int, folder: str) -> list[str]:
-    """What differs from DDP, in words."""
+@ranks.on(2)
+def test_losses_and_weights_are_those_of_ddp_bit_for_bit(rank: int, world: int, tmp_path: Path) -> None:
     from zero.integrations.accelerate import ZeroPlugin
 
     differences = []
@@ -110,20 +110,17 @@ def compared(rank: int, world: int, folder: str) -> list[str]:
             expected_weights = expected.weights()
         recomputing = ZeroPlugin(stage=3, activation_checkpointing=True)
         hybrid = ZeroPlugin(stage=3, sharding_strategy="HYBRID_SHARD", shard_size=1)
-        on_disk = [ZeroPlugin(stage=stage, offload=zero.DiskOffload(folder)) for stage in STAGES]
+        on_disk = [ZeroPlugin(stage=stage, offload=zero.DiskOffload(tmp_path)) for stage in STAGES]
         for plugin in (*STAGES, *([0, recomputing, hybrid, *on_disk] if how == "plainly" else [])):
             with launched(rank, world):
                 got = Script(build(3, **options, zero_plugin=plugin), **script).train()
                 if got.losses != expected.losses or farthest(got.weights(), expected_weights):
                     differences.append(f"stage {plugin}, {how}")
-    return differences
+    assert differences == []
 
 
-def test_losses_and_weights_are_those_of_ddp_bit_for_bit(tmp_path: Path) -> None:
-    assert ranks.run(compared, args=(str(tmp_path),)) == [[], []]
-
-
-def clipped(rank: int, world: int) -> list[tuple[float, float]]:
+@ranks.on(2)
+def test_clipping_gives_the_norms_and_weights_of_ddp(rank: int, world: int) -> None:
     from zero.integrations.accelerate import ZeroPlugin
 
     with launched(rank, world):
@@ -141,15 +138,11 @@ def clipped(rank: int, world: int) -> list[tuple[float, float]]:
             plugin = ZeroPlugin(stage=stage, gradient_clipping=0.1)
             got = Script(build(3, zero_plugin=plugin)).train()
             found.append((0.0, farthest(got.weights(), expected_weights)))
-    return found
+    assert all(norms <= 1e-5 and weights <= 1e-6 for norms, weights in found), found
 
 
-def test_clipping_gives_the_norms_and_weights_of_ddp() -> None:
-    for found in ranks.run(clipped):
-        assert all(norms <= 1e-5 and weights <= 1e-6 for norms, weights in found), found
-
-
-def compressed(rank: int, world: int) -> list[float]:
+@ranks.on(2)
+def test_gradients_travel_in_the_dtype_that_is_asked_for(rank: int, world: int) -> None:
     """How far gradients that travel in 16 and in 8 bits lead from those that do not."""
     from zero.integrations.accelerate import ZeroPlugin
 
@@ -161,15 +154,12 @@ def compressed(rank: int, world: int) -> list[float]:
             plugin = ZeroPlugin(stage=stage, reduce_dtype=dtype, reduce_bucket_size=5000 if stage < 3 else None)
             got = Script(build(3, zero_plugin=plugin), optim=torch.optim.SGD).train()
             found.append(farthest(got.weights(), expected))
-    return found
+    assert all(0 < distance < 1e-3 for distance in found), found
 
 
-def test_gradients_travel_in_the_dtype_that_is_asked_for() -> None:
-    for found in ranks.run(compressed):
-        assert all(0 < distance < 1e-3 for distance in found), found
-
-
-def scaled(rank: int, world: int, clip: float | None) -> list[tuple[list[float], float, Weights]]:
+@pytest.mark.parametrize("clip", [None, 0.1])
+@ranks.on(2)
+def test_loss_scaling_skips_the_steps_that_ddp_skips(rank: int, world: int, clip: float | None) -> None:
     """Training in float16, of which the first steps overflow. Accelerate itself offers it on GPUs only."""
     found = []
     for stage in (0, *STAGES):
@@ -180,17 +170,12 @@ def scaled(rank: int, world: int, clip: float | None) -> list[tuple[list[float],
             accelerator.scaler = scaler("cpu", init_scale=2.0**18, growth_interval=2)
             script = Script(accelerator).train(clip=clip)
             found.append((script.losses, accelerator.scaler.get_scale(), script.weights()))
-    return found
-
-
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_loss_scaling_skips_the_steps_that_ddp_skips(clip: float | None) -> None:
-    for (losses, scale, weights), *others in ranks.run(scaled, args=(clip,)):
-        assert scale < 2.0**18
-        for other in others:
-            assert other[1] == scale
-            assert other[0] == pytest.approx(losses, abs=1e-6 if clip else 0)
-            assert farthest(other[2], weights) <= (1e-6 if clip else 0)
+    (losses, scale, weights), *others = found
+    assert scale < 2.0**18
+    for other in others:
+        assert other[1] == scale
+        assert other[0] == pytest.approx(losses, abs=1e-6 if clip else 0)
+        assert farthest(other[2], weights) <= (1e-6 if clip else 0)
 
 
 def alone(rank: int, world: int, folder: str) -> list[list[float]]:
@@ -212,8 +197,8 @@ def test_one_process_trains_alone(tmp_path: Path) -> None:
     assert all(one == pytest.approx(expected, rel=1e-5) for one in found)
 
 
-def reported(rank: int, world: int) -> list[tuple[str, int, int, bool]]:
-    """The stage, the bytes of gradients and of optimizer state, and whether zero.plan knows the optimizer."""
+@ranks.on(2)
+def test_a_report_knows_what_accelerate_has_prepared(rank: int, world: int) -> None:
     found = []
     for stage in (0, *STAGES):
         with launched(rank, world):
@@ -222,17 +207,12 @@ def reported(rank: int, world: int) -> list[tuple[str, int, int, bool]]:
             script.accelerator.backward(script.loss(tokens))
             told = zero.report(script.model, script.optimizer)
             found.append((told.stage, told.gradients, told.optimizer, told.planned is not None))
-    return found
-
-
-def test_a_report_knows_what_accelerate_has_prepared() -> None:
-    for found in ranks.run(reported):
-        stages, gradients, states, planned = zip(*found, strict=True)
-        assert stages == ("0", "1", "2", "3")
-        full, state = gradients[0], states[0]
-        assert gradients == pytest.approx((full, full, full / 2, full / 2), rel=0.05)
-        assert states == pytest.approx((state, state / 2, state / 2, state / 2), rel=0.05)
-        assert all(planned)
+    stages, gradients, states, planned = zip(*found, strict=True)
+    assert stages == ("0", "1", "2", "3")
+    full, state = gradients[0], states[0]
+    assert gradients == pytest.approx((full, full, full / 2, full / 2), rel=0.05)
+    assert states == pytest.approx((state, state / 2, state / 2, state / 2), rel=0.05)
+    assert all(planned)
 
 
 def apart(rank: int, world: int, asked: int) -> list[str]:
@@ -263,7 +243,8 @@ def test_one_process_of_a_launcher_is_not_refused() -> None:
 # --------------------------------------------------------------------------------------------------- states
 
 
-def resumed(rank: int, world: int, folder: str) -> list[str]:
+@ranks.on(2, timeout=100)
+def test_a_state_goes_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, world: int, tmp_path: Path) -> None:
     from zero.integrations.accelerate import ZeroPlugin
 
     with launched(rank, world):
@@ -282,7 +263,7 @@ def resumed(rank: int, world: int, folder: str) -> list[str]:
 
     for kind, stages in {"FULL_STATE_DICT": (0, *STAGES), "SHARDED_STATE_DICT": STAGES}.items():
         for stage in stages:
-            place = shared_folder(folder, f"{kind}{stage}")
+            place = shared_folder(tmp_path, f"{kind}{stage}")
             plugin = {"zero_plugin": ZeroPlugin(stage=stage, state_dict_type=kind)} if stage else {}
             with launched(rank, world):
                 script = Script(build(stage, **plugin)).train(stop=2)
@@ -290,15 +271,11 @@ def resumed(rank: int, world: int, folder: str) -> list[str]:
                 script.accelerator.wait_for_everyone()
             for other in stages:
                 go_on(other, kind, place, f"{kind} of stage {stage}")
-    return wrong
+    assert wrong == []
 
 
-def test_a_state_goes_on_bit_for_bit_at_any_stage_and_without_zero(tmp_path: Path) -> None:
-    assert ranks.run(resumed, args=(str(tmp_path),), timeout=100) == [[], []]
-
-
-def saved(rank: int, world: int, folder: str) -> dict[Any, dict[str, Tensor]]:
-    """What `save_model` has written, by stage, and at last in parts."""
+@ranks.on(2)
+def test_saved_weights_are_all_there_and_load_into_the_plain_model(rank: int, world: int, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     from zero.integrations.accelerate import ZeroPlugin
@@ -308,7 +285,7 @@ def saved(rank: int, world: int, folder: str) -> dict[Any, dict[str, Tensor]]:
     for title, plugin in {1: 1, 2: 2, 3: 3, "16 bits": sixteen}.items():
         with launched(rank, world):
             script = Script(build(3, zero_plugin=plugin)).train(stop=1)
-            place = Path(folder, str(title))
+            place = Path(tmp_path, str(title))
             script.accelerator.save_model(script.model, str(place), max_shard_size="20KB" if title == 3 else "1GB")
             found[title] = {
                 name: value for file in sorted(place.glob("*.safetensors")) for name, value in load_file(file).items()
@@ -319,57 +296,16 @@ def saved(rank: int, world: int, folder: str) -> dict[Any, dict[str, Tensor]]:
             names = {name for name in expected if name != "head.weight"}  # tied to the embedding
             assert found[title].keys() == names, found[title].keys() ^ names
             assert title == "16 bits" or all(torch.equal(found[title][name], expected[name]) for name in names)
-    return found
-
-
-def test_saved_weights_are_all_there_and_load_into_the_plain_model(tmp_path: Path) -> None:
-    for found in ranks.run(saved, args=(str(tmp_path),)):
-        assert len({frozenset(weights) for weights in found.values()}) == 1
-        assert len([*(tmp_path / "3").glob("*.safetensors")]) > 1
-        assert {value.dtype for value in found["16 bits"].values()} == {torch.bfloat16}
-        model = GPT()
-        missing, unexpected = model.load_state_dict(found[2], strict=False)
-        assert (missing, unexpected) == (["head.weight"], [])
-        assert torch.equal(model.state_dict()["blocks.0.mlp.0.weight"], found[2]["blocks.0.mlp.0.weight"])
+    assert len({frozenset(weights) for weights in found.values()}) == 1
+    assert len([*(tmp_path / "3").glob("*.safetensors")]) > 1
+    assert {value.dtype for value in found["16 bits"].values()} == {torch.bfloat16}
+    model = GPT()
+    missing, unexpected = model.load_state_dict(found[2], strict=False)
+    assert (missing, unexpected) == (["head.weight"], [])
+    assert torch.equal(model.state_dict()["blocks.0.mlp.0.weight"], found[2]["blocks.0.mlp.0.weight"])
 
 
 # ------------------------------------------------------------------------------------------- other calls
-
-
-def called(rank: int, world: int, stage: int) -> None:
-    """Calls of scripts beside the loop, each compared with what it gives under DDP."""
-    with launched(rank, world):
-        two_models(build(0)), (expected := two_models(build(0)))
-    with launched(rank, world):
-        got = two_models(build(stage))
-        assert all(farthest(one, other) <= 1e-6 for one, other in zip(got, expected, strict=True))
-    with launched(rank, world):
-        expected_weights = reduced_late(build(0))
-    with launched(rank, world):
-        assert farthest(reduced_late(build(stage)), expected_weights) <= 1e-6
-    with launched(rank, world):
-        accelerator = build(stage)
-        script = Script(accelerator)
-        hooked = []
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: hooked.append((models, len(weights))))
-        part = [*script.model.parameters()][:2]
-        script.loss(next(iter(script.loader))[0]).backward()
-        if stage > 1:
-            assert "of the full model" in ranks.refusal(lambda: accelerator.clip_grad_norm_(part, 1.0))
-            assert "sharded" in ranks.refusal(lambda: accelerator.clip_grad_value_(part, 1.0))
-        else:
-            accelerator.clip_grad_norm_(part, 1.0)
-            accelerator.clip_grad_value_(part, 1.0)
-        assert accelerator.prepare(script.model) is script.model
-        assert len(accelerator._models) == 1
-        evaluated = GPT().eval().requires_grad_(False)
-        assert accelerator.prepare_model(evaluated, evaluation_mode=True) is evaluated
-        accelerator._models.pop()
-        with launched_folder() as folder:
-            accelerator.save_state(folder)
-        assert hooked == [([script.model], 1)]
-        model, optimizer = accelerator.free_memory(script.model, script.optimizer)
-        assert model is None and optimizer is None and accelerator._models == []
 
 
 def launched_folder() -> Any:
@@ -410,11 +346,44 @@ def reduced_late(accelerator: Any) -> Weights:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_calls_beside_the_loop(stage: int) -> None:
-    ranks.run(called, args=(stage,))
+@ranks.on(2)
+def test_calls_beside_the_loop(rank: int, world: int, stage: int) -> None:
+    with launched(rank, world):
+        two_models(build(0)), (expected := two_models(build(0)))
+    with launched(rank, world):
+        got = two_models(build(stage))
+        assert all(farthest(one, other) <= 1e-6 for one, other in zip(got, expected, strict=True))
+    with launched(rank, world):
+        expected_weights = reduced_late(build(0))
+    with launched(rank, world):
+        assert farthest(reduced_late(build(stage)), expected_weights) <= 1e-6
+    with launched(rank, world):
+        accelerator = build(stage)
+        script = Script(accelerator)
+        hooked = []
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: hooked.append((models, len(weights))))
+        part = [*script.model.parameters()][:2]
+        script.loss(next(iter(script.loader))[0]).backward()
+        if stage > 1:
+            assert "of the full model" in ranks.refusal(lambda: accelerator.clip_grad_norm_(part, 1.0))
+            assert "sharded" in ranks.refusal(lambda: accelerator.clip_grad_value_(part, 1.0))
+        else:
+            accelerator.clip_grad_norm_(part, 1.0)
+            accelerator.clip_grad_value_(part, 1.0)
+        assert accelerator.prepare(script.model) is script.model
+        assert len(accelerator._models) == 1
+        evaluated = GPT().eval().requires_grad_(False)
+        assert accelerator.prepare_model(evaluated, evaluation_mode=True) is evaluated
+        accelerator._models.pop()
+        with launched_folder() as folder:
+            accelerator.save_state(folder)
+        assert hooked == [([script.model], 1)]
+        model, optimizer = accelerator.free_memory(script.model, script.optimizer)
+        assert model is None and optimizer is None and accelerator._models == []
 
 
-def built_elsewhere(rank: int, world: int) -> list[bool]:
+@ranks.on(2)
+def test_other_orders_and_values_on_rank_0_only(rank: int, world: int) -> None:
     """Models that are prepared in another order than the usual one, or have their values on rank 0 only."""
     right = []
     for stage in STAGES:
@@ -439,15 +408,11 @@ def built_elsewhere(rank: int, world: int) -> list[bool]:
         accelerator = build(3)
         model, _ = accelerator.prepare(model, AdamW(model.parameters()))
         right.append(farthest(accelerator.get_state_dict(model), expected) == 0)
-    return right
+    assert all(right), right
 
 
-def test_other_orders_and_values_on_rank_0_only() -> None:
-    for right in ranks.run(built_elsewhere):
-        assert all(right), right
-
-
-def compiled(rank: int, world: int) -> list[float]:
+@ranks.on(2)
+def test_torch_compile_lies_inside(rank: int, world: int) -> None:
     """Autocast and torch.compile lie inside of what shards the model."""
     found = []
     for stage in (0, 3):
@@ -456,15 +421,11 @@ def compiled(rank: int, world: int) -> list[float]:
             script = Script(build(stage, **options), model=partial(GPT, layers=2)).train(stop=1)
             assert stage == 0 or script.accelerator.unwrap_model(script.model)._compiled_call_impl is not None
             found.append(script.losses[-1])
-    return found
+    assert len({*found}) == 1, found
 
 
-def test_torch_compile_lies_inside() -> None:
-    for found in ranks.run(compiled):
-        assert len({*found}) == 1, found
-
-
-def saved_compiled(rank: int, world: int, folder: str) -> None:
+@ranks.on(2)
+def test_states_of_compiled_blocks_have_the_names_of_the_plain_model(rank: int, world: int, tmp_path: Path) -> None:
     """Blocks that Accelerate compiles one by one. Files have the names of the plain model, and load into either."""
     from accelerate.utils import TorchDynamoPlugin
 
@@ -478,7 +439,7 @@ def saved_compiled(rank: int, world: int, folder: str) -> None:
                 assert any("_orig_mod" in name for name, _ in inner.named_parameters()) == bool(options)
                 if options:
                     script.train(stop=1)
-                    place = shared_folder(folder, str(stage))
+                    place = shared_folder(tmp_path, str(stage))
                     weights = script.weights()
                     assert weights.keys() == plain
                     script.accelerator.save_state(str(place))
@@ -486,11 +447,8 @@ def saved_compiled(rank: int, world: int, folder: str) -> None:
                 assert all(torch.equal(value, weights[name]) for name, value in script.weights().items())
 
 
-def test_states_of_compiled_blocks_have_the_names_of_the_plain_model(tmp_path: Path) -> None:
-    ranks.run(saved_compiled, args=(str(tmp_path),))
-
-
-def refused(rank: int, world: int) -> dict[str, str]:
+@ranks.on(2)
+def test_what_cannot_be_is_refused_on_every_rank(rank: int, world: int) -> None:
     from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
     from accelerate.utils.deepspeed import DummyOptim
 
@@ -507,7 +465,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
     transformer = "TRANSFORMER_BASED_WRAP"
     model = GPT()
     hook = DistributedDataParallelKwargs(comm_hook="fp16")
-    return {
+    found = {
         "Prepare both in one call": trying(lambda: build(2).prepare(GPT())),
         "DummyOptim is a placeholder": trying(lambda: build(2).prepare(model, DummyOptim(model.parameters()))),
         "no stage to shard at was given": trying(lambda: build(2, zero_plugin=None)),
@@ -534,9 +492,5 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "shards within 3 ranks": wrapping(sharding_strategy="HYBRID_SHARD", shard_size=3),
         "both say how to shard": trying(lambda: build(2, fsdp_plugin=object())),
     }
-
-
-def test_what_cannot_be_is_refused_on_every_rank() -> None:
-    for found in ranks.run(refused):
-        for expected, error in found.items():
-            assert error.startswith("ValueError") and expected in error, error
+    for expected, error in found.items():
+        assert error.startswith("ValueError") and expected in error, error

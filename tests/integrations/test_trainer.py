@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 import ranks
 import zero
 from launched import launched
+from logs import Heard
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     pytest.skip("needs transformers and accelerate", allow_module_level=True)
@@ -74,30 +74,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-class Heard(logging.Handler):
-    """The messages of a logger."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-        self.logger = logging.getLogger(name)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __enter__(self) -> Heard:
-        self.before = self.logger.level
-        self.logger.addHandler(self)
-        self.logger.setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.logger.removeHandler(self)
-        self.logger.setLevel(self.before)
-
-
-def trained(rank: int, world: int, folder: str) -> list[str]:
-    """What differs from DDP, in words."""
+@ranks.on(2, timeout=100)
+def test_losses_weights_and_logs_are_those_of_ddp(rank: int, world: int, tmp_path: Path) -> None:
     wrong = []
     ways: dict[str, dict[str, Any]] = {
         "plainly": {},
@@ -107,12 +85,12 @@ def trained(rank: int, world: int, folder: str) -> list[str]:
     }
     for how, options in ways.items():
         with launched(rank, world):
-            expected = build(0, folder, log_level="warning", **options)
+            expected = build(0, tmp_path, log_level="warning", **options)
             expected.train()
             expected_weights, evaluated = weights(expected), expected.evaluate()["eval_loss"]
         for stage in STAGES:
             with launched(rank, world), Heard("transformers.trainer") as heard:
-                got = build(stage, folder, log_level="info", **options)
+                got = build(stage, tmp_path, log_level="info", **options)
                 got.train()
                 exact = losses(got) == losses(expected) and same(weights(got), expected_weights)
                 close = all(
@@ -127,24 +105,21 @@ def trained(rank: int, world: int, folder: str) -> list[str]:
                     "count": rank > 0 or any(count in message for message in heard.messages),
                 }
                 wrong += [f"{name} at stage {stage}, {how}" for name, right in told.items() if not right]
-    return wrong
-
-
-def test_losses_weights_and_logs_are_those_of_ddp(tmp_path: Path) -> None:
-    assert ranks.run(trained, args=(str(tmp_path),), timeout=100) == [[], []]
+    assert wrong == []
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-def resumed(rank: int, world: int, folder: str) -> list[str]:
+@ranks.on(2, timeout=100)
+def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, world: int, tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
     from zero.integrations.accelerate import ZeroPlugin
 
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     with launched(rank, world):
-        expected = build(0, f"{folder}/0", **saving)
+        expected = build(0, f"{tmp_path}/0", **saving)
         expected.train()
         expected_weights = weights(expected)
     sharded = {stage: ZeroPlugin(stage=stage, state_dict_type="SHARDED_STATE_DICT") for stage in (2, 3)}
@@ -157,61 +132,22 @@ def resumed(rank: int, world: int, folder: str) -> list[str]:
     for place, plugin in places.items():
         if place != "0":
             with launched(rank, world):
-                trainer = build(plugin, f"{folder}/{place}", **saving)
+                trainer = build(plugin, f"{tmp_path}/{place}", **saving)
                 trainer.train()
                 if not same(weights(trainer), expected_weights):
                     wrong.append(f"{place} itself")
-                trainer.save_model(f"{folder}/{place}/final")
+                trainer.save_model(f"{tmp_path}/{place}/final")
                 torch.distributed.barrier()
-                loaded = GPT2LMHeadModel.from_pretrained(f"{folder}/{place}/final")
+                loaded = GPT2LMHeadModel.from_pretrained(f"{tmp_path}/{place}/final")
                 if not same(dict(loaded.state_dict()), expected_weights):
                     wrong.append(f"{place} by from_pretrained")
         for other in (0, *STAGES) if not place.startswith("sharded") else STAGES:
             with launched(rank, world):
-                again = build(other, f"{folder}/again", **{**saving, "save_strategy": "no"})
-                again.train(resume_from_checkpoint=f"{folder}/{place}/checkpoint-2")
+                again = build(other, f"{tmp_path}/again", **{**saving, "save_strategy": "no"})
+                again.train(resume_from_checkpoint=f"{tmp_path}/{place}/checkpoint-2")
                 if losses(again)[2:] != losses(expected)[2:] or not same(weights(again), expected_weights):
                     wrong.append(f"{place} at stage {other}")
-    return wrong
-
-
-def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(tmp_path: Path) -> None:
-    assert ranks.run(resumed, args=(str(tmp_path),), timeout=100) == [[], []]
-
-
-def trained_on(rank: int, world: int, folder: str) -> list[str]:
-    """What people do with a Trainer after train(), against DDP."""
-    wrong, best = [], {}
-    options = {
-        "max_grad_norm": 0.5,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
-    for stage in (0, *STAGES):
-        with launched(rank, world):
-            trainer = build(
-                stage, f"{folder}/{stage}", **options, load_best_model_at_end=True, metric_for_best_model="loss"
-            )
-            trainer.train()
-            first = weights(trainer)
-            trainer.train()  # goes on from the best weights
-            best[stage] = [first, weights(trainer), norms(trainer)]
-            # As in Hugging Face's documentation.
-            if trainer.is_fsdp_enabled:
-                trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-            trainer.save_model(f"{folder}/{stage}/final")
-            trainer.train(resume_from_checkpoint=f"{folder}/{stage}/checkpoint-2")
-            best[stage].append(weights(trainer))
-        for number, (one, other) in enumerate(zip(best[stage], best[0], strict=True)):
-            if isinstance(one, dict):
-                right = all(torch.allclose(one[name], other[name], atol=1e-5) for name in other)
-            else:
-                right = torch.allclose(torch.as_tensor(one), torch.as_tensor(other), atol=1e-5)
-            if not right:
-                wrong.append(f"{number} at stage {stage}")
-    return wrong
+    assert wrong == []
 
 
 def evaluated_first(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
@@ -231,8 +167,40 @@ def test_a_model_that_was_evaluated_first_is_trained_by_all_ranks(tmp_path: Path
     assert all(same(one, first[0]) for one in [*first, *second])
 
 
-def test_the_best_model_a_second_train_and_a_late_resume(tmp_path: Path) -> None:
-    assert ranks.run(trained_on, args=(str(tmp_path),), timeout=100) == [[], []]
+@ranks.on(2, timeout=100)
+def test_the_best_model_a_second_train_and_a_late_resume(rank: int, world: int, tmp_path: Path) -> None:
+    """What people do with a Trainer after train(), against DDP."""
+    wrong, best = [], {}
+    options = {
+        "max_grad_norm": 0.5,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    for stage in (0, *STAGES):
+        with launched(rank, world):
+            trainer = build(
+                stage, f"{tmp_path}/{stage}", **options, load_best_model_at_end=True, metric_for_best_model="loss"
+            )
+            trainer.train()
+            first = weights(trainer)
+            trainer.train()  # goes on from the best weights
+            best[stage] = [first, weights(trainer), norms(trainer)]
+            # As in Hugging Face's documentation.
+            if trainer.is_fsdp_enabled:
+                trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+            trainer.save_model(f"{tmp_path}/{stage}/final")
+            trainer.train(resume_from_checkpoint=f"{tmp_path}/{stage}/checkpoint-2")
+            best[stage].append(weights(trainer))
+        for number, (one, other) in enumerate(zip(best[stage], best[0], strict=True)):
+            if isinstance(one, dict):
+                right = all(torch.allclose(one[name], other[name], atol=1e-5) for name in other)
+            else:
+                right = torch.allclose(torch.as_tensor(one), torch.as_tensor(other), atol=1e-5)
+            if not right:
+                wrong.append(f"{number} at stage {stage}")
+    assert wrong == []
 
 
 # ----------------------------------------------------------------------------------- peft, generation, TRL
@@ -249,13 +217,15 @@ def lora() -> Any:
     return peft.get_peft_model(base, config)
 
 
-def adapted(rank: int, world: int, folder: str) -> list[str]:
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@ranks.on(2, timeout=100)
+def test_lora_by_peft_is_trained_saved_and_resumed(rank: int, world: int, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     wrong, expected = [], {}
     saving = {"save_strategy": "steps", "save_steps": 2}
     for stage in (0, *STAGES):
-        place = f"{folder}/{stage}"
+        place = f"{tmp_path}/{stage}"
         with launched(rank, world):
             trainer = build(stage, place, model=lora, **saving)
             trainer.train()
@@ -269,19 +239,15 @@ def adapted(rank: int, world: int, folder: str) -> list[str]:
                 wrong.append(f"stage {stage}")
     for stage in (0, *STAGES):
         with launched(rank, world):
-            again = build(stage, f"{folder}/again", model=lora)
-            again.train(resume_from_checkpoint=f"{folder}/{3 - stage}/checkpoint-2")
+            again = build(stage, f"{tmp_path}/again", model=lora)
+            again.train(resume_from_checkpoint=f"{tmp_path}/{3 - stage}/checkpoint-2")
             if not all(torch.equal(value, expected[name]) for name, value in weights(again).items()):
                 wrong.append(f"resumed at stage {stage}")
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-def test_lora_by_peft_is_trained_saved_and_resumed(tmp_path: Path) -> None:
-    assert ranks.run(adapted, args=(str(tmp_path),), timeout=100) == [[], []]
-
-
-def generated(rank: int, world: int, folder: str) -> dict[int, Any]:
+@ranks.on(2, timeout=100)
+def test_predict_with_generate(rank: int, world: int, tmp_path: Path) -> None:
     """A T5 that is trained and then generates, texts of other lengths on each rank."""
     import transformers
 
@@ -295,7 +261,7 @@ def generated(rank: int, world: int, folder: str) -> dict[int, Any]:
                 vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
             )
             args = transformers.Seq2SeqTrainingArguments(
-                output_dir=folder,
+                output_dir=tmp_path,
                 predict_with_generate=True,
                 generation_max_length=9,
                 **{**QUIET, "max_steps": 3, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2},
@@ -310,15 +276,11 @@ def generated(rank: int, world: int, folder: str) -> dict[int, Any]:
             trainer = kinds.get(stage, Seq2SeqTrainer)(**given, **extra)
             trainer.train()
             found[stage] = [*losses(trainer), trainer.predict(examples(6)).predictions.tolist()]
-    return found
+    assert all(found[stage] == found[0] for stage in STAGES)
 
 
-def test_predict_with_generate(tmp_path: Path) -> None:
-    for found in ranks.run(generated, args=(str(tmp_path),), timeout=100):
-        assert all(found[stage] == found[0] for stage in STAGES)
-
-
-def loaded_on_rank_0(rank: int, world: int, folder: str) -> list[bool]:
+@ranks.on(2)
+def test_a_model_that_rank_0_loads_and_that_ranks_generate_by(rank: int, world: int, tmp_path: Path) -> None:
     """`from_pretrained` as the launcher asks for it by default; then texts of other lengths on each rank."""
     import transformers
 
@@ -329,55 +291,23 @@ def loaded_on_rank_0(rank: int, world: int, folder: str) -> list[bool]:
         config = transformers.LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
         )
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     torch.distributed.barrier()
-    plain = transformers.LlamaForCausalLM.from_pretrained(folder)
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     tokens = examples(2)[rank]["input_ids"][None]
     right = []
     for stage in (None, 2):
         asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
         with launched(rank, world, **asked):
             accelerator = Accelerator(cpu=True, zero_plugin=stage)
-            model = transformers.LlamaForCausalLM.from_pretrained(folder)
+            model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
             model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
             right.append(same(zero.full_state_dict(model), dict(plain.state_dict())))
             right.append(bool(model(input_ids=tokens).logits.equal(plain(input_ids=tokens).logits)))
             length = {"max_new_tokens": 2 + 3 * rank, "do_sample": False, "pad_token_id": 0}
             texts = [one.generate(tokens, **length) for one in (accelerator.unwrap_model(model), plain)]
             right.append(texts[0].equal(texts[1]))
-    return right
-
-
-def test_a_model_that_rank_0_loads_and_that_ranks_generate_by(tmp_path: Path) -> None:
-    for right in ranks.run(loaded_on_rank_0, args=(str(tmp_path),)):
-        assert all(right), right
-
-
-def tuned(rank: int, world: int, folder: str) -> list[bool]:
-    """TRL's SFTTrainer with the mixin, against itself without."""
-    import datasets
-    import trl
-
-    from zero.integrations.transformers import ZeroTrainerMixin
-
-    class SFTTrainer(ZeroTrainerMixin, trl.SFTTrainer):
-        """As a user writes it."""
-
-    found = []
-    for stage in (0, *STAGES):
-        with launched(rank, world):
-            args = trl.SFTConfig(
-                output_dir=folder,
-                max_length=None,
-                per_device_train_batch_size=2,
-                **{**QUIET, "max_steps": 3, "max_grad_norm": 0.0},
-            )
-            dataset = datasets.Dataset.from_list([{"input_ids": one["input_ids"].tolist()} for one in examples(16)])
-            given = {"model": gpt2(), "args": args, "train_dataset": dataset, "processing_class": tokenizer()}
-            trainer = SFTTrainer(**given, zero_plugin=stage) if stage else trl.SFTTrainer(**given)
-            trainer.train()
-            found.append((losses(trainer), weights(trainer)))
-    return [losses == found[0][0] and same(one, found[0][1]) for losses, one in found]
+    assert all(right), right
 
 
 def tokenizer() -> Any:
@@ -391,20 +321,44 @@ def tokenizer() -> Any:
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL's default
-def test_trls_sft_trainer_by_the_mixin(tmp_path: Path) -> None:
-    for found in ranks.run(tuned, args=(str(tmp_path),), timeout=100):
-        assert all(found), found
+@ranks.on(2, timeout=100)
+def test_trls_sft_trainer_by_the_mixin(rank: int, world: int, tmp_path: Path) -> None:
+    """TRL's SFTTrainer with the mixin, against itself without."""
+    import datasets
+    import trl
+
+    from zero.integrations.transformers import ZeroTrainerMixin
+
+    class SFTTrainer(ZeroTrainerMixin, trl.SFTTrainer):
+        """As a user writes it."""
+
+    found = []
+    for stage in (0, *STAGES):
+        with launched(rank, world):
+            args = trl.SFTConfig(
+                output_dir=tmp_path,
+                max_length=None,
+                per_device_train_batch_size=2,
+                **{**QUIET, "max_steps": 3, "max_grad_norm": 0.0},
+            )
+            dataset = datasets.Dataset.from_list([{"input_ids": one["input_ids"].tolist()} for one in examples(16)])
+            given = {"model": gpt2(), "args": args, "train_dataset": dataset, "processing_class": tokenizer()}
+            trainer = SFTTrainer(**given, zero_plugin=stage) if stage else trl.SFTTrainer(**given)
+            trainer.train()
+            found.append((losses(trainer), weights(trainer)))
+    found = [losses == found[0][0] and same(one, found[0][1]) for losses, one in found]
+    assert all(found), found
 
 
 # -------------------------------------------------------------------------------------------- arguments
 
 
-def configured(rank: int, world: int, folder: str) -> dict[str, str]:
-    """Trains by `fsdp_config`; what other arguments are refused with."""
+@ranks.on(2, timeout=100)
+def test_arguments_are_honoured_or_refused_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
     from zero.integrations.accelerate import ZeroPlugin
 
     with launched(rank, world):
-        expected = build(0, folder)
+        expected = build(0, tmp_path)
         expected.train()
         expected_weights = weights(expected)
     for config in (
@@ -413,20 +367,20 @@ def configured(rank: int, world: int, folder: str) -> dict[str, str]:
         {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500, "fsdp_activation_checkpointing": True},
     ):
         with launched(rank, world):
-            got = build(None, folder, fsdp=True, fsdp_config=dict(config))
+            got = build(None, tmp_path, fsdp=True, fsdp_config=dict(config))
             got.train()
             assert isinstance(got.model_wrapped, zero.FSDP)
             assert losses(got) == losses(expected)
             assert same(weights(got), expected_weights)
     with launched(rank, world, ACCELERATE_USE_FSDP="true", FSDP_SHARDING_STRATEGY="SHARD_GRAD_OP", FSDP_VERSION="1"):
-        got = build(None, folder)
+        got = build(None, tmp_path)
         assert got.accelerator.zero_plugin == ZeroPlugin(stage=3, sharding_strategy="SHARD_GRAD_OP")
 
     def trying(stage: Any = 2, **options: Any) -> str:
         with launched(rank, world):
-            return ranks.refusal(lambda: build(stage, folder, **options))
+            return ranks.refusal(lambda: build(stage, tmp_path, **options))
 
-    return {
+    found = {
         "auto_find_batch_size=True is not available": trying(auto_find_batch_size=True),
         "both say how to shard": trying(fsdp=True, fsdp_config={"version": 2}),
         "no stage to shard at was given": trying(None),
@@ -439,9 +393,5 @@ def configured(rank: int, world: int, folder: str) -> dict[str, str]:
             None, fsdp=True, fsdp_config={"activation_checkpointing_offload": True}
         ),
     }
-
-
-def test_arguments_are_honoured_or_refused_on_every_rank(tmp_path: Path) -> None:
-    for found in ranks.run(configured, args=(str(tmp_path),), timeout=100):
-        for expected, error in found.items():
-            assert error.startswith("ValueError") and expected in error, (expected, error)
+    for expected, error in found.items():
+        assert error.startswith("ValueError") and expected in error, (expected, error)

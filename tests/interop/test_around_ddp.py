@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 import ranks
 import zero
+from models import take_step
 
 
 def net():
@@ -95,15 +96,14 @@ class Both(nn.Module):
         return self.left(x) + self.right(x)
 
 
-def _beside(rank, world):
+@ranks.on(2)
+def test_ddp_may_train_what_fsdp_does_not(rank, world):
     """Each trains parameters of its own in one model."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
 
     def weights(model, optimizer):
         for _ in range(3):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(x).square().mean())
         return zero.full_state_dict(model)
 
     plain = DistributedDataParallel(Both(net(), net()))
@@ -121,7 +121,3 @@ def _beside(rank, world):
     sharded = zero.FSDP(Both(inside, net()), ignored_modules=[inside])
     found = weights(sharded, SGD(sharded.parameters(), lr=0.1, momentum=0.9))
     assert all(torch.equal(value, expected[name.replace("left.module", "left")]) for name, value in found.items())
-
-
-def test_ddp_may_train_what_fsdp_does_not():
-    ranks.run(_beside, 2)

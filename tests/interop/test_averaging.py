@@ -56,7 +56,9 @@ def test_sixteen_bits_are_added_up_in_float32():
     ranks.run(as_ddp, 3, args=("gpt", "sgd", torch.bfloat16))
 
 
-def read_bytes(rank: int, world: int) -> tuple[int, int]:
+@pytest.mark.skipif(not READS, reason="ranks are told to read nothing from one another")
+@ranks.on(2)
+def test_gradients_go_by_reading(rank, world):
     read, total = Peers.read, 0
 
     def counting(self: Peers, rank: int, address: int, into: int, nbytes: int) -> None:
@@ -70,13 +72,8 @@ def read_bytes(rank: int, world: int) -> tuple[int, int]:
         model(*CASES["wide"].batch(rank, 0).inputs).sum().backward()
     finally:
         Peers.read = read  # type: ignore[method-assign]
-    return total, sum(param.nbytes for param in model.parameters())
-
-
-@pytest.mark.skipif(not READS, reason="ranks are told to read nothing from one another")
-def test_gradients_go_by_reading():
-    for read, size in ranks.run(read_bytes):
-        assert size <= read <= 1.01 * size + 4096  # half of them to add up, half of the averages
+    size = sum(param.nbytes for param in model.parameters())
+    assert size <= total <= 1.01 * size + 4096  # half of them to add up, half of the averages
 
 
 class Words(nn.Module):
@@ -88,14 +85,10 @@ class Words(nn.Module):
         return self.out(self.table(numbers))
 
 
-def sparse(rank: int, world: int, stage: int, partition: str) -> None:
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.raises(2, RuntimeError, "^table.weight has a sparse gradient.*sparse=False.$", timeout=8)
+def test_sparse_gradients_are_refused_in_the_same_words_at_every_stage(rank, world, stage, partition):
     model, optimizer = zero.setup(Words(), torch.optim.SGD, stage=stage, partition=partition, lr=0.1)
     model(torch.tensor([rank, 7])).sum().backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sparse_gradients_are_refused_in_the_same_words_at_every_stage(stage, partition):
-    told = "^table.weight has a sparse gradient.*sparse=False.$"
-    ranks.expect_error(sparse, 2, RuntimeError, told, args=(stage, partition), timeout=8)

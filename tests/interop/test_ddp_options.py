@@ -93,15 +93,12 @@ def test_trains_as_the_plain_optimizer_does_with_the_same_options(name):
     ranks.run(_variant, 2, args=(name, False))
 
 
-def _hooks_count(rank, world):
+@ranks.on(2)
+def test_comm_hooks_take_effect(rank, world):
     """Hooks do change the numbers: the test above compares something."""
     for hook in (fp16, power_sgd):
         with_hook, without = (trained(rank, matrices, SGD, MOMENTUM, first="OSS", hook=each) for each in (hook, None))
         assert with_hook[0] != without[0], hook.__name__
-
-
-def test_comm_hooks_take_effect():
-    ranks.run(_hooks_count, 2)
 
 
 @pytest.mark.parametrize("name", ["fp16 hook", "gradient views", "find unused", "small buckets"])
@@ -109,7 +106,10 @@ def test_gradients_accumulated_under_no_sync_are_stepped_with_the_rest(name):
     assert ranks.run(_variant, 2, args=(name, True)) != ranks.run(_variant, 2, args=(name, False))
 
 
-def _zeroed_in_place(rank, world, ddp):
+@pytest.mark.parametrize("views", [True, False])
+@ranks.on(2)
+def test_gradients_may_be_zeroed_in_place(rank, world, views):
+    ddp = {"gradient_as_bucket_view": views}
     finals = []
     for first in (None, "OSS"):
         net = built()
@@ -121,8 +121,3 @@ def _zeroed_in_place(rank, world, ddp):
             optimizer.step()
         finals.append([param.detach() for param in net.parameters()])
     same(finals[1], finals[0], "weights")
-
-
-@pytest.mark.parametrize("views", [True, False])
-def test_gradients_may_be_zeroed_in_place(views):
-    ranks.run(_zeroed_in_place, 2, args=({"gradient_as_bucket_view": views},))

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
 
 import ranks
 import zero
+from models import take_step
 from sidebyside import average_over_ranks, data
 
 
@@ -60,11 +61,8 @@ BUILT = {
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_it_trains_on_as_the_optimizer_would(name: str) -> None:
-    ranks.run(trains_on, args=(name,))
-
-
-def trains_on(rank: int, world: int, name: str) -> None:
+@ranks.on(2)
+def test_it_trains_on_as_the_optimizer_would(rank: int, world: int, name: str) -> None:
     """With what it was built with, the state that it has, and the scheduler that was made for it."""
     plain, model = net(), net()
     expected, given = BUILT[name](plain), BUILT[name](model)
@@ -82,7 +80,8 @@ def trains_on(rank: int, world: int, name: str) -> None:
     assert found["state"].keys() == wanted["state"].keys()
 
 
-def scheduled(rank: int, world: int) -> list[float]:
+@ranks.on(2)
+def test_its_schedulers_set_the_rates(rank, world):
     """By schedulers that were made for the optimizer before it stepped."""
     model = net()
     given = SGD(model.parameters(), lr=1.0)
@@ -92,11 +91,7 @@ def scheduled(rank: int, world: int) -> list[float]:
     for _ in range(4):
         train(model, optimizer, rank, 1, scheduler=scheduler)
         rates.append(optimizer.optim.param_groups[0]["lr"])
-    return rates
-
-
-def test_its_schedulers_set_the_rates():
-    assert ranks.run(scheduled) == [[0.5, 1.0, 1.0, 0.5]] * 2
+    assert rates == [0.5, 1.0, 1.0, 0.5]
 
 
 def assert_same(model: nn.Module, plain: nn.Module) -> None:
@@ -104,7 +99,8 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(one, other)
 
 
-def with_an_empty_group(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_named_groups_stand_beside_empty_ones(rank, world):
     """As under LoRA, where nothing is left that does not decay."""
     plain, model = net(), net()
     built = []
@@ -117,37 +113,25 @@ def with_an_empty_group(rank: int, world: int) -> None:
     optimizer = zero.OSS.from_optimizer(built[1], partition="whole")
     assert [group["param_names"] for group in optimizer.param_groups] == [["0.weight", "2.weight"], []]
     for each, one in ((plain, built[0]), (model, optimizer)):
-        one.zero_grad()
-        each(data(4, 6, rank=0)).square().sum().backward()
-        one.step()
+        take_step(one, each(data(4, 6, rank=0)).square().sum())
     assert_same(model, plain)
 
 
-def test_named_groups_stand_beside_empty_ones():
-    ranks.run(with_an_empty_group)
-
-
-def pairs_beside_an_empty_group(rank: int, world: int) -> list[list[str]]:
+@ranks.on(2)
+def test_oss_takes_pairs_beside_an_empty_group(rank, world):
     model = net()
     optimizer = zero.OSS([{"params": [*model.named_parameters()]}, {"params": []}], Adam, lr=0.1)
-    return [group["param_names"] for group in optimizer.param_groups]
-
-
-def test_oss_takes_pairs_beside_an_empty_group():
     names = [name for name, _ in net().named_parameters()]
-    assert ranks.run(pairs_beside_an_empty_group) == [[names, []]] * 2
+    assert [group["param_names"] for group in optimizer.param_groups] == [names, []]
 
 
-def given_away(rank: int, world: int) -> None:
+@ranks.raises(2, RuntimeError, "SGD was given to OSS.from_optimizer", "Step the OSS")
+def test_the_optimizer_that_was_given_away_steps_no_more(rank, world):
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
     zero.OSS.from_optimizer(optimizer)
     model(data(4, 6, rank=0)).sum().backward()
     optimizer.step()
-
-
-def test_the_optimizer_that_was_given_away_steps_no_more():
-    ranks.expect_error(given_away, 2, RuntimeError, "SGD was given to OSS.from_optimizer", "Step the OSS")
 
 
 class Forgetful(SGD):

@@ -22,7 +22,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 import ranks
 import zero
-from atstage import at_stage
+from models import take_step
+from reference import at_stage
 
 OPTIONS = {
     "sharded": StateDictOptions(),
@@ -52,11 +53,7 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> li
     losses = []
     for step in steps:
         torch.manual_seed(100 * step + rank)
-        loss = model(torch.randn(4, 8)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, model(torch.randn(4, 8)).square().mean()))
     return losses
 
 
@@ -75,7 +72,20 @@ def same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def moved(rank: int, world: int, at: int, to: int, optim: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "to", "optim", "kind"),
+    [
+        (1, 2, "adam", "sharded"),
+        (3, 2, "sgd", "sharded"),
+        (2, 3, "adam", "full"),
+        (1, 3, "sgd", "from rank 0"),
+        (3, 1, "adam", "from rank 0"),
+        (2, 0, "adam", "flat"),
+        (3, 3, "adam", "flat"),
+    ],
+)
+@ranks.on(2)
+def test_states_are_full_and_load_at_any_stage(rank: int, world: int, at: int, to: int, optim: str, kind: str) -> None:
     """Given at one stage as DistributedDataParallel with the plain optimizer gives it, and taken at another."""
     plain, sharded, again = build(0, optim), build(at, optim), build(to, optim)
     train(*plain, rank, range(2))
@@ -90,23 +100,9 @@ def moved(rank: int, world: int, at: int, to: int, optim: str, kind: str) -> Non
     assert train(*again, rank, range(2, 4)) == train(*plain, rank, range(2, 4))
 
 
-@pytest.mark.parametrize(
-    ("at", "to", "optim", "kind"),
-    [
-        (1, 2, "adam", "sharded"),
-        (3, 2, "sgd", "sharded"),
-        (2, 3, "adam", "full"),
-        (1, 3, "sgd", "from rank 0"),
-        (3, 1, "adam", "from rank 0"),
-        (2, 0, "adam", "flat"),
-        (3, 3, "adam", "flat"),
-    ],
-)
-def test_states_are_full_and_load_at_any_stage(at: int, to: int, optim: str, kind: str) -> None:
-    ranks.run(moved, 2, args=(at, to, optim, kind))
-
-
-def by_rank_0(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_a_full_state_on_the_cpu_is_rank_0s(rank: int, world: int, stage: int) -> None:
     plain, sharded = build(0, "adam"), build(stage, "adam")
     train(*plain, rank, range(2))
     train(*sharded, rank, range(2))
@@ -122,29 +118,23 @@ def by_rank_0(rank: int, world: int, stage: int) -> None:
         assert not weights and not state
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_full_state_on_the_cpu_is_rank_0s(stage: int) -> None:
-    ranks.run(by_rank_0, 2, args=(stage,))
-
-
-def saved(rank: int, world: int, at: int, to: int, folder: str) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("at", "to"), [(1, 3), (2, 1), (3, 2)])
+@ranks.on(2)
+def test_what_torchs_distributed_checkpoint_saved_it_loads(
+    rank: int, world: int, at: int, to: int, tmp_path: Path
+) -> None:
     plain, sharded, again = build(0, "adam"), build(at, "adam"), build(to, "adam")
     train(*plain, rank, range(2))
     train(*sharded, rank, range(2))
     weights, state = get_state_dict(*sharded)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     weights, state = get_state_dict(*again)
     found = {"model": weights, "optimizer": state}
-    dcp.load(found, checkpoint_id=folder)
+    dcp.load(found, checkpoint_id=tmp_path)
     set_model_state_dict(again[0], found["model"])
     set_optimizer_state_dict(*again, found["optimizer"])
     assert train(*again, rank, range(2, 4)) == train(*plain, rank, range(2, 4))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(("at", "to"), [(1, 3), (2, 1), (3, 2)])
-def test_what_torchs_distributed_checkpoint_saved_it_loads(at: int, to: int, tmp_path: Path) -> None:
-    ranks.run(saved, 2, args=(at, to, str(tmp_path)))
 
 
 def of_another_rank(rank: int, world: int, fresh: bool) -> None:
@@ -178,7 +168,8 @@ def test_another_ranks_state_is_refused_as_it_is_loaded():
     assert "one rank's shard (rank 0 of 2" in error.value.outcomes[1].message
 
 
-def full_into_parts(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_full_state_is_cut_as_it_is_loaded(rank, world):
     """By load_state_dict() of the optimizer itself, once it has stepped."""
     plain, sharded = build(0, "adam"), build(3, "adam")
     train(*plain, rank, range(2))
@@ -186,7 +177,3 @@ def full_into_parts(rank: int, world: int) -> None:
     sharded[0].load_state_dict(plain[0].module.state_dict())
     sharded[1].load_state_dict(plain[1].state_dict())
     assert train(*sharded, rank, range(2, 4)) == train(*plain, rank, range(2, 4))
-
-
-def test_a_full_state_is_cut_as_it_is_loaded():
-    ranks.run(full_into_parts, 2)

@@ -68,18 +68,6 @@ def seen(rank: int, wrapper: Any, precision: Any) -> tuple[list[Any], dict[str, 
     return [*dtypes, *outputs], buffers
 
 
-def as_fsdp1(rank: int, world: int, precision: Any) -> None:
-    theirs = partial(fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
-    expected, expected_buffers = seen(rank, theirs, precision)
-    found, buffers = seen(rank, partial(zero.FSDP, broadcast_buffers=False), precision)
-    assert found[:3] == expected[:3]
-    assert all(torch.equal(one, other) for one, other in zip(found[3:], expected[3:], strict=True))
-    assert buffers.keys() == expected_buffers.keys()
-    for name, buffer in buffers.items():
-        assert buffer.dtype == expected_buffers[name].dtype == torch.float32
-        assert torch.equal(buffer, expected_buffers[name])
-
-
 @pytest.mark.filterwarnings("ignore:Both mixed precision")
 @pytest.mark.parametrize(
     "precision",
@@ -91,8 +79,17 @@ def as_fsdp1(rank: int, world: int, precision: Any) -> None:
     ],
     ids=["by default", "cast inputs and buffers", "root as it is, LayerNorm kept", "reduced only"],
 )
-def test_mixed_precision_is_that_of_fsdp1(precision):
-    ranks.run(as_fsdp1, args=(precision,))
+@ranks.on(2)
+def test_mixed_precision_is_that_of_fsdp1(rank, world, precision):
+    theirs = partial(fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
+    expected, expected_buffers = seen(rank, theirs, precision)
+    found, buffers = seen(rank, partial(zero.FSDP, broadcast_buffers=False), precision)
+    assert found[:3] == expected[:3]
+    assert all(torch.equal(one, other) for one, other in zip(found[3:], expected[3:], strict=True))
+    assert buffers.keys() == expected_buffers.keys()
+    for name, buffer in buffers.items():
+        assert buffer.dtype == expected_buffers[name].dtype == torch.float32
+        assert torch.equal(buffer, expected_buffers[name])
 
 
 BOTH = fsdp.BackwardPrefetch
@@ -125,7 +122,8 @@ def trained(rank: int, **options: Any) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def with_all(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_model_trains_with_all_of_them(rank, world):
     given = trained(
         rank,
         mixed_precision=Precision(),
@@ -137,11 +135,8 @@ def with_all(rank: int, world: int) -> None:
     assert all(torch.equal(given[name], own[name]) for name in own)
 
 
-def test_a_model_trains_with_all_of_them():
-    ranks.run(with_all)
-
-
-def by_fsdp1_names(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_a_model_trains_with_the_names_of_fsdp1(rank, world):
     """As the call of torch.distributed.fsdp.FullyShardedDataParallel would be written."""
     given = trained(
         rank,
@@ -155,10 +150,6 @@ def by_fsdp1_names(rank: int, world: int) -> None:
     )
     own = trained(rank)
     assert all(torch.equal(given[name], own[name]) for name in own)
-
-
-def test_a_model_trains_with_the_names_of_fsdp1():
-    ranks.run(by_fsdp1_names)
 
 
 @pytest.mark.parametrize(
@@ -188,15 +179,16 @@ def test_names_of_fsdp1_say_where_shards_lie():
         assert home.apart and problem is None and not given
 
 
-def ignored(rank: int, world: int) -> list[bool]:
+@ranks.on(2)
+def test_ignored_states_are_modules_or_parameters(rank, world):
     net = Net()
     model = zero.FSDP(net, ignored_states=[net.head, net.blocks[0].norm.weight])
     sharded = {param for group in model.shard_groups for param in group.params}
-    return [param in sharded for param in (net.head.weight, net.blocks[0].norm.weight, net.blocks[0].norm.bias)]
-
-
-def test_ignored_states_are_modules_or_parameters():
-    assert ranks.run(ignored) == [[False, False, True]] * 2
+    assert [param in sharded for param in (net.head.weight, net.blocks[0].norm.weight, net.blocks[0].norm.bias)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 class Shares(nn.Module):
@@ -213,7 +205,9 @@ class Shares(nn.Module):
         return self.norm(self.linear(x.to(self.linear.weight.dtype)))
 
 
-def as_fsdp2(rank: int, world: int, cast_inputs: bool) -> None:
+@pytest.mark.parametrize("cast_inputs", [True, False])
+@ranks.on(2)
+def test_a_precision_policy_is_that_of_fsdp2(rank, world, cast_inputs):
     policy = fsdp.MixedPrecisionPolicy(BF16, torch.float32, cast_forward_inputs=cast_inputs)
     given = data(8, WIDTH, rank=rank)
     theirs = fsdp.fully_shard(Shares(), mp_policy=policy, mesh=init_device_mesh("cpu", (world,)))
@@ -221,11 +215,6 @@ def as_fsdp2(rank: int, world: int, cast_inputs: bool) -> None:
     expected, found = theirs(given), own(given)
     assert own.module.dtypes == theirs.dtypes
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("cast_inputs", [True, False])
-def test_a_precision_policy_is_that_of_fsdp2(cast_inputs):
-    ranks.run(as_fsdp2, args=(cast_inputs,))
 
 
 def test_offload_policies_are_those_of_fsdp2():

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import optimizers
 import ranks
 import zero
+from models import take_step
 from optimizers import ByPlace, Clipping, Curious, Eight, Estimating, Grouped, Lamb, Lion, Noisy, Sam, TrainedLion
 from reference import Net, batch, built, distributed, loss_of, same_weights
 from zero.measure import probe
@@ -101,8 +102,7 @@ def test_what_takes_too_long_stays_unknown(fresh, monkeypatch):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# OSS, on ranks
+# ------------------------------------------------------------------------------------------------------- OSS, on ranks
 
 
 def _builds(rank, world, optim, given, group=None):
@@ -146,7 +146,13 @@ def test_what_one_rank_finds_or_a_later_group_brings_is_refused_on_all():
     ranks.expect_error(_group_added, 2, ValueError, "Grouped .* needs each parameter whole", timeout=15)
 
 
-def _trains(rank, world, optim, given, cuts):
+@pytest.mark.parametrize(
+    ("optim", "given", "cuts"),
+    [(TrainedLion, {}, True), (Eight, {}, False), (Curious, {"secret": "known", "partition": "whole"}, False)],
+    ids=["element-wise", "8 bits", "as the user says"],
+)
+@ranks.on(2)
+def test_auto_is_the_cut_that_was_found_and_an_explicit_one_is_believed(rank, world, optim, given, cuts):
     model, plain = built(Net), built(Net)
     optimizer = zero.OSS(model.parameters(), optim, **given)
     assert optimizer.cuts_parameters == cuts
@@ -155,31 +161,15 @@ def _trains(rank, world, optim, given, cuts):
     plain, model = distributed(plain), zero.ShardedDDP(model, optimizer)
     for step in range(4):
         for each, its in ((model, optimizer), (plain, expected)):
-            its.zero_grad()
-            loss_of(each, rank, step).backward()
-            its.step()
+            take_step(its, loss_of(each, rank, step))
     same_weights(model.module, plain.module)
 
 
-@pytest.mark.parametrize(
-    ("optim", "given", "cuts"),
-    [(TrainedLion, {}, True), (Eight, {}, False), (Curious, {"secret": "known", "partition": "whole"}, False)],
-    ids=["element-wise", "8 bits", "as the user says"],
-)
-def test_auto_is_the_cut_that_was_found_and_an_explicit_one_is_believed(optim, given, cuts):
-    ranks.run(_trains, args=(optim, given, cuts))
-
-
-def _numbers(rank, world, patience):
+@ranks.raises(2, RuntimeError, r"Estimating wrote other numbers into param_groups\[0\]", "'d': ", timeout=15)
+def test_numbers_that_come_to_differ_between_ranks_are_refused_on_every_rank(rank, world):
     """That begin to differ in a later step than was looked at."""
     model = nn.Linear(24, 24)
-    optimizer = zero.OSS(model.parameters(), partial(Estimating, patience=patience), partition="even")
-    for step in range(patience + 1):
-        assert step <= patience
+    optimizer = zero.OSS(model.parameters(), partial(Estimating, patience=7), partition="even")
+    for step in range(8):
         model(batch(rank, step)).sum().backward()
         optimizer.step()
-
-
-def test_numbers_that_come_to_differ_between_ranks_are_refused_on_every_rank():
-    words = [r"Estimating wrote other numbers into param_groups\[0\]", "'d': "]
-    ranks.expect_error(_numbers, 2, RuntimeError, *words, args=(7,), timeout=15)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import ranks
 import zero
+from models import take_step
 from optimizers import ByParameter
 from sidebyside import data
 
@@ -26,7 +26,7 @@ class ByName(ByParameter):
             for name, param in named_parameters
             if param.requires_grad
         ]
-        super().__init__(groups, {"lr": lr})
+        super().__init__(groups, lr)
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("mean", torch.zeros_like(param))
@@ -38,9 +38,6 @@ class ByName(ByParameter):
 
 class ByNames(ByParameter):
     """Reads the names that torch puts into groups."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         name = next(name for name, one in zip(group["param_names"], group["params"], strict=True) if one is param)
@@ -57,9 +54,7 @@ def net() -> nn.Module:
 def steps(rank: int, model: nn.Module, optimizer: Optimizer, count: int) -> None:
     schedule = StepLR(optimizer, 1, gamma=0.7)
     for step in range(count):
-        optimizer.zero_grad()
-        model(data(4, 5, rank=rank, step=step)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(4, 5, rank=rank, step=step)).square().mean())
         schedule.step()
 
 
@@ -82,7 +77,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def as_plain(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_pairs_reach_an_optimizer_that_makes_groups_of_them(rank, world, stage):
     weights, state = trained(rank, ByName, 0)
     found, found_state = trained(rank, ByName, stage)
     assert same(found, weights)
@@ -91,21 +88,6 @@ def as_plain(rank: int, world: int, stage: int) -> None:
     assert of_groups[0] == of_groups[1]
     assert all(same(found_state["state"][number], of_one) for number, of_one in state["state"].items())
     assert same(trained(rank, ByName, stage, state)[0], trained(rank, ByName, 0, found_state)[0])
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_pairs_reach_an_optimizer_that_makes_groups_of_them(stage):
-    ranks.run(as_plain, args=(stage,))
-
-
-def names_in_groups(rank: int, world: int, groups_of: Callable[[nn.Module], Any]) -> None:
-    plain, model = net(), net()
-    optimizer = zero.OSS(groups_of(model), ByNames, lr=0.2)
-    steps(0, model, optimizer, 2)
-    steps(0, plain, ByNames(groups_of(plain), lr=0.2), 2)
-    assert same(model.state_dict(), plain.state_dict())
-    optimizer.consolidate_state_dict(to=None)
-    ByNames(groups_of(plain)).load_state_dict(optimizer.state_dict())
 
 
 def in_one_group(model: nn.Module) -> Any:
@@ -118,11 +100,19 @@ def in_two_groups(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("groups_of", [in_one_group, in_two_groups])
-def test_names_are_in_the_groups_of_the_optimizer_inside(groups_of):
-    ranks.run(names_in_groups, args=(groups_of,))
+@ranks.on(2)
+def test_names_are_in_the_groups_of_the_optimizer_inside(rank, world, groups_of):
+    plain, model = net(), net()
+    optimizer = zero.OSS(groups_of(model), ByNames, lr=0.2)
+    steps(0, model, optimizer, 2)
+    steps(0, plain, ByNames(groups_of(plain), lr=0.2), 2)
+    assert same(model.state_dict(), plain.state_dict())
+    optimizer.consolidate_state_dict(to=None)
+    ByNames(groups_of(plain)).load_state_dict(optimizer.state_dict())
 
 
-def added(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_groups_can_be_added_to_those_that_it_made(rank, world):
     models, optimizers = [net(), net()], []
     for model, optim in zip(models, (ByName, lambda named: zero.OSS(named, ByName)), strict=True):
         last = [*model.named_parameters()][-2:]
@@ -134,18 +124,11 @@ def added(rank: int, world: int) -> None:
     assert same(models[0].state_dict(), models[1].state_dict())
 
 
-def test_groups_can_be_added_to_those_that_it_made():
-    ranks.run(added)
-
-
 class Refusing(ByName):
     def __init__(self, params: Any, lr: float) -> None:
         raise ValueError("these are no " + ("pairs" if isinstance(next(iter(params)), tuple) else "groups"))
 
 
-def refused(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, "Refusing could not be built.*these are no groups", timeout=8)
+def test_what_an_optimizer_says_of_groups_is_told(rank, world):
     zero.OSS(net().named_parameters(), Refusing, partition="whole", lr=0.1)
-
-
-def test_what_an_optimizer_says_of_groups_is_told():
-    ranks.expect_error(refused, 2, ValueError, "Refusing could not be built.*these are no groups", timeout=8)

@@ -10,6 +10,7 @@ from torch.optim import Adam, Optimizer
 
 import ranks
 import zero
+from models import take_step
 from optimizers import Slow
 from reference import built, loss_of, same, train
 
@@ -48,33 +49,23 @@ def trained(rank: int, stage: int, *, inside: bool = True) -> tuple[Any, Any]:
     return train(wrapped, optimizer, rank, range(5)), zero.full_state_dict(wrapped)
 
 
-def as_plain(rank: int, world: int, stage: int, inside: bool) -> None:
+@pytest.mark.parametrize(("stage", "inside"), [(1, True), (1, False), (2, True), (3, True)])
+@ranks.on(2)
+def test_wrappers_train_as_the_plain_ones_inside_oss_and_around_parameters_of_fsdp(rank, world, stage, inside):
     same(trained(rank, stage, inside=inside), trained(rank, 0), "losses and weights")
 
 
-@pytest.mark.parametrize(("stage", "inside"), [(1, True), (1, False), (2, True), (3, True)])
-def test_wrappers_train_as_the_plain_ones_inside_oss_and_around_parameters_of_fsdp(stage, inside):
-    ranks.run(as_plain, args=(stage, inside))
-
-
-def around(rank: int, world: int) -> None:
+@ranks.raises(
+    2, RuntimeError, "Slow steps by OSS and keeps state of its own", r"lambda params, \*\*options: Slow\(Adam"
+)
+def test_around_oss_they_are_refused_at_stage_2_where_gradients_are_with_their_owners(rank, world):
     trained(rank, 2, inside=False)
 
 
-def test_around_oss_they_are_refused_at_stage_2_where_gradients_are_with_their_owners():
-    words = ["Slow steps by OSS and keeps state of its own", r"lambda params, \*\*options: Slow\(Adam"]
-    ranks.expect_error(around, 2, RuntimeError, *words)
-
-
-def passed_on(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_those_that_only_hand_on_are_not(rank, world):
     model = built()
     sharded = zero.OSS(model.parameters(), Adam, lr=0.01)
     wrapped, optimizer = zero.ShardedDDP(model, sharded), Passing(sharded)
     for step in range(2):
-        optimizer.zero_grad()
-        loss_of(wrapped, rank, step).backward()
-        optimizer.step()
-
-
-def test_those_that_only_hand_on_are_not():
-    ranks.run(passed_on)
+        take_step(optimizer, loss_of(wrapped, rank, step))

@@ -14,8 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import ranks
 import zero
-from atstage import at_stage, weights
-from reference import FEATURES, MOMENTUM, built, loss_of, same, train
+from reference import FEATURES, MOMENTUM, at_stage, built, loss_of, same, train, weights
 
 by_stage = pytest.mark.parametrize("stage", [1, 2])
 
@@ -24,11 +23,12 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 40), nn.Tanh(), nn.Linear(40, FEATURES))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Steps without gradients
+# --------------------------------------------------------------------------------------------- Steps without gradients
 
 
-def _nothing_to_do(rank, world, stage):
+@by_stage
+@ranks.on(2)
+def test_a_step_without_gradients_changes_nothing(rank, world, stage):
     finals = []
     for at in (0, stage):
         model, optimizer = at_stage(at, built(), Adam, lr=0.01)
@@ -43,28 +43,19 @@ def _nothing_to_do(rank, world, stage):
     same(finals[1], finals[0], "losses and weights")
 
 
-@by_stage
-def test_a_step_without_gradients_changes_nothing(stage):
-    ranks.run(_nothing_to_do, 2, args=(stage,))
-
-
-def _never_any(rank, world):
+@ranks.on(2)
+def test_steps_that_never_find_a_gradient_warn_once(rank, world):
     optimizer = zero.OSS(built().parameters(), SGD, lr=0.1)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(4):
             optimizer.step()
-    return [str(one.message) for one in found if "no gradient" in str(one.message)]
+    told = [str(one.message) for one in found if "no gradient" in str(one.message)]
+    assert len(told) == 1
+    assert "assign=False" in told[0]
 
 
-def test_steps_that_never_find_a_gradient_warn_once():
-    for told in ranks.run(_never_any, 2):
-        assert len(told) == 1
-        assert "assign=False" in told[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Hooks on gradients
+# -------------------------------------------------------------------------------------------------- Hooks on gradients
 
 
 def noise(optimizer: Optimizer, *_: Any) -> None:
@@ -81,7 +72,10 @@ def clip_by_norm(optimizer: Optimizer, *_: Any) -> None:
     torch.nn.utils.clip_grad_norm_(params, 1e-3)
 
 
-def _hooked(rank, world, stage, optim, options):
+@pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
+@by_stage
+@ranks.on(2)
+def test_hooks_that_edit_gradients_count(rank, world, stage, optim, options):
     finals = []
     for at in (0, stage):
         model, optimizer = at_stage(at, built(linear), optim, **options)
@@ -93,27 +87,18 @@ def _hooked(rank, world, stage, optim, options):
     same(finals[1], finals[0], "losses and weights")
 
 
-@pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
-@by_stage
-def test_hooks_that_edit_gradients_count(stage, optim, options):
-    ranks.run(_hooked, 2, args=(stage, optim, options))
-
-
-def _clipped_in_a_hook(rank, world):
+@ranks.raises(2, RuntimeError, "scaled differently", "clip_grad_norm", timeout=15)
+def test_a_hook_that_clips_by_the_norm_of_a_shard_is_refused(rank, world):
     model, optimizer = at_stage(2, built(linear), SGD, **MOMENTUM)
     optimizer.register_step_pre_hook(clip_by_norm)
     train(model, optimizer, rank, range(1))
 
 
-def test_a_hook_that_clips_by_the_norm_of_a_shard_is_refused():
-    ranks.expect_error(_clipped_in_a_hook, 2, RuntimeError, "scaled differently", "clip_grad_norm", timeout=15)
+# ----------------------------------------------------------------------------------------------------- Hooks on states
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hooks on states
-
-
-def _state_hooks(rank, world):
+@ranks.on(2)
+def test_hooks_on_state_dicts_are_called(rank, world):
     model, optimizer = at_stage(2, built(), Adam, lr=0.01)
     train(model, optimizer, rank, range(1))
     seen = []
@@ -128,12 +113,7 @@ def _state_hooks(rank, world):
     assert seen == [True, 1, "loaded"]
 
 
-def test_hooks_on_state_dicts_are_called():
-    ranks.run(_state_hooks, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Closures and arguments of step
+# -------------------------------------------------------------------------------------- Closures and arguments of step
 
 
 class Extragradient(Optimizer):
@@ -154,25 +134,6 @@ class Extragradient(Optimizer):
         for param, old in zip(params, before, strict=True):
             param.copy_(old - scale * self.param_groups[0]["lr"] * param.grad)
         return loss
-
-
-def _with_closure(rank, world, stage, optim, given):
-    finals = []
-    for at in (0, stage):
-        partition = {"partition": "even"} if at else {}
-        model, optimizer = at_stage(at, built(linear), optim, **partition)
-        losses = []
-        for step in range(3):
-
-            def closure(model=model, optimizer=optimizer, step=step):
-                optimizer.zero_grad()
-                loss = loss_of(model, rank, step)
-                loss.backward()
-                return loss.item()
-
-            losses.append(optimizer.step(closure, **given))
-        finals.append((losses, weights(model)))
-    same(finals[1], finals[0], "losses and weights")
 
 
 class Counting(Extragradient):
@@ -199,7 +160,8 @@ class Ignoring(Optimizer):
                     param.data.sub_(param.grad)
 
 
-def _numbers_between_closures(rank, world):
+@ranks.on(2)
+def test_numbers_that_are_written_between_two_calls_of_the_closure_stay(rank, world):
     model, optimizer = at_stage(1, built(linear), Counting, lr=0.1, partition="even")
 
     def closure():
@@ -210,22 +172,15 @@ def _numbers_between_closures(rank, world):
 
     for _ in range(2):
         optimizer.step(closure)
-    return optimizer.param_groups[0]["calls"]
+    assert optimizer.param_groups[0]["calls"] == 4
 
 
-def test_numbers_that_are_written_between_two_calls_of_the_closure_stay():
-    assert ranks.run(_numbers_between_closures, 2) == [4, 4]
-
-
-def _ignored(rank, world):
+@ranks.on(2)
+def test_a_closure_that_the_optimizer_ignores_is_not_called(rank, world):
     model, optimizer = at_stage(1, built(linear), Ignoring, partition="even")
     before = weights(model)
     assert optimizer.step(lambda: pytest.fail("nobody asked for it")) is None
     same(weights(model), before, "weights")
-
-
-def test_a_closure_that_the_optimizer_ignores_is_not_called():
-    ranks.run(_ignored, 2)
 
 
 INNER = {"sgd": (partial(SGD, **MOMENTUM), {}), "extragradient": (partial(Extragradient, lr=0.1), {"scale": 0.7})}
@@ -233,12 +188,28 @@ INNER = {"sgd": (partial(SGD, **MOMENTUM), {}), "extragradient": (partial(Extrag
 
 @pytest.mark.parametrize("inner", INNER)
 @by_stage
-def test_closures_and_arguments_of_step_reach_the_inner_optimizer(stage, inner):
-    ranks.run(_with_closure, 2, args=(stage, *INNER[inner]))
+@ranks.on(2)
+def test_closures_and_arguments_of_step_reach_the_inner_optimizer(rank, world, stage, inner):
+    optim, given = INNER[inner]
+    finals = []
+    for at in (0, stage):
+        partition = {"partition": "even"} if at else {}
+        model, optimizer = at_stage(at, built(linear), optim, **partition)
+        losses = []
+        for step in range(3):
+
+            def closure(model=model, optimizer=optimizer, step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                loss.backward()
+                return loss.item()
+
+            losses.append(optimizer.step(closure, **given))
+        finals.append((losses, weights(model)))
+    same(finals[1], finals[0], "losses and weights")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What only the inner optimizer has
+# ----------------------------------------------------------------------------------- What only the inner optimizer has
 
 
 class Averaged(Optimizer):
@@ -281,7 +252,10 @@ class Averaged(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
 
-def _switched(rank, world, stage, through):
+@pytest.mark.parametrize("through", ["oss", "optim"])
+@by_stage
+@ranks.on(2)
+def test_weights_that_the_inner_optimizer_switches_are_gathered(rank, world, stage, through):
     finals = []
     for at in (0, stage):
         model, optimizer = at_stage(at, built(linear), Averaged, lr=0.1, **({"partition": "even"} if at else {}))
@@ -301,14 +275,7 @@ def _switched(rank, world, stage, through):
     same(finals[1], finals[0], "losses, averages, weights")
 
 
-@pytest.mark.parametrize("through", ["oss", "optim"])
-@by_stage
-def test_weights_that_the_inner_optimizer_switches_are_gathered(stage, through):
-    ranks.run(_switched, 2, args=(stage, through))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters without gradients
+# ---------------------------------------------------------------------------------------- Parameters without gradients
 
 
 class DecayingAll(Optimizer):
@@ -326,7 +293,10 @@ class DecayingAll(Optimizer):
                     param.data.add_(param.grad, alpha=-group["lr"])
 
 
-def _decayed(rank, world, stage, partition):
+@pytest.mark.parametrize("partition", ["auto", "whole"])
+@by_stage
+@ranks.on(2)
+def test_frozen_parameters_that_a_step_writes_are_gathered(rank, world, stage, partition):
     finals = []
     for at in (0, stage):
         net = built(linear)
@@ -335,9 +305,3 @@ def _decayed(rank, world, stage, partition):
         losses = train(model, optimizer, rank, range(3))
         finals.append((losses, weights(model)))
     same(finals[1], finals[0], "losses and weights")
-
-
-@pytest.mark.parametrize("partition", ["auto", "whole"])
-@by_stage
-def test_frozen_parameters_that_a_step_writes_are_gathered(stage, partition):
-    ranks.run(_decayed, 2, args=(stage, partition))

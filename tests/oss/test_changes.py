@@ -14,22 +14,36 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import matrix
 import ranks
 import zero
-from atstage import at_stage, weights
-from reference import FEATURES, MOMENTUM, batch, built, distributed, loss_of, refusal, same, same_weights, train
+from models import take_step
+from reference import (
+    FEATURES,
+    MOMENTUM,
+    at_stage,
+    batch,
+    built,
+    distributed,
+    loss_of,
+    refusal,
+    same,
+    same_weights,
+    train,
+    weights,
+)
 
 by_stage = pytest.mark.parametrize("stage", [1, 2])
 CUTS = ["even", "whole"]
 by_cut = pytest.mark.parametrize("cut", CUTS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Frozen and unfrozen
+# ------------------------------------------------------------------------------------------------- Frozen and unfrozen
 
 
 FROZEN = [{"first"}, {"middle", "norm"}, set(), {"conv", "tied", "first"}]  # children of Net, in turn
 
 
-def _frozen(rank, world, stage, cut, set_to_none):
+@matrix.combined("stage, cut, set_to_none", [1, 2], CUTS, [True, False])
+@ranks.on(2)
+def test_frozen_and_unfrozen_between_steps_trains_as_the_plain_optimizer(rank, world, stage, cut, set_to_none):
     finals = []
     for at in (0, stage):
         model, optimizer = at_stage(at, built(), SGD, partition=cut, **MOMENTUM)
@@ -44,13 +58,10 @@ def _frozen(rank, world, stage, cut, set_to_none):
     same(finals[1], finals[0], "losses and weights")
 
 
-@matrix.combined("stage, cut, set_to_none", [1, 2], CUTS, [True, False])
-def test_frozen_and_unfrozen_between_steps_trains_as_the_plain_optimizer(stage, cut, set_to_none):
-    ranks.run(_frozen, 2, args=(stage, cut, set_to_none))
-
-
-def _frozen_from_the_start(rank, world, stage, cut):
-    """What was frozen when OSS was built, and is trained later: not only on the rank that owns it."""
+@by_cut
+@by_stage
+@ranks.on(2)
+def test_unfrozen_later_is_trained_on_every_rank(rank, world, stage, cut):
     finals = []
     for at in (0, stage):
         net = built()
@@ -66,13 +77,9 @@ def _frozen_from_the_start(rank, world, stage, cut):
     same(finals[1], finals[0], "losses and weights")
 
 
-@by_cut
 @by_stage
-def test_unfrozen_later_is_trained_on_every_rank(stage, cut):
-    ranks.run(_frozen_from_the_start, 2, args=(stage, cut))
-
-
-def _frozen_before_step(rank, world, stage):
+@ranks.on(2)
+def test_frozen_between_backward_and_step_is_stepped_once_more(rank, world, stage):
     """Frozen between backward and step: the plain optimizer steps whatever has a gradient."""
     finals = []
     for at in (0, stage):
@@ -86,17 +93,15 @@ def _frozen_before_step(rank, world, stage):
     same(finals[1], finals[0], "weights")
 
 
-@by_stage
-def test_frozen_between_backward_and_step_is_stepped_once_more(stage):
-    ranks.run(_frozen_before_step, 2, args=(stage,))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Moved, cast, replaced
+# ----------------------------------------------------------------------------------------------- Moved, cast, replaced
 
 
 def cast(model):
     model.double()
+
+
+def cast_there_and_back(model):
+    model.half().float()
 
 
 def cast_part(model):
@@ -112,10 +117,18 @@ def vector_loaded(model):
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params).detach() * 2, params)
 
 
-CHANGES = {each.__name__: each for each in (cast, cast_part, data_replaced, vector_loaded)}
+CHANGES = {each.__name__: each for each in (cast, cast_there_and_back, cast_part, data_replaced, vector_loaded)}
 
 
-def _changed(rank, world, stage, change):
+@pytest.mark.parametrize("change", CHANGES)
+@by_stage
+@ranks.raises(
+    2,
+    RuntimeError,
+    "was moved, cast or given other data after OSS was built",
+    "Move and cast the model first, then build",
+)
+def test_parameters_moved_or_cast_are_refused_with_the_remedy(rank, world, stage, change):
     model, optimizer = at_stage(stage, built(), SGD, **MOMENTUM)
     train(model, optimizer, rank, range(1))
     optimizer.zero_grad()
@@ -124,28 +137,18 @@ def _changed(rank, world, stage, change):
     optimizer.step()
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@by_stage
-def test_parameters_moved_or_cast_are_refused_with_the_remedy(stage, change):
-    ranks.expect_error(_changed, 2, RuntimeError, "moved, cast or given other data", "build OSS", args=(stage, change))
-
-
-def _cast_before_forward(rank, world):
+@ranks.raises(2, RuntimeError, "cast", "build OSS")
+def test_a_model_cast_before_forward_is_refused_at_stage_2(rank, world):
     """Also where forward and backward come between. (DistributedDataParallel itself does not survive the cast.)"""
     model, optimizer = at_stage(2, built(), SGD, **MOMENTUM)
     train(model, optimizer, rank, range(1))
     model.module.double()
-    optimizer.zero_grad()
-    model(batch(rank, 1).double()).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(batch(rank, 1).double()).square().mean())
 
 
-def test_a_model_cast_before_forward_is_refused_at_stage_2():
-    ranks.expect_error(_cast_before_forward, 2, RuntimeError, "cast", "build OSS")
-
-
-def _to_itself(rank, world, stage):
-    """Moving to where it is changes nothing, and is no reason to refuse."""
+@by_stage
+@ranks.on(2)
+def test_moving_a_model_to_where_it_is_changes_nothing(rank, world, stage):
     model, optimizer = at_stage(stage, built(), SGD, **MOMENTUM)
     plain = at_stage(0, built(), SGD, **MOMENTUM)
     train(model, optimizer, rank, range(1))
@@ -158,12 +161,10 @@ def _to_itself(rank, world, stage):
     same_weights(model.module, plain[0].module)
 
 
+@pytest.mark.parametrize("before", ["forward", "backward"])
 @by_stage
-def test_moving_a_model_to_where_it_is_changes_nothing(stage):
-    ranks.run(_to_itself, 2, args=(stage,))
-
-
-def _assigned(rank, world, stage, before):
+@ranks.raises(2, RuntimeError, "assign", "OSS")
+def test_weights_loaded_by_assigning_are_refused_with_the_remedy(rank, world, stage, before):
     model, optimizer = at_stage(stage, built(), SGD, **MOMENTUM)
     train(model, optimizer, rank, range(1))
     optimizer.zero_grad()
@@ -175,15 +176,7 @@ def _assigned(rank, world, stage, before):
         inner.load_state_dict(built().state_dict(), assign=True)
     loss.backward()
     optimizer.step()
-    optimizer.zero_grad()
-    loss_of(model, rank, 2).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("before", ["forward", "backward"])
-@by_stage
-def test_weights_loaded_by_assigning_are_refused_with_the_remedy(stage, before):
-    ranks.expect_error(_assigned, 2, RuntimeError, "assign", "OSS", args=(stage, before))
+    take_step(optimizer, loss_of(model, rank, 2))
 
 
 def _assigned_in_part(rank, world, stage):
@@ -201,22 +194,21 @@ def test_one_parameter_replaced_is_refused(stage, words):
     ranks.expect_error(_assigned_in_part, 2, RuntimeError, *words, args=(stage,))
 
 
-def _assigned_through_the_wrapper(rank, world):
+@ranks.on(2)
+def test_assigning_through_sharded_ddp_is_refused_at_once(rank, world):
     model, _ = at_stage(2, built(), SGD, **MOMENTUM)
     told = refusal(lambda: model.load_state_dict(built().state_dict(), assign=True))
     assert told.startswith("ValueError"), told
     assert "assign=False" in told
 
 
-def test_assigning_through_sharded_ddp_is_refused_at_once():
-    ranks.run(_assigned_through_the_wrapper, 2)
+# ----------------------------------------------------------------------------------------------------- Loaded in place
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loaded in place
-
-
-def _loaded(rank, world, stage, cut):
+@by_cut
+@by_stage
+@ranks.on(2)
+def test_weights_written_in_place_are_trained_on(rank, world, stage, cut):
     finals = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
@@ -237,17 +229,12 @@ def _loaded(rank, world, stage, cut):
     same(finals[1], finals[0], "losses and weights")
 
 
-@by_cut
+# -------------------------------------------------------------------------------------------------- Copied and pickled
+
+
 @by_stage
-def test_weights_written_in_place_are_trained_on(stage, cut):
-    ranks.run(_loaded, 2, args=(stage, cut))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Copied and pickled
-
-
-def _averaged(rank, world, stage):
+@ranks.on(2)
+def test_averages_in_a_deep_copy_of_the_model_are_those_of_plain_training(rank, world, stage):
     """Exponential averages in a deep copy of the model that was made while its parameters lay in flat buffers."""
     finals = []
     for at in (0, stage):
@@ -264,11 +251,6 @@ def _averaged(rank, world, stage):
         assert shared.isdisjoint(param.untyped_storage().data_ptr() for param in average.parameters() if param.numel())
         finals.append([[param.detach().clone() for param in each.parameters()] for each in (model.module, average)])
     same(finals[1], finals[0], "weights and averages")
-
-
-@by_stage
-def test_averages_in_a_deep_copy_of_the_model_are_those_of_plain_training(stage):
-    ranks.run(_averaged, 2, args=(stage,))
 
 
 class Deep(nn.Module):
@@ -291,7 +273,13 @@ def saved(value):
     return buffer.getvalue()
 
 
-def _pickled(rank, world, stage):
+@by_stage
+@ranks.on(2)
+def test_copies_and_pickles_of_the_model_have_its_values(rank, world, stage):
+    """Nor do saved ones take more: parameters are views of shared buffers, which torch.save stores once.
+
+    Plain pickle stores a buffer again for every view of it; a deep copy of the model has no views.
+    """
     model, optimizer = at_stage(stage, built(Deep), SGD, **MOMENTUM)
     train(model, optimizer, rank, range(2))
     inner = model.module
@@ -311,21 +299,13 @@ def _pickled(rank, world, stage):
         same(inner.state_dict(), before, "the model that was copied")
         one(batch(0, 0)).sum().backward()
     same(torch.load(io.BytesIO(saved(values)), weights_only=True), dict(values), "the state dict")
-    return [[len(pickle.dumps(copy.deepcopy(each))), len(saved(each))] for each in (inner, built(Deep))]
+    sizes, plain_sizes = [[len(pickle.dumps(copy.deepcopy(each))), len(saved(each))] for each in (inner, built(Deep))]
+    for size, plain in zip(sizes, plain_sizes, strict=True):
+        assert size <= 1.2 * plain
 
 
-@by_stage
-def test_copies_and_pickles_of_the_model_have_its_values(stage):
-    """Nor do saved ones take more: parameters are views of shared buffers, which torch.save stores once.
-
-    Plain pickle stores a buffer again for every view of it; a deep copy of the model has no views.
-    """
-    for sizes, plain_sizes in ranks.run(_pickled, 2, args=(stage,)):
-        for size, plain in zip(sizes, plain_sizes, strict=True):
-            assert size <= 1.2 * plain
-
-
-def _refused(rank, world):
+@ranks.on(2)
+def test_copying_and_pickling_what_is_spread_over_ranks_is_refused(rank, world):
     model, optimizer = at_stage(2, built(), SGD, **MOMENTUM)
     train(model, optimizer, rank, range(1))
     for value, remedy in ((optimizer, "state_dict"), (model, "module")):
@@ -339,15 +319,14 @@ def _refused(rank, world):
     same_weights(model.module, plain[0].module)
 
 
-def test_copying_and_pickling_what_is_spread_over_ranks_is_refused():
-    ranks.run(_refused, 2)
+# ------------------------------------------------------------------------------------------------------- Laid out anew
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Laid out anew
-
-
-def _buckets(rank, world, stage, cut, optim, options):
+@by_cut
+@by_stage
+@pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
+@ranks.on(2)
+def test_other_buckets_in_the_middle_of_training_keep_the_state(rank, world, stage, cut, optim, options):
     finals = []
     for limit in (None, 0, 750, 1 << 22):
         model, optimizer = at_stage(stage, built(), optim, partition=cut, **options)
@@ -367,14 +346,8 @@ def _buckets(rank, world, stage, cut, optim, options):
         same(final, expected, "losses, weights and state")
 
 
-@by_cut
-@by_stage
-@pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
-def test_other_buckets_in_the_middle_of_training_keep_the_state(stage, cut, optim, options):
-    ranks.run(_buckets, 2, args=(stage, cut, optim, options))
-
-
-def _loaded_before_wrapping(rank, world):
+@ranks.on(2)
+def test_state_loaded_before_sharded_ddp_is_kept(rank, world):
     """ShardedDDP lays out anew for its reduce_buffer_size; the state that was loaded before comes along."""
     model, optimizer = at_stage(2, built(), Adam, lr=0.01)
     train(model, optimizer, rank, range(2))
@@ -389,11 +362,9 @@ def _loaded_before_wrapping(rank, world):
     same_weights(inner, model.module)
 
 
-def test_state_loaded_before_sharded_ddp_is_kept():
-    ranks.run(_loaded_before_wrapping, 2)
-
-
-def _state_on_one_rank(rank, world, limit):
+@pytest.mark.parametrize("limit", [0, 1 << 22])
+@ranks.on(2)
+def test_other_buckets_where_a_rank_has_no_state(rank, world, limit):
     """Adagrad has state from the start, but of one parameter that lies whole with one rank only that rank has some."""
     finals = []
     for at in (0, 2):
@@ -405,8 +376,3 @@ def _state_on_one_rank(rank, world, limit):
         losses = train(model, optimizer, rank, range(3))
         finals.append((losses, weights(model)))
     same(finals[1], finals[0], "losses and weights")
-
-
-@pytest.mark.parametrize("limit", [0, 1 << 22])
-def test_other_buckets_where_a_rank_has_no_state(limit):
-    ranks.run(_state_on_one_rank, 2, args=(limit,))

@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import ranks
-from atstage import at_stage, clip
-from reference import FEATURES, MOMENTUM, Net, built, loss_of
+from reference import FEATURES, MOMENTUM, Net, at_stage, built, clip, loss_of
 from zero import OSS, ShardedDDP
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
@@ -65,7 +64,9 @@ def test_norm_and_step_are_those_of_torch(world, stage, partition):
     assert all(norms == told[0] for norms in told), "the norm is the same number on every rank"
 
 
-def _small(rank, world, stage, partition):
+@by_case
+@ranks.on(2)
+def test_gradients_within_the_limit_stay_as_they_are(rank, world, stage, partition):
     plain = at_stage(0, built(), SGD, **MOMENTUM)
     sharded = at_stage(stage, built(), SGD, partition=partition, **MOMENTUM)
     for model, optimizer in (plain, sharded):
@@ -78,12 +79,8 @@ def _small(rank, world, stage, partition):
 
 
 @by_case
-def test_gradients_within_the_limit_stay_as_they_are(stage, partition):
-    ranks.run(_small, 2, args=(stage, partition))
-
-
-def _frozen(rank, world, stage, partition):
-    """Frozen and unfrozen between steps: what is frozen now has no gradient and does not count."""
+@ranks.on(2)
+def test_frozen_parameters_do_not_count(rank, world, stage, partition):
     plain = at_stage(0, built(), SGD, **MOMENTUM)
     sharded = at_stage(stage, built(), SGD, partition=partition, **MOMENTUM)
     for frozen in ("first", "middle"):
@@ -98,11 +95,8 @@ def _frozen(rank, world, stage, partition):
 
 
 @by_case
-def test_frozen_parameters_do_not_count(stage, partition):
-    ranks.run(_frozen, 2, args=(stage, partition))
-
-
-def _added(rank, world, stage, partition):
+@ranks.on(2)
+def test_parameters_added_later_count(rank, world, stage, partition):
     models = built(), built()
     first = [[*model.first.parameters(), model.scale] for model in models]
     plain, sharded = SGD(first[0], **MOMENTUM), OSS(first[1], SGD, partition=partition, **MOMENTUM)
@@ -120,11 +114,6 @@ def _added(rank, world, stage, partition):
         optimizer.add_param_group({"params": [model.middle.weight], "lr": 0.5})
     again = DistributedDataParallel(models[0]), wrapped[1] if stage == 2 else DistributedDataParallel(models[1])
     clipped_steps((again[0], plain), (again[1], sharded), rank, range(1, 2), (1.0, 2.0, math.inf))
-
-
-@by_case
-def test_parameters_added_later_count(stage, partition):
-    ranks.run(_added, 2, args=(stage, partition))
 
 
 def _subgroup(rank, world, stage, partition):
@@ -159,7 +148,9 @@ def test_a_rank_that_owns_nothing_takes_part(stage, partition):
     assert 0 in ranks.run(_idle, 3, args=(stage, partition))
 
 
-def _unused(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_parts_without_gradient_count_as_nothing(rank, world, stage):
     """The shard that rank 0 owns gets no gradient at all in this step."""
     nets = [built(lambda: nn.ModuleList([nn.Linear(FEATURES, 40), nn.Linear(FEATURES, 40)])) for _ in range(2)]
     optimizer = OSS(nets[1].parameters(), SGD, partition="whole", **MOMENTUM)
@@ -176,15 +167,11 @@ def _unused(rank, world, stage):
         each.step()
     assert norms[1].item() == pytest.approx(norms[0].item(), rel=1e-6)
     assert_close(weights(nets[1]), weights(nets[0]), "weights")
-    return sum(optimizer.part(param).grad is not None for param in nets[1].parameters())
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_parts_without_gradient_count_as_nothing(stage):
-    ranks.run(_unused, 2, args=(stage,))
-
-
-def _accumulated(rank, world, stage):
+@ranks.on(2)
+def test_clipping_twice_scales_what_is_there(rank, world, stage):
     """Clipped in the middle of an accumulation, gradients that come later are added to the clipped ones."""
     plain, sharded = at_stage(0, built(Net), SGD, **MOMENTUM), at_stage(stage, built(Net), SGD, **MOMENTUM)
     norms = []
@@ -195,8 +182,3 @@ def _accumulated(rank, world, stage):
         optimizer.step()
     assert norms[2:] == pytest.approx(norms[:2], rel=1e-6)
     assert_close(weights(sharded[0]), weights(plain[0]), "weights")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_clipping_twice_scales_what_is_there(stage):
-    ranks.run(_accumulated, 2, args=(stage,))

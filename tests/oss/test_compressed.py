@@ -8,8 +8,8 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
-from atstage import at_stage, own_elements
-from reference import FEATURES, MOMENTUM, Net, batch, built, loss_of, same
+from models import take_step
+from reference import FEATURES, MOMENTUM, Net, at_stage, batch, built, loss_of, own_elements, same
 from zero.plan.meter import Meter
 
 DTYPES = {"fp16": (True, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16)}
@@ -34,11 +34,13 @@ def rounded(value, dtype):
     return value.to(dtype).to(value.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters after a step
+# --------------------------------------------------------------------------------------------- Parameters after a step
 
 
-def _sent(rank, world, name, cut, optim, options):
+@pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
+@matrix.combined("name, cut, world", DTYPES, CUTS, [2, 3])
+@ranks.on("world")
+def test_others_get_rounded_values_and_the_owner_keeps_its_precision(rank, world, name, cut, optim, options):
     """Gradients are given, so that what was rounded in one step has no influence on the next gradient."""
     option, dtype = DTYPES[name]
     model, plain = built(), built()
@@ -64,13 +66,9 @@ def _sent(rank, world, name, cut, optim, options):
     assert any(lost)
 
 
-@pytest.mark.parametrize(("optim", "options"), [(SGD, MOMENTUM), (Adam, {"lr": 0.01})])
-@matrix.combined("name, cut, world", DTYPES, CUTS, [2, 3])
-def test_others_get_rounded_values_and_the_owner_keeps_its_precision(name, cut, optim, options, world):
-    ranks.run(_sent, world, args=(name, cut, optim, options))
-
-
-def _one_step(rank, world, stage, name):
+@matrix.combined("stage, world, name", [1, 2], [2, 3], DTYPES)
+@ranks.on("world")
+def test_half_as_many_bytes_are_gathered(rank, world, stage, name):
     option, dtype = DTYPES[name]
     (model, optimizer), (precise, other) = (
         at_stage(stage, built(), SGD, broadcast_fp16=sent, **MOMENTUM) for sent in (option, False)
@@ -84,18 +82,13 @@ def _one_step(rank, world, stage, name):
     for (what, param), whole in zip(model.module.named_parameters(), precise.module.parameters(), strict=True):
         own = own_elements(optimizer, param) | (not param.requires_grad)
         same(param.detach(), torch.where(own, whole.detach(), rounded(whole.detach(), dtype)), what)
-    return gathered
+    compressed, plain = gathered
+    assert compressed > 0
+    assert 2 * compressed == plain
 
 
-@matrix.combined("stage, world, name", [1, 2], [2, 3], DTYPES)
-def test_half_as_many_bytes_are_gathered(stage, world, name):
-    for compressed, plain in ranks.run(_one_step, world, args=(stage, name)):
-        assert compressed > 0
-        assert 2 * compressed == plain
-
-
-def _lesser(rank, world):
-    """Parameters of 16 bits travel as they are, whatever 16 bits were asked for, and ones of 64 as 16."""
+@ranks.on(2)
+def test_parameters_of_16_bits_are_sent_as_they_are(rank, world):
     finals, sent = [], []
     for dtype, option in [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float64, True)]:
         model = built(lambda: nn.Linear(64, 64)).to(dtype)
@@ -110,14 +103,10 @@ def _lesser(rank, world):
     assert sent[0] == sent[1] == sent[2]
 
 
-def test_parameters_of_16_bits_are_sent_as_they_are():
-    ranks.run(_lesser, 2)
-
-
 SIDE, LAYERS = 512, 8
 
 
-def _copies(rank, world, option):
+def taken_for_a_moment(option):
     """Bytes that a step takes for a moment, over those of a bucket in 16 bits; each layer is a bucket."""
     with Meter() as memory:
         model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
@@ -135,15 +124,13 @@ def _copies(rank, world, option):
         return min(taken) / (2 * SIDE * SIDE)
 
 
-def test_no_more_than_two_buckets_are_rounded_at_a_time():
-    for took in ranks.run(_copies, 2, args=(True,)):
-        assert 1 <= took <= 2.2  # of 8; messages take the rest
-    for took in ranks.run(_copies, 2, args=(False,)):
-        assert took <= 0.2
+@ranks.on(2)
+def test_no_more_than_two_buckets_are_rounded_at_a_time(rank, world):
+    assert 1 <= taken_for_a_moment(True) <= 2.2  # of 8; messages take the rest
+    assert taken_for_a_moment(False) <= 0.2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Gradients
+# ----------------------------------------------------------------------------------------------------------- Gradients
 
 
 def by_hand(world, step, dtype):
@@ -160,7 +147,9 @@ def by_hand(world, step, dtype):
     return model, params, [None if each is None else each * (1 / world) for each in sums]
 
 
-def _reduced(rank, world, name, cut):
+@matrix.combined("world, cut, name", [2, 3, 4], CUTS, DTYPES)
+@ranks.on("world")
+def test_gradients_travel_rounded_and_are_added_up_in_float32(rank, world, name, cut):
     option, dtype = DTYPES[name]
     model = built(Wide)
     optimizer = zero.OSS(model.parameters(), SGD, partition=cut, lr=1.0)
@@ -181,17 +170,14 @@ def _reduced(rank, world, name, cut):
     plain = zero.ShardedDDP(precise, zero.OSS(precise.parameters(), SGD, partition=cut, lr=1.0))
     before = zero.traffic()
     loss_of(plain, rank, 0).backward()
-    return reduced, (zero.traffic() - before).reduce
+    compressed, plain = reduced, (zero.traffic() - before).reduce
+    assert compressed > 0
+    assert 2 * compressed == plain
 
 
-@matrix.combined("world, cut, name", [2, 3, 4], CUTS, DTYPES)
-def test_gradients_travel_rounded_and_are_added_up_in_float32(name, cut, world):
-    for compressed, plain in ranks.run(_reduced, world, args=(name, cut)):
-        assert compressed > 0
-        assert 2 * compressed == plain
-
-
-def _accumulated(rank, world, name):
+@by_dtype
+@ranks.on(2)
+def test_gradients_held_back_are_rounded_once(rank, world, name):
     """Under no_sync gradients add up unrounded; what is sent is the sum."""
     option, dtype = DTYPES[name]
     model = built(Wide)
@@ -218,12 +204,8 @@ def _accumulated(rank, world, name):
         same(param.detach(), other.detach(), what)
 
 
-@by_dtype
-def test_gradients_held_back_are_rounded_once(name):
-    ranks.run(_accumulated, 2, args=(name,))
-
-
-def _both(rank, world):
+@ranks.on(2)
+def test_both_together_stay_close_to_plain_training(rank, world):
     """Together, for several steps: close to the plain training, and the ranks' copies agree to the rounding."""
     plain = at_stage(0, built(), SGD, **MOMENTUM)
     model = built()
@@ -231,20 +213,13 @@ def _both(rank, world):
     sharded = zero.ShardedDDP(model, optimizer, reduce_fp16=True), optimizer
     for step in range(5):
         for each, its in (plain, sharded):
-            its.zero_grad()
-            loss_of(each, rank, step).backward()
-            its.step()
+            take_step(its, loss_of(each, rank, step))
     for (what, param), other in zip(model.named_parameters(), plain[0].module.parameters(), strict=True):
         if param.numel():
             assert (param - other).abs().max() <= 2e-3 * other.abs().max() + 1e-4, what
 
 
-def test_both_together_stay_close_to_plain_training():
-    ranks.run(_both, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Int8: tests/features/test_codec.py tells how far off a block may be
+# ------------------------------------------------- Int8: tests/features/test_codec.py tells how far off a block may be
 
 
 def layers(dtype=torch.float32):
@@ -254,7 +229,10 @@ def layers(dtype=torch.float32):
     )
 
 
-def _int8_broadcast(rank, world, stage, cut):
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_parameters_are_quantised_for_others_in_a_quarter_of_the_bytes(rank, world, stage, cut):
     sent, finals = [], []
     for option, dtype in [(zero.Int8(), torch.float32), (False, torch.float32), (torch.bfloat16, torch.float32)]:
         model, optimizer = at_stage(stage, layers(dtype), SGD, partition=cut, broadcast_fp16=option, **MOMENTUM)
@@ -270,19 +248,15 @@ def _int8_broadcast(rank, world, stage, cut):
         off = (param.detach() - precise).abs()
         assert off[~own].any() or own.all(), what
         assert off.max() <= max(other.abs().max() for other in finals[1].values()) / 254 * (1 + 2**-14), what
-    return sent
+    int8, float32, bfloat16 = sent
+    assert 0 < int8 <= 0.27 * float32
+    assert int8 <= 0.53 * bfloat16
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_are_quantised_for_others_in_a_quarter_of_the_bytes(stage, cut):
-    for int8, float32, bfloat16 in ranks.run(_int8_broadcast, 2, args=(stage, cut)):
-        assert 0 < int8 <= 0.27 * float32
-        assert int8 <= 0.53 * bfloat16
-
-
-def _int8_reduce(rank, world, dtype):
-    """The averaged gradients of this rank's shards, with Int8 and exact, and what was sent."""
+@pytest.mark.parametrize(("dtype", "bytes_left"), [(torch.float32, 0.27), (torch.bfloat16, 0.53)], ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+@ranks.on("world")
+def test_gradients_are_quantised_and_averaged_in_float32(rank, world, dtype, bytes_left):
     found, sent = [], []
     for option in (zero.Int8(), False):
         model = layers(dtype)
@@ -292,24 +266,18 @@ def _int8_reduce(rank, world, dtype):
         wrapped(batch(rank, 0).to(dtype)).float().square().mean().backward()
         sent.append((zero.traffic() - before).reduce)
         found.append([optimizer.part(param).grad for param in model.parameters()])
-    return found, sent
+    (quantised, exact), (few, many) = found, sent
+    assert 0 < few <= bytes_left * many
+    largest = max(other.abs().max() for other in exact if other is not None and other.numel())
+    pairs = [pair for pair in zip(quantised, exact, strict=True) if pair[1] is not None]
+    assert any(not torch.equal(*pair) for pair in pairs)
+    for its, other in pairs:
+        assert its.dtype == other.dtype
+        assert ((its - other).abs() <= world * largest / 254 + largest * torch.finfo(dtype).eps).all()
 
 
-@pytest.mark.parametrize(("dtype", "bytes_left"), [(torch.float32, 0.27), (torch.bfloat16, 0.53)], ids=str)
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_are_quantised_and_averaged_in_float32(world, dtype, bytes_left):
-    for (quantised, exact), (few, many) in ranks.run(_int8_reduce, world, args=(dtype,)):
-        assert 0 < few <= bytes_left * many
-        largest = max(other.abs().max() for other in exact if other is not None and other.numel())
-        pairs = [pair for pair in zip(quantised, exact, strict=True) if pair[1] is not None]
-        assert any(not torch.equal(*pair) for pair in pairs)
-        for its, other in pairs:
-            assert its.dtype == other.dtype
-            assert ((its - other).abs() <= world * largest / 254 + largest * torch.finfo(dtype).eps).all()
-
-
-def _int8_overflow(rank, world):
-    """A gradient that is infinite on one rank skips the step of all."""
+@ranks.on(2)
+def test_an_overflow_survives_quantising_and_skips_the_step(rank, world):
     model = layers()
     optimizer = zero.OSS(model.parameters(), SGD, lr=0.1, broadcast_fp16=zero.Int8())
     wrapped, scaler = zero.ShardedDDP(model, optimizer, reduce_fp16=zero.Int8()), zero.GradScaler("cpu", init_scale=4.0)
@@ -318,15 +286,11 @@ def _int8_overflow(rank, world):
     scaler.step(optimizer)
     scaler.update()
     same([param.detach() for param in model.parameters()], before, "a parameter")
-    return scaler.get_scale()
+    assert scaler.get_scale() == 2.0
 
 
-def test_an_overflow_survives_quantising_and_skips_the_step():
-    assert ranks.run(_int8_overflow, 2) == [2.0, 2.0]
-
-
-def _int8_together(rank, world):
-    """Ranks end with the same numbers but for what each owns, as OSS keeps them."""
+@ranks.on(2)
+def test_training_with_both_stays_close_to_plain_training(rank, world):
     plain, model = at_stage(0, layers(), Adam, lr=1e-3), layers()
     optimizer = zero.OSS(model.parameters(), Adam, lr=1e-3, broadcast_fp16=zero.Int8())
     sharded = zero.ShardedDDP(model, optimizer, reduce_fp16=zero.Int8()), optimizer
@@ -334,18 +298,9 @@ def _int8_together(rank, world):
     for step in range(10):
         losses.append([])
         for each, its in (plain, sharded):
-            its.zero_grad()
-            loss = loss_of(each, rank, step)
-            loss.backward()
-            its.step()
-            losses[-1].append(loss.item())
-    return losses
-
-
-def test_training_with_both_stays_close_to_plain_training():
-    for losses in ranks.run(_int8_together, 2):
-        for plain, quantised in losses:
-            assert quantised == pytest.approx(plain, rel=0.02)
+            losses[-1].append(take_step(its, loss_of(each, rank, step)))
+    for plain, quantised in losses:
+        assert quantised == pytest.approx(plain, rel=0.02)
 
 
 def _int8_refused(rank, world, build):
@@ -372,16 +327,12 @@ def test_parameters_of_64_bits_are_refused_by_name(build):
     ranks.expect_error(_int8_refused, 2, ValueError, r"1\.weight is torch.float64", option, args=(build,))
 
 
-def _int8_differs(rank, world):
+@ranks.raises(2, ValueError, r"Int8\(block=64\)", r"Int8\(block=128\)")
+def test_blocks_that_differ_between_ranks_are_refused(rank, world):
     zero.OSS(layers().parameters(), SGD, broadcast_fp16=zero.Int8(64 * (1 + rank)), lr=0.1)
 
 
-def test_blocks_that_differ_between_ranks_are_refused():
-    ranks.expect_error(_int8_differs, 2, ValueError, r"Int8\(block=64\)", r"Int8\(block=128\)")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What cannot be sent
+# ------------------------------------------------------------------------------------------------- What cannot be sent
 
 
 def _broadcast_as(rank, world, dtype):

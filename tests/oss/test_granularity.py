@@ -10,6 +10,7 @@ from torch import nn
 
 import ranks
 import zero
+from models import take_step
 from optimizers import ByParameter
 from reference import FEATURES, built, loss_of, refusal, same
 from zero.shards import layout
@@ -25,7 +26,7 @@ class Blockwise(ByParameter):
     """
 
     def __init__(self, params, lr=0.1, momentum=0.9):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+        super().__init__(params, lr, momentum=momentum)
 
     def step_one(self, param, state, group):
         if not state:
@@ -97,21 +98,17 @@ def test_an_optimizer_that_works_in_blocks_equals_the_unsharded_one(stage, world
     assert sum(state["scale"] for _, state in told) == sum(-(-numel // BLOCK) for numel in numels), "a block was cut"
 
 
-def _any_cut(rank, world, cut):
-    zero.OSS(built(Odd).parameters(), Blockwise, **cut)
-
-
 @pytest.mark.parametrize("cut", [{"partition": "even"}, {"granularity": BLOCK // 2}], ids=str)
-def test_cuts_that_do_not_respect_blocks_are_refused(cut):
-    words = [r"cuts inside parameters, but Blockwise .* needs each parameter whole", "partition='whole'"]
-    ranks.expect_error(_any_cut, 2, ValueError, *words, args=(cut,))
+@ranks.raises(
+    2, ValueError, r"cuts inside parameters, but Blockwise .* needs each parameter whole", "partition='whole'"
+)
+def test_cuts_that_do_not_respect_blocks_are_refused(rank, world, cut):
+    zero.OSS(built(Odd).parameters(), Blockwise, **cut)
 
 
 def _step(rank, number, *pairs):
     for model, optimizer in pairs:
-        optimizer.zero_grad()
-        loss_of(model, rank, number).backward()
-        optimizer.step()
+        take_step(optimizer, loss_of(model, rank, number))
 
 
 def _consolidated(rank, world, blocks):
@@ -154,20 +151,18 @@ class Uneven(Blockwise):
             state["moments"] = torch.ones(3)
 
 
-def _unknown(rank, world):
+@ranks.on(2)
+def test_state_of_any_other_length_is_refused_where_parameters_are_cut(rank, world):
     ours = built(Odd)
     optimizer = zero.OSS(ours.parameters(), Uneven, granularity=BLOCK)
     _step(0, 0, (ours, optimizer))
-    return refusal(lambda: optimizer.consolidate_state_dict(to=None))
+    told = refusal(lambda: optimizer.consolidate_state_dict(to=None))
+    assert told.startswith("ValueError: the state 'moments' of"), told
+    assert "partition='whole'" in told
 
 
-def test_state_of_any_other_length_is_refused_where_parameters_are_cut():
-    for told in ranks.run(_unknown, 2):
-        assert told.startswith("ValueError: the state 'moments' of"), told
-        assert "partition='whole'" in told
-
-
-def _own_shard(rank, world):
+@ranks.on(2)
+def test_state_by_blocks_of_a_rank_itself_continues_bit_for_bit(rank, world):
     """Without consolidation each rank's own shard is saved and loaded as it is."""
     finals = []
     for restart in (False, True):
@@ -178,19 +173,13 @@ def _own_shard(rank, world):
                 state = optimizer.state_dict()
                 optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
                 optimizer.load_state_dict(state)
-            optimizer.zero_grad()
-            loss_of(model, 0, step).backward()
-            optimizer.step()
+            take_step(optimizer, loss_of(model, 0, step))
         finals.append([param.detach() for param in model.parameters()])
     same(finals[1], finals[0], "weights")
 
 
-def test_state_by_blocks_of_a_rank_itself_continues_bit_for_bit():
-    ranks.run(_own_shard, 2)
-
-
-def _groups(rank, world):
-    """Parameters that are added later are cut at multiples, too."""
+@ranks.on(3)
+def test_parameters_added_later_are_cut_at_multiples(rank, world):
     model, plain = built(Odd), built(Odd)
     optimizer = zero.OSS(model.first.parameters(), Blockwise, granularity=BLOCK)
     expected = Blockwise(plain.first.parameters())
@@ -204,12 +193,7 @@ def _groups(rank, world):
     same([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()], "weights")
 
 
-def test_parameters_added_later_are_cut_at_multiples():
-    ranks.run(_groups, 3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Balance: shapes only, no rank starts
+# -------------------------------------------------------------------------------- Balance: shapes only, no rank starts
 
 
 def gpt2():

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
-from atstage import at_stage
-from reference import FEATURES, batch, built, same
+from models import take_step
+from reference import FEATURES, at_stage, batch, built, same
 
 OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
@@ -93,9 +93,13 @@ def start(world, stage, cut, name, dtype=torch.bfloat16):
 
 
 def step(rank, number, model, optimizer):
-    optimizer.zero_grad()
-    loss_of(model, rank, number).backward()
-    optimizer.step()
+    take_step(optimizer, loss_of(model, rank, number))
+
+
+def steps(rank, numbers, expected, model, optimizer):
+    for number in numbers:
+        expected.step(number)
+        step(rank, number, model, optimizer)
 
 
 def whole_masters(optimizer):
@@ -142,33 +146,27 @@ def test_float16_parameters_have_masters_too(stage):
     ranks.run(_steps, 2, args=(stage, "even", "adam", torch.float16))
 
 
-def _no_float(rank, world):
+@ranks.raises(2, ValueError, "master_dtype", "float32")
+def test_masters_of_integers_are_refused_when_built(rank, world):
     zero.OSS(built(Half).parameters(), SGD, master_dtype=torch.int32, lr=0.1)
 
 
-def test_masters_of_integers_are_refused_when_built():
-    ranks.expect_error(_no_float, 2, ValueError, "master_dtype", "float32")
-
-
-def _small_updates(rank, world, master_dtype):
-    """Steps of a hundredth of what bfloat16 can tell from 1."""
+@pytest.mark.parametrize(("master_dtype", "expected"), [(torch.float32, 1 - 2.0**-7), (None, 1.0)])
+@ranks.on(2)
+def test_small_updates_add_up(rank, world, master_dtype, expected):
+    """Steps of a hundredth of what bfloat16 can tell from 1; without masters they are lost."""
     model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
     optimizer = zero.OSS(model.parameters(), SGD, lr=2.0**-15, master_dtype=master_dtype)
     for _ in range(256):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
-    return model.weight.detach().clone()
+    assert torch.equal(model.weight, torch.full_like(model.weight, expected))
 
 
-def test_small_updates_add_up():
-    moved = ranks.run(_small_updates, 2, args=(torch.float32,))
-    assert all(torch.equal(weight, torch.full_like(weight, 1 - 2.0**-7)) for weight in moved)
-    lost = ranks.run(_small_updates, 2, args=(None,))
-    assert all(torch.equal(weight, torch.ones_like(weight)) for weight in lost)
-
-
-def _clipped(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_gradients_of_masters_are_clipped(rank, world, stage):
     """The norm is of the gradients as they arrive, in 16 bits at stage 1."""
     expected, model, optimizer = start(world, stage, "even", "sgd")
     gradients = []
@@ -184,12 +182,12 @@ def _clipped(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_of_masters_are_clipped(stage):
-    ranks.run(_clipped, 2, args=(stage,))
+@ranks.on(2)
+def test_float16_parameters_with_masters_are_trained_with_a_loss_scale(rank, world, stage):
+    """torch's GradScaler refuses gradients of 16 bits, because without masters they would be stepped in 16 bits.
 
-
-def _scaled(rank, world, stage):
-    """With a scale of 1 the numbers are those without; an infinite gradient skips the step."""
+    With a scale of 1 the numbers are those without; an infinite gradient skips the step.
+    """
     expected, model, optimizer = start(world, stage, "even", "sgd", torch.float16)
     scaler = zero.GradScaler("cpu", init_scale=1.0)
     for number in range(4):
@@ -205,17 +203,13 @@ def _scaled(rank, world, stage):
     assert scaler.get_scale() == 0.5
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_float16_parameters_with_masters_are_trained_with_a_loss_scale(stage):
-    """torch's GradScaler refuses gradients of 16 bits, because without masters they would be stepped in 16 bits."""
-    ranks.run(_scaled, 2, args=(stage,))
+# -------------------------------------------------------------------------------------------------------------- Memory
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-
-
-def _bytes(rank, world, stage, cut):
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("stage", "cut"), AT)
+@ranks.on("world")
+def test_takes_two_bytes_a_parameter_whole_and_twelve_in_parts(rank, world, stage, cut):
     model = built(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))).to(torch.bfloat16))
     wrapped, optimizer = at_stage(stage, model, Adam, partition=cut, master_dtype=torch.float32)
     wrapped(torch.randn(3, 64, dtype=torch.bfloat16)).sum().backward()
@@ -228,20 +222,12 @@ def _bytes(rank, world, stage, cut):
     params = list(model.parameters())
     state = [value for each in optimizer.optim.state.values() for value in each.values() if value.dim()]
     owned = size([*(optimizer.part(param) for param in params), *state])
-    return sum(param.numel() for param in params), size(params), owned
+    count = sum(param.numel() for param in params)
+    assert size(params) == pytest.approx(2 * count, rel=0.01)
+    assert owned == pytest.approx(12 * count / world, rel=0.02)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("stage", "cut"), AT)
-def test_takes_two_bytes_a_parameter_whole_and_twelve_in_parts(world, stage, cut):
-    told = ranks.run(_bytes, world, args=(stage, cut))
-    for count, whole, owned in told:
-        assert whole == pytest.approx(2 * count, rel=0.01)
-        assert owned == pytest.approx(12 * count / world, rel=0.02)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights that are written into the parameters
+# ------------------------------------------------------------------------ Weights that are written into the parameters
 
 
 def in_place(model, values):
@@ -261,11 +247,11 @@ def by_foreach(model, values):
 WAYS = {"load_state_dict": in_place, "data.copy_": by_data, "foreach_copy_": by_foreach}
 
 
-def _loaded(rank, world, stage, cut, way):
+@matrix.combined("stage, way, cut", [1, 2], WAYS, CUTS)
+@ranks.on(2)
+def test_weights_loaded_between_steps_are_taken_over(rank, world, stage, cut, way):
     expected, model, optimizer = start(world, stage, cut, "sgd")
-    for number in range(2):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(2), expected, model, optimizer)
     loaded = {name: value + 0.75 for name, value in built(Half).state_dict().items()}
     assert not any((param == loaded[name]).any() for name, param in expected.model.named_parameters())
     expected.load(loaded)
@@ -276,17 +262,10 @@ def _loaded(rank, world, stage, cut, way):
         assert_by_hand(model, optimizer, expected, f"step {number}")
 
 
-@matrix.combined("stage, way, cut", [1, 2], WAYS, CUTS)
-def test_weights_loaded_between_steps_are_taken_over(stage, cut, way):
-    ranks.run(_loaded, 2, args=(stage, cut, way))
-
-
-def _partly(rank, world):
-    """Only some elements are written: the masters of the others keep their precision."""
+@ranks.on(2)
+def test_masters_of_what_was_not_written_keep_their_precision(rank, world):
     expected, model, optimizer = start(world, 2, "even", "sgd")
-    for number in range(2):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(2), expected, model, optimizer)
     [master] = [m for p, m in zip(expected.params, expected.masters, strict=True) if p is expected.model.first.weight]
     with torch.no_grad():
         for weight in (model.module.first.weight, expected.model.first.weight, master):
@@ -296,19 +275,12 @@ def _partly(rank, world):
     assert_by_hand(model, optimizer, expected, "after one row was written")
 
 
-def test_masters_of_what_was_not_written_keep_their_precision():
-    ranks.run(_partly, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Saved and loaded
+# ---------------------------------------------------------------------------------------------------- Saved and loaded
 
 
 def _save(rank, world, stage, cut, name):
     expected, model, optimizer = start(world, stage, cut, name)
-    for number in range(3):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(3), expected, model, optimizer)
     optimizer.consolidate_state_dict(to=None)
     buffer = io.BytesIO()
     torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
@@ -375,7 +347,8 @@ def test_masters_are_restored_without_a_process_group(weights_first):
         same(master, expected[number], f"master {number}")
 
 
-def _own_shard(rank, world):
+@ranks.on(2)
+def test_a_ranks_own_part_restores_its_masters(rank, world):
     """What state_dict() returns before consolidation holds this rank's masters."""
     expected, model, optimizer = start(world, 2, "even", "adam")
     for number in range(2):
@@ -385,17 +358,13 @@ def _own_shard(rank, world):
     _, again, restored = start(world, 2, "even", "adam")
     again.module.load_state_dict(weights)
     restored.load_state_dict(saved)
-    for number in range(2, 4):
-        expected.step(number)
-        step(rank, number, again, restored)
+    steps(rank, range(2, 4), expected, again, restored)
     assert_by_hand(again, restored, expected, "after loading this rank's shard")
 
 
-def test_a_ranks_own_part_restores_its_masters():
-    ranks.run(_own_shard, 2)
-
-
-def _new_buckets(rank, world, name):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@ranks.on(2)
+def test_masters_come_along_into_other_buckets(rank, world, name):
     expected, model, optimizer = start(world, 1, "even", name)
     for number in range(4):
         if number == 2:
@@ -405,12 +374,9 @@ def _new_buckets(rank, world, name):
         assert_by_hand(model, optimizer, expected, f"step {number}")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_masters_come_along_into_other_buckets(name):
-    ranks.run(_new_buckets, 2, args=(name,))
-
-
-def _carried(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(rank, world, stage):
     """A plain optimizer takes masters along in its state, trains, and hands them on: they are as old as they were."""
     optim = OPTIMIZERS["sgd"]
     _, model, optimizer = start(world, stage, "even", "sgd")
@@ -421,9 +387,7 @@ def _carried(rank, world, stage):
     plain = optim(alone.parameters())
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for number in range(1, 4):
-        plain.zero_grad()
-        loss_of(alone, 0, number).backward()
-        plain.step()
+        take_step(plain, loss_of(alone, 0, number))
     state = copy.deepcopy(plain.state_dict())
     old = {number: each["master"] for number, each in state["state"].items() if "master" in each}
     assert old, "nothing was carried along"
@@ -455,20 +419,13 @@ def _carried(rank, world, stage):
             assert torch.allclose(one.float(), other.float(), rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(stage):
-    ranks.run(_carried, 2, args=(stage,))
+# ---------------------------------------------------------------------- Read between writing weights and the next step
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Read between writing weights and the next step
-
-
-def _read_before_the_step(rank, world, path):
+@ranks.on(2)
+def test_masters_are_read_as_the_next_step_takes_them(rank, world, tmp_path):
     expected, model, optimizer = start(world, 2, "even", "sgd")
-    for number in range(2):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(2), expected, model, optimizer)
     masters = dict(zip(expected.params, expected.masters, strict=True))
     with torch.no_grad():
         for shard in (expected.model, model.module):
@@ -477,23 +434,18 @@ def _read_before_the_step(rank, world, path):
         masters[expected.model.first.weight][3] = 0.75
         masters[expected.model.gain].fill_(0.75)
     assert_by_hand(model, optimizer, expected, "what was consolidated")
-    zero.checkpoint.save(path, model, optimizer)
+    zero.checkpoint.save(tmp_path, model, optimizer)
     wide = Half(torch.float32)
-    zero.checkpoint.load(path, wide)
+    zero.checkpoint.load(tmp_path, wide)
     for name, param in expected.model.named_parameters():
         same(wide.get_parameter(name).detach(), masters.get(param, param).detach().float(), f"what was saved of {name}")
 
 
-def test_masters_are_read_as_the_next_step_takes_them(tmp_path):
-    ranks.run(_read_before_the_step, 2, args=(str(tmp_path),))
-
-
-def _weights_last(rank, world):
+@ranks.on(2)
+def test_masters_wait_for_weights_that_are_loaded_after_them(rank, world):
     """Reading the state, and laying it out anew, before the weights that belong to it are loaded."""
     expected, model, optimizer = start(world, 1, "even", "sgd")
-    for number in range(2):
-        expected.step(number)
-        step(rank, number, model, optimizer)
+    steps(rank, range(2), expected, model, optimizer)
     optimizer.consolidate_state_dict(to=None)
     saved = copy.deepcopy(optimizer.state_dict())
     _, again, restored = start(world, 1, "even", "sgd")
@@ -503,7 +455,3 @@ def _weights_last(rank, world):
     restored.set_bucket_size(250)
     again.module.load_state_dict(model.module.state_dict())
     assert_by_hand(again, restored, expected, "after the weights were loaded")
-
-
-def test_masters_wait_for_weights_that_are_loaded_after_them():
-    ranks.run(_weights_last, 2)

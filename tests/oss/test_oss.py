@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import matrix
 import ranks
+from models import take_step
 from optimizers import Lamb
 from reference import (
     ELEMENTWISE,
@@ -71,8 +71,7 @@ def assert_equal_training(rank, plain, sharded, **options):
     assert expected[0] != expected[-1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whatever the optimizer
+# ---------------------------------------------------------------------------------------------- Whatever the optimizer
 
 
 def _optimizers(rank, world, name, partition):
@@ -88,7 +87,9 @@ def test_trains_as_the_plain_optimizer_does_bit_for_bit(name):
     ranks.run(_optimizers, 2, args=(name, "auto"))
 
 
-def _at_stage_2(rank, world, name):
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB by hand"])
+@ranks.on(2)
+def test_optimizers_of_whole_parameters_train_so_at_stage_2_too(rank, world, name):
     optim, options, _ = OPTIMIZERS[name]
     make = MODELS.get(name, Net)
     model, inner = distributed(built(make)), built(make)
@@ -99,11 +100,6 @@ def _at_stage_2(rank, world, name):
     )
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB by hand"])
-def test_optimizers_of_whole_parameters_train_so_at_stage_2_too(name):
-    ranks.run(_at_stage_2, 2, args=(name,))
-
-
 @matrix.combined(
     "name, partition", ["SGD momentum", "AdamW amsgrad", "a subclass of Adam", "a function"], ["even", "whole"]
 )
@@ -111,7 +107,9 @@ def test_trains_the_same_under_the_partition_that_was_asked_for(name, partition)
     ranks.run(_optimizers, 2, args=(name, partition))
 
 
-def _larger(rank, world, partition, dtype):
+@matrix.combined("dtype, partition", [torch.float32, torch.bfloat16, torch.float64], ["even", "whole"])
+@ranks.on(2)
+def test_trains_the_same_in_several_flat_groups_and_other_precisions(rank, world, partition, dtype):
     """Enough for several shard groups, the first parameter larger than one of them."""
 
     def make():
@@ -121,18 +119,12 @@ def _larger(rank, world, partition, dtype):
     assert len(sharded.shard_groups) > 1
     for step in range(3):
         for each, optimizer in ((model, plain), (sharded_model, sharded)):
-            optimizer.zero_grad()
-            each(batch(rank, step).to(dtype)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, each(batch(rank, step).to(dtype)).square().mean())
     same_weights(sharded_model, model)
 
 
-@matrix.combined("dtype, partition", [torch.float32, torch.bfloat16, torch.float64], ["even", "whole"])
-def test_trains_the_same_in_several_flat_groups_and_other_precisions(partition, dtype):
-    ranks.run(_larger, 2, args=(partition, dtype))
-
-
-def _mixed(rank, world):
+@ranks.on(2)
+def test_trains_the_same_with_several_dtypes_in_one_model(rank, world):
     class Mixed(Net):
         def __init__(self):
             super().__init__()
@@ -149,12 +141,7 @@ def _mixed(rank, world):
     assert_equal_training(rank, plain, sharded)
 
 
-def test_trains_the_same_with_several_dtypes_in_one_model():
-    ranks.run(_mixed, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whatever the group
+# -------------------------------------------------------------------------------------------------- Whatever the group
 
 
 def close(got, expected):
@@ -167,30 +154,23 @@ def tiny():
     return nn.Sequential(nn.Linear(24, 1, bias=False), nn.LayerNorm(1))
 
 
-def _worlds(rank, world, make, partition):
+@matrix.combined("world, make, partition", [1, 3, 4], [Net, tiny], ["even", "whole"])
+@ranks.on("world")
+def test_trains_the_same_within_rounding_on_other_numbers_of_ranks(rank, world, make, partition):
     plain, sharded = pair(SGD, partition, make, **MOMENTUM)
     losses = train(*plain, rank)
     assert train(*sharded, rank) == pytest.approx(losses, rel=2e-6)
     close(sharded[0], plain[0])
 
 
-@matrix.combined("world, make, partition", [1, 3, 4], [Net, tiny], ["even", "whole"])
-def test_trains_the_same_within_rounding_on_other_numbers_of_ranks(world, make, partition):
-    ranks.run(_worlds, world, args=(make, partition))
-
-
-def _alone(rank, world):
+@ranks.on(bare=True)
+def test_trains_the_same_without_a_process_group(rank, world):
     plain, sharded = pair(Adam, lr=0.01)
     assert_equal_training(rank, plain, sharded)
     same(sharded[1].state_dict(), plain[1].state_dict(), "the state")
 
 
-def test_trains_the_same_without_a_process_group():
-    ranks.run(_alone, bare=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whatever the user does with it
+# -------------------------------------------------------------------------------------- Whatever the user does with it
 
 
 def _groups_of(model):
@@ -200,16 +180,15 @@ def _groups_of(model):
     ]
 
 
-def _several_groups(rank, world, partition):
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_parameter_groups_keep_their_own_options(rank, world, partition):
     assert_equal_training(rank, *pair(SGD, partition, params=_groups_of, **MOMENTUM))
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_parameter_groups_keep_their_own_options(partition):
-    ranks.run(_several_groups, 2, args=(partition,))
-
-
-def _schedules(rank, world, name):
+@pytest.mark.parametrize("name", ["StepLR", "OneCycleLR of momentum", "OneCycleLR of betas"])
+@ranks.on(2)
+def test_schedulers_reach_the_optimizer(rank, world, name):
     make = {
         "StepLR": lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5),
         "OneCycleLR of momentum": lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=6),
@@ -234,12 +213,8 @@ def _schedules(rank, world, name):
     same_weights(for_sharded[0], for_plain[0])
 
 
-@pytest.mark.parametrize("name", ["StepLR", "OneCycleLR of momentum", "OneCycleLR of betas"])
-def test_schedulers_reach_the_optimizer(name):
-    ranks.run(_schedules, 2, args=(name,))
-
-
-def _by_hand(rank, world):
+@ranks.on(2)
+def test_options_changed_by_hand_reach_the_optimizer(rank, world):
     plain, sharded = pair(SGD, **MOMENTUM)
 
     def after(optimizer, step):
@@ -249,10 +224,6 @@ def _by_hand(rank, world):
 
     assert_equal_training(rank, plain, sharded, after=after)
     same(sharded[1].defaults, plain[1].defaults, "the defaults")
-
-
-def test_options_changed_by_hand_reach_the_optimizer():
-    ranks.run(_by_hand, 2)
 
 
 class Cooling(SGD):
@@ -265,7 +236,8 @@ class Cooling(SGD):
         return loss
 
 
-def _changed_by_the_optimizer(rank, world):
+@ranks.on(2)
+def test_options_that_the_optimizer_itself_changes_are_seen(rank, world):
     rates = []
     for model, optimizer in pair(Cooling, **MOMENTUM):
         rates.append([])
@@ -273,11 +245,9 @@ def _changed_by_the_optimizer(rank, world):
     assert rates[0] == rates[1] == [0.1 * 0.5 ** (step + 1) for step in range(5)]
 
 
-def test_options_that_the_optimizer_itself_changes_are_seen():
-    ranks.run(_changed_by_the_optimizer, 2)
-
-
-def _zeroed(rank, world, set_to_none):
+@pytest.mark.parametrize("set_to_none", [True, False])
+@ranks.on(2)
+def test_both_forms_of_zero_grad(rank, world, set_to_none):
     plain, sharded = pair(SGD, **MOMENTUM)
     assert_equal_training(rank, plain, sharded, set_to_none=set_to_none)
     sharded[1].zero_grad(set_to_none)
@@ -285,12 +255,8 @@ def _zeroed(rank, world, set_to_none):
     assert all(gradient is None for gradient in gradients) if set_to_none else not any(g.any() for g in gradients)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_both_forms_of_zero_grad(set_to_none):
-    ranks.run(_zeroed, 2, args=(set_to_none,))
-
-
-def _missing_gradients(rank, world):
+@ranks.on(2)
+def test_a_parameter_without_gradient_is_left_alone(rank, world):
     plain, sharded = pair(SGD, **MOMENTUM)
     for model, optimizer in (plain, sharded):
         for step in range(4):
@@ -306,11 +272,8 @@ def _missing_gradients(rank, world):
     same_weights(sharded[0], plain[0])
 
 
-def test_a_parameter_without_gradient_is_left_alone():
-    ranks.run(_missing_gradients, 2)
-
-
-def _closure(rank, world):
+@ranks.on(2)
+def test_a_closure_is_called_and_its_loss_returned(rank, world):
     plain, sharded = pair(SGD, **MOMENTUM)
     losses = []
     for model, optimizer in (plain, sharded):
@@ -330,11 +293,9 @@ def _closure(rank, world):
     same_weights(sharded[0], plain[0])
 
 
-def test_a_closure_is_called_and_its_loss_returned():
-    ranks.run(_closure, 2)
-
-
-def _add_param_group(rank, world, partition):
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_parameters_may_be_added_after_some_steps(rank, world, partition):
     both = pair(SGD, partition, params=lambda model: model.module.first.parameters(), **MOMENTUM)
     assert_equal_training(rank, *both, steps=range(2))
     for model, optimizer in both:
@@ -350,12 +311,8 @@ def _add_param_group(rank, world, partition):
     same(sharded.state_dict(), plain.state_dict(), "the state")
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_parameters_may_be_added_after_some_steps(partition):
-    ranks.run(_add_param_group, 2, args=(partition,))
-
-
-def _rates_changed_then_added(rank, world):
+@ranks.on(2)
+def test_adding_parameters_keeps_what_a_scheduler_has_set_since_the_last_step(rank, world):
     both = pair(SGD, params=lambda model: model.module.first.parameters(), **MOMENTUM)
     rates = []
     for model, optimizer in both:
@@ -367,12 +324,9 @@ def _rates_changed_then_added(rank, world):
     assert_equal_training(rank, *both, steps=range(2, 4))
 
 
-def test_adding_parameters_keeps_what_a_scheduler_has_set_since_the_last_step():
-    ranks.run(_rates_changed_then_added, 2)
-
-
-def _freed(rank, world, master_dtype):
-    """What `model.zero_grad()` frees of the gradients, where the optimizer has clipped and stepped."""
+@pytest.mark.parametrize("master_dtype", [None, torch.float32])
+@ranks.on(2)
+def test_zero_grad_of_the_model_frees_the_gradients(rank, world, master_dtype):
     model = built(lambda: nn.Linear(24, 40).bfloat16())
     optimizer = OSS(model.parameters(), SGD, master_dtype=master_dtype, **MOMENTUM)
     for use in (lambda: optimizer.clip_grad_norm(0.1), optimizer.step):
@@ -385,12 +339,8 @@ def _freed(rank, world, master_dtype):
         assert all(one.expired() for one in held)
 
 
-@pytest.mark.parametrize("master_dtype", [None, torch.float32])
-def test_zero_grad_of_the_model_frees_the_gradients(master_dtype):
-    ranks.run(_freed, 2, args=(master_dtype,))
-
-
-def _named(rank, world):
+@ranks.on(2)
+def test_named_parameters_are_taken_as_torch_takes_them(rank, world):
     both = pair(SGD, params=lambda model: model.module.named_parameters(), **MOMENTUM)
     (_, plain), (_, sharded) = both
     assert sharded.param_groups[0]["param_names"] == plain.param_groups[0]["param_names"]
@@ -399,34 +349,8 @@ def _named(rank, world):
     same(sharded.state_dict(), plain.state_dict(), "the state")
 
 
-def test_named_parameters_are_taken_as_torch_takes_them():
-    ranks.run(_named, 2)
-
-
-def _orders(rank, world):
-    weights = []
-    for oss_first in (True, False):
-        model = built()
-        if oss_first:
-            optimizer = OSS(model.parameters(), Adam, lr=0.01)
-            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        else:
-            wrapped = DistributedDataParallel(model)
-            optimizer = OSS(wrapped.parameters(), Adam, lr=0.01)
-        losses = train(wrapped, optimizer, rank)
-        weights.append((losses, [param.detach().clone() for param in model.parameters()]))
-    plain_model = distributed(built())
-    losses = train(plain_model, Adam(plain_model.parameters(), lr=0.01), rank)
-    expected = (losses, [param.detach() for param in plain_model.parameters()])
-    same(weights[0], expected, "OSS before DDP")
-    same(weights[1], expected, "DDP before OSS")
-
-
-def test_may_be_built_before_or_after_ddp():
-    ranks.run(_orders, 2)
-
-
-def _tied(rank, world):
+@ranks.on(2)
+def test_tied_weights_stay_one_parameter(rank, world):
     model = built()
     optimizer = OSS(model.parameters(), SGD, **MOMENTUM)
     assert model.tied.weight is model.middle.weight
@@ -435,11 +359,8 @@ def _tied(rank, world):
     assert model.tied.weight is model.middle.weight
 
 
-def test_tied_weights_stay_one_parameter():
-    ranks.run(_tied, 2)
-
-
-def _real_optimizer(rank, world):
+@ranks.on(2)
+def test_is_an_optimizer_of_the_users_own_parameters(rank, world):
     model = distributed(built())
     optimizer = OSS(model.parameters(), Adam, lr=0.01)
     calls = []
@@ -450,10 +371,6 @@ def _real_optimizer(rank, world):
         assert param is given
     train(model, optimizer, rank, range(2))
     assert calls == ["before", "after"] * 2
-
-
-def test_is_an_optimizer_of_the_users_own_parameters():
-    ranks.run(_real_optimizer, 2)
 
 
 def _shards(rank, world):
@@ -480,8 +397,7 @@ def test_ranks_own_all_elements_once():
     assert sum(owned for owned, _ in told) == told[0][1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What it is for
+# ------------------------------------------------------------------------------------------------------ What it is for
 
 
 def _state_bytes(rank, world, partition):

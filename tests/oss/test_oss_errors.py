@@ -101,50 +101,34 @@ BAD_OPTIONS = {
 }
 
 
-def _bad_parameters(rank, world, name, where):
-    make, _ = BAD[name]
-    return refusal(lambda: OSS((make if where in (None, rank) else good)(), SGD, lr=0.1))
+def assert_refused(rank, where, *, alone=False):
+    """where: the rank that is given what is bad; None for all."""
+    for name, (make, words) in BAD.items():
+        told = refusal(lambda make=make: OSS((make if where in (None, rank) else good)(), SGD, lr=0.1))
+        assert told.startswith(("ValueError: ", "TypeError: ")), f"{name}: {told or 'nothing was raised'}"
+        assert words in told, f"{name}: {told}"
+        assert where is None or f"(on rank {where})" in told, f"{name}: {told}"
+        assert not alone or "on rank" not in told, f"{name}: {told}"
+    for name, (options, words) in BAD_OPTIONS.items():
+        given = {"lr": 0.1} | (options if where in (None, rank) else {})
+        told = refusal(lambda given=given: OSS(good(), **given))
+        assert told.startswith("ValueError: "), f"{name}: {told or 'nothing was raised'}"
+        assert words in told or (where is not None and "differ between ranks" in told), f"{name}: {told}"
+        assert not alone or "on rank" not in told, f"{name}: {told}"
 
 
-@pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("where", [None, 0, 1], ids=["everywhere", "on rank 0", "on rank 1"])
-def test_bad_parameters_are_refused_on_every_rank_with_the_remedy(name, where):
-    _, words = BAD[name]
-    for told in ranks.run(_bad_parameters, 2, args=(name, where), timeout=8):
-        assert told.startswith(("ValueError: ", "TypeError: ")), told or "nothing was raised"
-        assert words in told
-        assert where is None or f"(on rank {where})" in told, told
+@ranks.on(2, timeout=20)
+def test_bad_parameters_and_options_are_refused_on_every_rank_with_the_remedy(rank, world, where):
+    assert_refused(rank, where)
 
 
-def _bad_options(rank, world, name, where):
-    options, _ = BAD_OPTIONS[name]
-    return refusal(lambda: OSS(good(), **({"lr": 0.1} | options if where in (None, rank) else {"lr": 0.1})))
+@ranks.on(bare=True)
+def test_one_process_refuses_the_same(rank, world):
+    assert_refused(rank, None, alone=True)
 
 
-@pytest.mark.parametrize("name", BAD_OPTIONS)
-@pytest.mark.parametrize("where", [None, 1], ids=["everywhere", "on rank 1"])
-def test_bad_options_are_refused_on_every_rank_with_the_remedy(name, where):
-    _, words = BAD_OPTIONS[name]
-    for told in ranks.run(_bad_options, 2, args=(name, where), timeout=8):
-        assert told.startswith("ValueError: "), told or "nothing was raised"
-        assert words in told or (where is not None and "differ between ranks" in told)
-
-
-def _bad_without_group(rank, world):
-    told = [refusal(lambda make=make: OSS(make(), SGD)) for make, _ in BAD.values()]
-    return told + [refusal(lambda options=options: OSS(good(), **options)) for options, _ in BAD_OPTIONS.values()]
-
-
-def test_one_process_refuses_the_same():
-    (told,) = ranks.run(_bad_without_group, bare=True)
-    for text, (name, (_, words)) in zip(told, {**BAD, **BAD_OPTIONS}.items(), strict=True):
-        assert text.startswith(("ValueError: ", "TypeError: ")), f"{name}: {text}"
-        assert words in text, name
-        assert "on rank" not in text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What differs between ranks
+# ------------------------------------------------------------------------------------------ What differs between ranks
 
 
 def like(*shapes, **options):
@@ -176,41 +160,36 @@ DIFFERENCES = {
 }
 
 
-def _different(rank, world, name):
+@pytest.mark.parametrize("name", DIFFERENCES)
+@ranks.on(3, timeout=8)
+def test_parameters_that_differ_between_ranks_are_named_on_every_rank(rank, world, name):
     last = rank == world - 1
     told = refusal(lambda: OSS(DIFFERENCES[name][0]() if last else like((3, 4), (5,)), SGD))
     optimizer = OSS(like((7,)), SGD)  # the group is as good as before
     added = refusal(
         lambda: optimizer.add_param_group({"params": DIFFERENCES[name][0]() if last else like((3, 4), (5,))})
     )
-    return told, added
-
-
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_parameters_that_differ_between_ranks_are_named_on_every_rank(name):
     _, here, there = DIFFERENCES[name]
-    for built_, added in ranks.run(_different, 3, args=(name,), timeout=8):
-        assert built_.startswith("ValueError: the parameters given to OSS differ between ranks: at position "), built_
-        assert added.startswith("ValueError: the parameters added to OSS differ between ranks: at position "), added
-        for told in (built_, added):
-            assert f"rank 0 has {here}, rank 2 has {there}. Build the same on every rank, in the same order." in told
+    assert told.startswith("ValueError: the parameters given to OSS differ between ranks: at position "), told
+    assert added.startswith("ValueError: the parameters added to OSS differ between ranks: at position "), added
+    for text in (told, added):
+        assert f"rank 0 has {here}, rank 2 has {there}. Build the same on every rank, in the same order." in text
 
 
-def _shuffled(rank, world):
+@ranks.on(2, timeout=8)
+def test_another_order_on_another_rank_is_told_where_names_are_known(rank, world):
     """Without names, parameters of one shape look the same to OSS; ShardedDDP knows the names."""
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
     params = [*model.parameters()]
     optimizer = OSS(params[::-1] if rank else params, SGD, lr=0.1)
-    return refusal(lambda: ShardedDDP(model, optimizer))
+    told = refusal(lambda: ShardedDDP(model, optimizer))
+    assert told.startswith("ValueError: the parameters given to OSS differ between ranks: at position 0, "), told
+    assert "rank 0 has 0.weight, rank 1 has 2.weight. Build the same on every rank, in the same order." in told
 
 
-def test_another_order_on_another_rank_is_told_where_names_are_known():
-    for told in ranks.run(_shuffled, 2, timeout=8):
-        assert told.startswith("ValueError: the parameters given to OSS differ between ranks: at position 0, "), told
-        assert "rank 0 has 0.weight, rank 1 has 2.weight. Build the same on every rank, in the same order." in told
-
-
-def _different_options(rank, world, name):
+@pytest.mark.parametrize("name", ["optimizer", "partition", "groups", "options", "options of a group"])
+@ranks.on(2, timeout=8)
+def test_options_that_differ_between_ranks_are_told_on_every_rank(rank, world, name):
     one = {
         "optimizer": lambda: OSS(good(), Adam if rank else SGD),
         "partition": lambda: OSS(good(), SGD, partition="whole" if rank else "even"),
@@ -218,14 +197,9 @@ def _different_options(rank, world, name):
         "options": lambda: OSS(good(), SGD, lr=0.2 if rank else 0.1),
         "options of a group": lambda: OSS([{"params": good(), "lr": 0.2 if rank else 0.1}], SGD),
     }[name]
-    return refusal(one)
-
-
-@pytest.mark.parametrize("name", ["optimizer", "partition", "groups", "options", "options of a group"])
-def test_options_that_differ_between_ranks_are_told_on_every_rank(name):
-    for told in ranks.run(_different_options, 2, args=(name,), timeout=8):
-        assert told.startswith("ValueError: "), told or "nothing was raised"
-        assert "differ between ranks" in told
+    told = refusal(one)
+    assert told.startswith("ValueError: "), told or "nothing was raised"
+    assert "differ between ranks" in told
 
 
 class Factory:
@@ -239,15 +213,12 @@ def make_sgd(params, recorder=None, **options):
     return SGD(params, **options)
 
 
-def _same_but_elsewhere(rank, world):
+@ranks.on(2, timeout=8)
+def test_the_same_factory_at_different_addresses_is_no_difference(rank, world):
     others = [Factory() for _ in range(1000 * rank)]  # so that addresses differ between ranks
     OSS(good(), Factory(), lr=0.1)
     OSS(good(), functools.partial(make_sgd, recorder=Factory()), lr=0.1)
-    return len(others)
-
-
-def test_the_same_factory_at_different_addresses_is_no_difference():
-    ranks.run(_same_but_elsewhere, 2, timeout=8)
+    assert len(others) == 1000 * rank
 
 
 def _outside(rank, world):
@@ -262,7 +233,8 @@ def test_a_group_that_this_rank_is_not_in_is_refused_there():
     assert "only on the ranks of the group" in third
 
 
-def _added(rank, world):
+@ranks.on(2, timeout=8)
+def test_bad_parameters_are_refused_when_they_are_added_too(rank, world):
     first, second = good()
     optimizer = OSS([first], SGD, lr=0.1)
     before = [dict(group) for group in optimizer.param_groups]
@@ -274,53 +246,14 @@ def _added(rank, world):
     }
     assert [dict(group) for group in optimizer.param_groups] == before
     optimizer.add_param_group({"params": second})
-    return told
+    assert told["known"].startswith("ValueError: parameter 1 of group 0 was given before: each parameter must be in")
+    assert told["twice"].startswith("ValueError: parameter 1 of group 0 was given before as parameter 0 of group 0")
+    assert told["none"].startswith("ValueError: OSS was given no parameters")
+    assert told["one rank"].startswith("ValueError: parameter 0 of group 0 is not a leaf tensor")
+    assert told["one rank"].endswith("(on rank 1)")
 
 
-def test_bad_parameters_are_refused_when_they_are_added_too():
-    for told in ranks.run(_added, 2, timeout=8):
-        assert told["known"].startswith(
-            "ValueError: parameter 1 of group 0 was given before: each parameter must be in"
-        )
-        assert told["twice"].startswith("ValueError: parameter 1 of group 0 was given before as parameter 0 of group 0")
-        assert told["none"].startswith("ValueError: OSS was given no parameters")
-        assert told["one rank"].startswith("ValueError: parameter 0 of group 0 is not a leaf tensor")
-        assert told["one rank"].endswith("(on rank 1)")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Once it trains
-
-
-def _replace(model):
-    model.first.weight.data = model.first.weight.data + 1
-
-
-CHANGES = {
-    "cast": lambda model: model.double(),
-    "cast there and back": lambda model: model.half().float(),
-    "given other data": _replace,
-}
-
-
-def _changed(rank, world, name):
-    model = built()
-    optimizer = OSS(model.named_parameters(), SGD, lr=0.1)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    CHANGES[name](model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    return refusal(optimizer.step)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_model_changed_after_construction_is_noticed_at_the_next_step(name):
-    for told in ranks.run(_changed, 2, args=(name,), timeout=8):
-        assert told.startswith("RuntimeError: "), told or "it trains on"
-        assert "was moved, cast or given other data after OSS was built" in told
-        assert "Move and cast the model first, then build OSS" in told
+# ------------------------------------------------------------------------------------------------------ Once it trains
 
 
 def _moved_on_one_rank(rank, world):
@@ -360,7 +293,10 @@ EDITS = {
 }
 
 
-def _edited(rank, world, name, where):
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("where", [None, 1], ids=["everywhere", "on rank 1"])
+@ranks.on(2, timeout=8)
+def test_edited_groups_are_refused_at_the_step_and_none_waits(rank, world, name, where):
     model = built()
     groups = [{"params": model.first.named_parameters("first")}]
     groups += [{"params": [*model.norm.named_parameters("norm"), *model.middle.named_parameters("middle")], "lr": 0.2}]
@@ -370,52 +306,39 @@ def _edited(rank, world, name, where):
     optimizer.step()
     if where in (None, rank):
         EDITS[name][0](optimizer.param_groups)
-    return refusal(optimizer.step)
+    text = refusal(optimizer.step)
+    if where in (None, rank):
+        assert text.startswith("RuntimeError: param_groups were edited: OSS was given groups of [2, 3] "), text
+        assert EDITS[name][1] in text
+        assert "build OSS again" in text
+    else:
+        assert "rank 1 in a step of OSS that it refuses" in text
 
 
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("where", [None, 1], ids=["everywhere", "on rank 1"])
-def test_edited_groups_are_refused_at_the_step_and_none_waits(name, where):
-    told = ranks.run(_edited, 2, args=(name, where), timeout=8)
-    for rank, text in enumerate(told):
-        if where in (None, rank):
-            assert text.startswith("RuntimeError: param_groups were edited: OSS was given groups of [2, 3] "), text
-            assert EDITS[name][1] in text
-            assert "build OSS again" in text
-        else:
-            assert "rank 1 in a step of OSS that it refuses" in text
-
-
-def _no_gradients(rank, world):
+@ranks.on(2, timeout=8)
+def test_a_model_whose_parameters_were_replaced_is_not_trained_in_silence(rank, world):
     model = built()
     optimizer = OSS(model.parameters(), SGD, lr=0.1)
     wrapped = distributed(model)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     loss_of(wrapped, rank, 0).backward()
-    return refusal(optimizer.step)
+    told = refusal(optimizer.step)
+    assert told.startswith("RuntimeError: OSS found no gradient."), told or "it stepped"
+    assert "assign=False" in told
 
 
-def test_a_model_whose_parameters_were_replaced_is_not_trained_in_silence():
-    for told in ranks.run(_no_gradients, 2, timeout=8):
-        assert told.startswith("RuntimeError: OSS found no gradient."), told or "it stepped"
-        assert "assign=False" in told
-
-
-def _sparse_gradient(rank, world, where):
+@pytest.mark.parametrize("where", ["first", "last"])
+@ranks.on(2, timeout=8)
+def test_sparse_gradients_are_refused_on_every_rank(rank, world, where):
     embedding = nn.Embedding(5, 3, sparse=True)
     other = nn.Linear(300, 30)  # so that one rank owns all of the embedding
     params = [*embedding.parameters(), *other.parameters()]
     optimizer = OSS(params if where == "first" else params[::-1], SGD, lr=0.1)
     embedding(torch.tensor([1, 2])).sum().backward()
-    return refusal(optimizer.step)
-
-
-@pytest.mark.parametrize("where", ["first", "last"])
-def test_sparse_gradients_are_refused_on_every_rank(where):
-    for told in ranks.run(_sparse_gradient, 2, args=(where,), timeout=8):
-        assert told.startswith("RuntimeError: parameter "), told
-        assert "has a sparse gradient" in told
-        assert "sparse=False" in told
+    told = refusal(optimizer.step)
+    assert told.startswith("RuntimeError: parameter "), told
+    assert "has a sparse gradient" in told
+    assert "sparse=False" in told
 
 
 def _out_of_step(rank, world, others):

@@ -10,8 +10,7 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
-from atstage import at_stage, clip
-from reference import FEATURES, built, loss_of, same
+from reference import FEATURES, at_stage, built, clip, loss_of, same
 
 OPTIMIZERS = {"sgd": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}), "adam": (Adam, {"lr": 0.01})}
 SCALE = {"init_scale": 2.0**8, "growth_interval": 2}
@@ -100,7 +99,9 @@ def test_a_rank_that_owns_no_gradient_skips_and_steps_as_the_others(kind, stage)
     ranks.run(_skips, 2, args=(kind, stage, "whole", one_weight, "sgd"))
 
 
-def _clips(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_gradients_may_be_clipped_between_unscale_and_step(rank, world, stage):
     optim, options = OPTIMIZERS["sgd"]
     plain, sharded = (built_at(at, two_layers, optim, "even", options) for at in (0, stage))
     expected = train(rank, *plain, torch.amp.GradScaler("cpu", **SCALE), spoiler=1, clipped=True)
@@ -109,12 +110,8 @@ def _clips(rank, world, stage):
     assert losses == pytest.approx(expected[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_may_be_clipped_between_unscale_and_step(stage):
-    ranks.run(_clips, 2, args=(stage,))
-
-
-def _saved(rank, world):
+@ranks.on(2)
+def test_its_state_is_that_of_torchs_own(rank, world):
     """What is saved loads into torch's own, and the other way round."""
     optim, options = OPTIMIZERS["sgd"]
     model, optimizer = built_at(2, two_layers, optim, "even", options)
@@ -128,11 +125,9 @@ def _saved(rank, world):
     assert again.get_scale() == 512.0
 
 
-def test_its_state_is_that_of_torchs_own():
-    ranks.run(_saved, 2)
-
-
-def _disabled(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_disabled_it_does_nothing(rank, world, stage):
     optim, options = OPTIMIZERS["sgd"]
     plain, sharded = (built_at(at, two_layers, optim, "even", options) for at in (0, stage))
     losses, _ = train(rank, *plain)
@@ -140,11 +135,8 @@ def _disabled(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_disabled_it_does_nothing(stage):
-    ranks.run(_disabled, 2, args=(stage,))
-
-
-def _three(rank, world, stage):
+@ranks.on(3)
+def test_three_ranks_agree_on_what_is_skipped(rank, world, stage):
     """Gradients are added up in another order than by Gloo's all-reduce."""
     optim, options = OPTIMIZERS["sgd"]
     plain, sharded = (built_at(at, two_layers, optim, "even", options) for at in (0, stage))
@@ -152,8 +144,3 @@ def _three(rank, world, stage):
     losses, scales = train(rank, *sharded, zero.GradScaler("cpu", **SCALE), spoiler=2)
     assert scales == expected[1]
     assert losses == pytest.approx(expected[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_three_ranks_agree_on_what_is_skipped(stage):
-    ranks.run(_three, 3, args=(stage,))

@@ -10,7 +10,9 @@ import ranks
 import zero
 
 
-def as_the_container(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_a_wrapper_of_a_sequential_is_one(rank, world, stage):
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     layers = [*net]
     model, _ = zero.setup(net, torch.optim.SGD, stage=stage, lr=0.1)
@@ -24,8 +26,3 @@ def as_the_container(rank: int, world: int, stage: int) -> None:
     for use in (len, iter, lambda model: model[0]):
         with pytest.raises(TypeError, match="Linear"):
             use(other)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_wrapper_of_a_sequential_is_one(stage):
-    ranks.run(as_the_container, args=(stage,))

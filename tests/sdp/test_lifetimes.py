@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
-from sidebyside import average_over_ranks, data
+from models import take_step
+from sidebyside import SideBySide, average_over_ranks, data
 
 WIDTH = 16
 
@@ -31,9 +33,7 @@ def loss_of(model, rank, step):
 
 def train(model, optimizer, rank, steps=2):
     for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        take_step(optimizer, loss_of(model, rank, step))
 
 
 def weights(model):
@@ -52,7 +52,9 @@ def equal(some, others):
 # ------------------------------------------------------------------------------------------------ wrappers that go
 
 
-def wrapped_again(rank, world, dropped):
+@pytest.mark.parametrize("dropped", [True, False])
+@ranks.on(2)
+def test_a_module_that_is_wrapped_again_is_trained_by_the_new_one(rank, world, dropped):
     model, other = net(), net()
     first = sharded(model)
     train(*first, rank)
@@ -69,12 +71,8 @@ def wrapped_again(rank, world, dropped):
             loss_of(first[0], rank, 0)
 
 
-@pytest.mark.parametrize("dropped", [True, False])
-def test_a_module_that_is_wrapped_again_is_trained_by_the_new_one(dropped):
-    ranks.run(wrapped_again, 2, (dropped,))
-
-
-def unwrapped(rank, world):
+@ranks.on(2)
+def test_without_its_wrapper_a_module_is_a_plain_one(rank, world):
     model = net()
     train(*sharded(model), rank)
     gc.collect()
@@ -83,11 +81,8 @@ def unwrapped(rank, world):
         assert all(param.grad is not None for param in model.parameters())
 
 
-def test_without_its_wrapper_a_module_is_a_plain_one():
-    ranks.run(unwrapped, 2)
-
-
-def freed(rank, world):
+@ranks.on(2)
+def test_everything_is_freed_when_nobody_has_it(rank, world):
     model = net()
     wrapped, optimizer = sharded(model)
     train(wrapped, optimizer, rank)
@@ -95,10 +90,6 @@ def freed(rank, world):
     del model, wrapped, optimizer
     gc.collect()
     assert [one() for one in watched] == [None] * 3
-
-
-def test_everything_is_freed_when_nobody_has_it():
-    ranks.run(freed, 2)
 
 
 class Scaled(nn.Module):
@@ -112,7 +103,8 @@ class Scaled(nn.Module):
         return self.inner(inputs), self.scale
 
 
-def returned(rank, world):
+@ranks.on(2)
+def test_a_parameter_that_is_returned_gathers_no_hooks(rank, world):
     model = Scaled()
     wrapped, optimizer = sharded(model)
     for step in range(5):
@@ -123,42 +115,29 @@ def returned(rank, world):
         assert len(model.scale._backward_hooks or ()) == 1
 
 
-def test_a_parameter_that_is_returned_gathers_no_hooks():
-    ranks.run(returned, 2)
-
-
 # --------------------------------------------------------------------------------------- parameters that are frozen
 
 
-def frozen_meanwhile(rank, world, numbers, sharding):
-    """A shard is frozen for a second loss, as discriminators are for a generator's."""
-    model = net()
-    wrapped, optimizer = sharded(model) if sharding else (model, SGD(model.parameters(), lr=0.1))
-    for step in range(3):
-        optimizer.zero_grad()
-        first = loss_of(wrapped, rank, step)
-        for number in numbers:
-            model[number].requires_grad_(False)
-        second = loss_of(wrapped, rank, 10 + step)
-        for number in numbers:
-            model[number].requires_grad_(True)
-        (first + second).backward()
-        if not sharding:
-            average(model)
-        optimizer.step()
-    return weights(model)
-
-
-def frozen_as_plainly(rank, world, numbers):
-    assert equal(frozen_meanwhile(rank, world, numbers, True), frozen_meanwhile(rank, world, numbers, False))
-
-
 @pytest.mark.parametrize("numbers", [(0,), (4,), (0, 2, 4)])
-def test_freezing_for_a_second_forward_loses_no_gradient(numbers):
-    ranks.run(frozen_as_plainly, 2, (numbers,))
+@ranks.on(2)
+def test_freezing_for_a_second_forward_loses_no_gradient(rank, world, numbers):
+    """Layers are frozen for a second loss, as discriminators are for a generator's."""
+
+    def loss(model, step):
+        first = loss_of(model, rank, step)
+        frozen = [getattr(model, "module", model)[number].requires_grad_(False) for number in numbers]
+        second = loss_of(model, rank, 10 + step)
+        for layer in frozen:
+            layer.requires_grad_(True)
+        return first + second
+
+    both = SideBySide(net(), "2")
+    for step in range(3):
+        both.step(partial(loss, step=step))
 
 
-def frozen_in_backward(rank, world):
+@ranks.on(2)
+def test_what_is_frozen_when_backward_comes_is_not_trained(rank, world):
     model = net()
     wrapped, optimizer = sharded(model)
     before, loss = weights(model), loss_of(wrapped, rank, 0)
@@ -172,24 +151,17 @@ def frozen_in_backward(rank, world):
     assert not equal(weights(model), before)
 
 
-def test_what_is_frozen_when_backward_comes_is_not_trained():
-    ranks.run(frozen_in_backward, 2)
-
-
 # --------------------------------------------------------------------------------- ranks that do not do the same
 
 
-def frozen_alone(rank, world):
+@ranks.raises(2, RuntimeError, "out of step", "a comparison of what the ranks were given")
+def test_a_rank_that_trains_other_parameters_is_noticed(rank, world):
     model = net()
     wrapped, optimizer = sharded(model)
     train(wrapped, optimizer, rank)
     if rank:
         model[2].requires_grad_(False)
     train(wrapped, optimizer, rank)
-
-
-def test_a_rank_that_trains_other_parameters_is_noticed():
-    ranks.expect_error(frozen_alone, 2, RuntimeError, "out of step", "a comparison of what the ranks were given")
 
 
 class Ends(nn.Module):
@@ -211,16 +183,13 @@ class Branched(nn.Module):
         return self.sometimes(hidden) if use else hidden
 
 
-def between(rank, world):
+@ranks.raises(2, RuntimeError, "out of step", "reduction of a bucket")
+def test_gradients_of_two_wrappers_are_not_mixed(rank, world):
     """Buckets of one wrapper are sent between those of another, on the ranks in another order."""
     ends, _ = sharded(Ends(), reduce_buffer_size=WIDTH * (WIDTH + 1))
     branched, _ = sharded(Branched(), reduce_buffer_size=WIDTH * (WIDTH + 1))
     hidden = branched(ends(data(5, WIDTH, rank=rank), "first"), rank == 1)
     ends(hidden, "last").square().mean().backward()
-
-
-def test_gradients_of_two_wrappers_are_not_mixed():
-    ranks.expect_error(between, 2, RuntimeError, "out of step", "reduction of a bucket")
 
 
 # ---------------------------------------------------------------------------------------------------------- complex
@@ -236,7 +205,8 @@ class Conjugating(nn.Module):
         return (product.real + 2 * product.imag).sum()
 
 
-def conjugated(rank, world):
+@ranks.on(2)
+def test_conjugated_gradients_arrive_as_they_are(rank, world):
     plain, model = Conjugating(), Conjugating()
     wrapped, optimizer = sharded(model)
     inputs = torch.view_as_complex(data(200, 200, 2, rank=rank))
@@ -247,7 +217,3 @@ def conjugated(rank, world):
     [span] = optimizer.shard_groups[0].spans.values()
     shard = optimizer.part(model.weight).grad.flatten()
     assert torch.equal(shard, whole[span.start : span.stop].resolve_conj())
-
-
-def test_conjugated_gradients_arrive_as_they_are():
-    ranks.run(conjugated, 2)

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
+from models import take_step
 from sidebyside import SideBySide, average_over_ranks, data, ddp_sends_buffers
 from zero.oss.gradients import full_gradient
 
@@ -55,15 +56,19 @@ def assert_same(got, expected, what=""):
         assert torch.equal(found, value), f"{what} {name} differs by at most {(found - value).abs().max()}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is reduced at a time
+# ------------------------------------------------------------------------------------------- What is reduced at a time
 
 
-def _sizes(rank, world, size, name):
-    """What is in each bucket, and the bytes of gradients at rest. On two ranks weights are compared bit for bit."""
+SIZES = [(world, size, "sgd") for world in (2, 4) for size in (None, 0, 1000, 5000, 10**9)]
+
+
+@pytest.mark.parametrize(("world", "size", "name"), [*SIZES, (2, 1000, "adam")])
+@ranks.on("world")
+def test_whatever_the_size_numbers_are_the_same_and_gradients_take_their_share(rank, world, size, name):
     model = built(layers)
+    whole = sum(param.nbytes for param in model.parameters())
     side = SideBySide(model, partial(sharded, reduce_buffer_size=size), OPTIMIZERS[name])
-    if world == 2:
+    if world == 2:  # where they are the same bit for bit
         for step in range(4):
             side.step(lambda each, step=step: squares(each, rank, step))
     side.zero_grad()
@@ -71,29 +76,16 @@ def _sizes(rank, world, size, name):
     assert all(full_gradient(param) is None for param in model.parameters())
     shards = [side.optimizer.part(param) for param in model.parameters()]
     storages = {shard.grad.untyped_storage() for shard in shards if shard.grad is not None}
+    assert sum(storage.nbytes() for storage in storages) == pytest.approx(whole / world, rel=0.03)
     buckets = [[param.numel() for param in flat.params] for flat in side.optimizer.shard_groups]
-    return buckets, sum(storage.nbytes() for storage in storages)
+    if size is not None:
+        assert all(sum(numels) <= size or len(numels) == 1 for numels in buckets)
+    assert (max(map(len, buckets)) == 1) == (size == 0)
+    assert (len(buckets) == 1) == (size in (None, 10**9))
 
 
-@pytest.mark.parametrize("size", [None, 0, 1000, 5000, 10**9])
-@pytest.mark.parametrize("world", [2, 4])
-def test_whatever_the_size_numbers_are_the_same_and_gradients_take_their_share(size, world):
-    whole = 4 * sum(param.numel() for param in layers().parameters())
-    for buckets, owned in ranks.run(_sizes, world, args=(size, "sgd")):
-        assert owned == pytest.approx(whole / world, rel=0.03)
-        if size is not None:
-            assert all(sum(numels) <= size or len(numels) == 1 for numels in buckets)
-        assert (max(map(len, buckets)) == 1) == (size == 0)
-        assert (len(buckets) == 1) == (size in (None, 10**9))
-
-
-def test_sizes_do_not_matter_for_adam():
-    ranks.run(_sizes, 2, args=(1000, "adam"))
-
-
-def _dtypes(rank, world):
-    """The size is a number of elements, of whatever dtype."""
-
+@ranks.on(2)
+def test_sizes_count_elements_of_whatever_dtype(rank, world):
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -112,15 +104,12 @@ def _dtypes(rank, world):
     optimizer.step()
 
 
-def test_sizes_count_elements_of_whatever_dtype():
-    ranks.run(_dtypes, 2)
+# -------------------------------------------------------------------------------------------------------------- reduce
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# reduce
-
-
-def _reduce(rank, world, name):
+@by_optimizer
+@ranks.on(2)
+def test_reduce_sends_what_no_sync_left(rank, world, name):
     """Two backwards under no_sync and reduce() are what DDP makes of one under no_sync and one without."""
     plain, ours = pair(layers, OPTIMIZERS[name])
     for step in range(3):
@@ -140,12 +129,8 @@ def _reduce(rank, world, name):
         assert_same(ours[0], plain[0], f"step {step}:")
 
 
-@by_optimizer
-def test_reduce_sends_what_no_sync_left(name):
-    ranks.run(_reduce, 2, args=(name,))
-
-
-def _reduce_on_one(rank, world):
+@ranks.on(2)
+def test_reduce_averages_with_zeros_where_a_rank_has_nothing(rank, world):
     """Only one rank has something to send: the average is with zeros. What nobody has gets no gradient."""
     model = built(layers)
     wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
@@ -165,11 +150,8 @@ def _reduce_on_one(rank, world):
         assert (optimizer.part(param).grad is None) == (not name.startswith("0.") or not len(optimizer.part(param)))
 
 
-def test_reduce_averages_with_zeros_where_a_rank_has_nothing():
-    ranks.run(_reduce_on_one, 2)
-
-
-def _reduce_nothing(rank, world):
+@ranks.on(2)
+def test_reduce_without_anything_left_changes_nothing(rank, world):
     model = built(layers)
     wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
     squares(wrapped, rank, 0).backward()
@@ -179,12 +161,7 @@ def _reduce_nothing(rank, world):
     assert all(one is two if one is None else torch.equal(one, two) for one, two in zip(before, after, strict=True))
 
 
-def test_reduce_without_anything_left_changes_nothing():
-    ranks.run(_reduce_nothing, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Buffers, and the start
+# ---------------------------------------------------------------------------------------------- Buffers, and the start
 
 
 def normed():
@@ -195,9 +172,7 @@ def _buffers(rank, world, broadcast):
     plain, ours = pair(normed, OPTIMIZERS["sgd"], ddp_sends_buffers(broadcast), broadcast_buffers=broadcast)
     for step in range(3):
         for model, optimizer in (plain, ours):
-            optimizer.zero_grad()
-            squares(model, rank, step).backward()
-            optimizer.step()
+            take_step(optimizer, squares(model, rank, step))
         assert_same(ours[0], plain[0], f"step {step}:")
     mean = ours[0].module[1].running_mean
     before = mean.clone()
@@ -243,11 +218,13 @@ def test_models_start_as_the_first_ranks_or_as_they_are(sync):
         assert told[0][3] > alike[0][3] + 4 * sum(value.numel() for value in first.values()) - 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several optimizers, modules used again
+# ------------------------------------------------------------------------------ Several optimizers, modules used again
 
 
-def _two(rank, world, size, every_other):
+@pytest.mark.parametrize("every_other", [False, True])
+@pytest.mark.parametrize("size", [None, 0])
+@ranks.on(2)
+def test_two_optimizers_step_each_their_own(rank, world, size, every_other):
     """every_other: the second one steps every other time only, on gradients that have added up."""
     kinds = partial(SGD, lr=0.05, momentum=0.9), partial(SGD if every_other else Adam, lr=0.01)
     models = built(layers), built(layers)
@@ -268,12 +245,6 @@ def _two(rank, world, size, every_other):
             assert_same(wrapped, plain, f"step {step}:")
 
 
-@pytest.mark.parametrize("every_other", [False, True])
-@pytest.mark.parametrize("size", [None, 0])
-def test_two_optimizers_step_each_their_own(size, every_other):
-    ranks.run(_two, 2, args=(size, every_other))
-
-
 class Recurrent(nn.Module):
     """Runs the same cell once more at every step, and one weight both in a module and by itself."""
 
@@ -290,7 +261,9 @@ class Recurrent(nn.Module):
         return F.linear(self.out(hidden), self.out.weight.t())
 
 
-def _reused(rank, world, size):
+@pytest.mark.parametrize("size", [None, 0])
+@ranks.on(2)
+def test_modules_may_be_used_several_times_in_one_forward(rank, world, size):
     side = SideBySide(built(Recurrent), partial(sharded, reduce_buffer_size=size), OPTIMIZERS["sgd"])
     for step in range(4):
         for each in side.each():
@@ -298,13 +271,7 @@ def _reused(rank, world, size):
         side.step(lambda each, step=step: squares(each, rank, step))
 
 
-@pytest.mark.parametrize("size", [None, 0])
-def test_modules_may_be_used_several_times_in_one_forward(size):
-    ranks.run(_reused, 2, args=(size,))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Backward of a backward
+# ---------------------------------------------------------------------------------------------- Backward of a backward
 
 
 def critic():
@@ -319,56 +286,33 @@ def penalised(model, inputs):
     return scores.mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
 
 
-def _penalty(rank, world, name, size):
-    model = built(critic)
-    wrapped, optimizer = sharded(model, OPTIMIZERS[name], reduce_buffer_size=size)
-    alone = built(critic)
-    plain = OPTIMIZERS[name](alone.parameters())
+@matrix.combined("world, size", [2, 3], [None, 0])
+@ranks.on("world")
+def test_a_gradient_penalty_is_that_of_the_whole_batch(rank, world, size):
+    model, alone = built(critic), built(critic)
+    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"], reduce_buffer_size=size)
+    plain = OPTIMIZERS["sgd"](alone.parameters())
     for step in range(3):
-        optimizer.zero_grad()
-        penalised(wrapped, data(4, WIDTH, rank=rank, step=step)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        penalised(alone, torch.cat([data(4, WIDTH, rank=peer, step=step) for peer in range(world)])).backward()
-        plain.step()
+        take_step(optimizer, penalised(wrapped, data(4, WIDTH, rank=rank, step=step)))
+        take_step(plain, penalised(alone, torch.cat([data(4, WIDTH, rank=peer, step=step) for peer in range(world)])))
         for (what, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
             assert torch.allclose(param, other, rtol=1e-4, atol=1e-6), f"step {step}: {what}"
 
 
-@matrix.combined("world, size", [2, 3], [None, 0])
-def test_a_gradient_penalty_is_that_of_the_whole_batch(world, size):
-    ranks.run(_penalty, world, args=("sgd", size))
-
-
-def _by_parameters(rank, world):
-    """The inner derivative is by the parameters, as in meta-learning."""
-
+@ranks.on(2)
+def test_inner_derivatives_by_the_parameters_are_those_of_plain_torch(rank, world):
     def loss_of(model, inputs):
         params = list(model.parameters())
         gradients = torch.autograd.grad(model(inputs).square().mean(), params, create_graph=True)
         return model(inputs).mean() + sum(gradient.square().sum() for gradient in gradients)
 
-    model, alone = built(critic), built(critic)
-    wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
-    plain = OPTIMIZERS["sgd"](alone.parameters())
+    side = SideBySide(built(critic), sharded, OPTIMIZERS["sgd"])
     for step in range(3):
-        optimizer.zero_grad()
-        loss_of(wrapped, data(4, WIDTH, rank=rank, step=step)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(alone, data(4, WIDTH, rank=rank, step=step)).backward()
-        for param in alone.parameters():
-            param.grad = average_over_ranks(param, param.grad)
-        plain.step()
-        for (what, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-            assert torch.equal(param, other), f"step {step}: {what}"
+        side.step(lambda each, step=step: loss_of(each, data(4, WIDTH, rank=rank, step=step)))
 
 
-def test_inner_derivatives_by_the_parameters_are_those_of_plain_torch():
-    ranks.run(_by_parameters, 2)
-
-
-def _inner(rank, world):
+@ranks.on(2)
+def test_an_inner_derivative_sends_nothing(rank, world):
     """By the input, by parameters, by both, and a backward for the input alone: bytes sent meanwhile."""
     model = built(critic)
     wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"])
@@ -387,26 +331,18 @@ def _inner(rank, world):
         scores.mean().backward()  # which is reduced as ever
         assert (zero.traffic() - before).reduce > 0
         optimizer.zero_grad()
-    return sent
+    assert sent == [0] * 4
 
 
-def test_an_inner_derivative_sends_nothing():
-    assert ranks.run(_inner, 2) == [[0] * 4] * 2
-
-
-def _graph_of_gradients(rank, world):
+@ranks.raises(2, RuntimeError, "create_graph", "autograd.grad", r"gradient of '?4\.")
+def test_a_graph_of_reduced_gradients_is_refused_with_the_remedy(rank, world):
     wrapped, _ = sharded(built(critic), OPTIMIZERS["sgd"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of the cycle between parameter and gradient
         wrapped(data(4, WIDTH, rank=rank)).square().sum().backward(create_graph=True)
 
 
-def test_a_graph_of_reduced_gradients_is_refused_with_the_remedy():
-    ranks.expect_error(_graph_of_gradients, 2, RuntimeError, "create_graph", "autograd.grad", r"gradient of '?4\.")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Complex, SyncBatchNorm
+# ---------------------------------------------------------------------------------------------- Complex, SyncBatchNorm
 
 
 class Waves(nn.Module):
@@ -421,23 +357,20 @@ class Waves(nn.Module):
         return self.real((mixed.to(torch.complex64) @ self.mix).abs())
 
 
-def _complex(rank, world, name):
-    try:
-        side = SideBySide(built(Waves), sharded, OPTIMIZERS[name])
-    except ValueError as error:
-        return str(error)
-    for step in range(3):
-        side.step(lambda each, step=step: squares(each, rank, step))
-    return None
-
-
 @by_optimizer
-def test_complex_parameters_are_trained_or_refused_with_the_remedy(name):
-    for told in ranks.run(_complex, 2, args=(name,)):
-        assert told is None or ("complex" in told and "view_as_real" in told)
+@ranks.on(2)
+def test_complex_parameters_are_trained_or_refused_with_the_remedy(rank, world, name):
+    def train():
+        side = SideBySide(built(Waves), sharded, OPTIMIZERS[name])
+        for step in range(3):
+            side.step(lambda each, step=step: squares(each, rank, step))
+
+    told = ranks.refusal(train)
+    assert not told or ("ValueError" in told and "complex" in told and "view_as_real" in told), told
 
 
-def _sync_batch_norm(rank, world):
+@ranks.on(2)
+def test_sync_batch_norm_on_the_cpu_gets_torchs_own_message(rank, world):
     messages = []
     for wrap in (nn.Sequential, lambda model: sharded(model, OPTIMIZERS["sgd"])[0]):
         try:
@@ -446,9 +379,5 @@ def _sync_batch_norm(rank, world):
             messages.append((type(error), str(error)))
     assert len(messages) == 2
     assert messages[0] == messages[1]
-    return messages[1][1]
-
-
-def test_sync_batch_norm_on_the_cpu_gets_torchs_own_message():
-    for message in ranks.run(_sync_batch_norm, 2):
-        assert "SyncBatchNorm expected input tensor to be on" in message
+    message = messages[1][1]
+    assert "SyncBatchNorm expected input tensor to be on" in message

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
-from models import CASES, GPT, OddMLP
+from models import CASES, GPT, OddMLP, take_step
 from sidebyside import SideBySide, close, data, ddp_sends_buffers, sgd, stage_2
 from transports import overlapping
 from zero.oss.gradients import full_gradient
@@ -81,25 +81,9 @@ def test_each_rank_keeps_its_part_of_the_averaged_gradients_and_no_more(options,
         assert close(torch.cat(shards), expected.flatten(), 1e-5), name
 
 
-def held_bytes(rank: int, world: int, bucket: int | None) -> tuple[int, int]:
-    """Bytes of the memory that gradients lie in after backward, and the model's."""
-    torch.manual_seed(0)
-    net = GPT(width=64)
-    model, optimizer = stage_2(net, sgd, bucket=bucket)
-    model(CASES["gpt"].batch(rank, 0).inputs[0]).square().mean().backward()
-    shards = [optimizer.part(param).grad for param in net.parameters()]
-    storages = {grad.untyped_storage() for grad in [*shards, *map(full_gradient, net.parameters())] if grad is not None}
-    return sum(storage.nbytes() for storage in storages), sum(param.nbytes for param in net.parameters())
-
-
-@pytest.mark.parametrize("bucket", [None, 0, 10_000, 1 << 30], ids=["chosen", "each alone", "small", "one bucket"])
-def test_gradients_take_a_part_of_the_memory_whatever_the_bucket(bucket):
-    for world in (2, 4):
-        for held, size in ranks.run(held_bytes, world, args=(bucket,)):
-            assert size / world * 0.98 <= held <= size / world * 1.05
-
-
-def unused(rank: int, world: int, bucket: int | None) -> None:
+@pytest.mark.parametrize("bucket", [None, 0], ids=["one bucket", "each alone"])
+@ranks.on(2)
+def test_what_no_rank_used_has_no_gradient_and_does_not_decay(rank, world, bucket):
     model, optimizer = stage_2(Net(), sgd, bucket=bucket)
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
     skip = (1,) if rank else (1, 2)  # layer 1 by nobody, layer 2 by some
@@ -116,20 +100,12 @@ def unused(rank: int, world: int, bucket: int | None) -> None:
     assert changed == {f"layers.{number}.{kind}" for number in (0, 2, 3) for kind in ("weight", "bias")}
 
 
-@pytest.mark.parametrize("bucket", [None, 0], ids=["one bucket", "each alone"])
-def test_what_no_rank_used_has_no_gradient_and_does_not_decay(bucket):
-    ranks.run(unused, args=(bucket,))
-
-
-def used_by_one(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_what_some_ranks_used_gets_the_average_with_zeros(rank, world):
     both = SideBySide(Net(), "2")
     for step in range(3):
         skip = tuple(number for number in range(4) if number % world != rank)
         both.step(lambda model: model(batch(rank, step), skip=skip).square().mean())  # noqa: B023
-
-
-def test_what_some_ranks_used_gets_the_average_with_zeros():
-    ranks.run(used_by_one)
 
 
 # ------------------------------------------------------------------------------------------------------- what is sent
@@ -143,9 +119,7 @@ def sent_in_a_step(rank: int, world: int, options: dict[str, Any]) -> tuple[int,
     model, optimizer = stage_2(net, sgd, **options)
     for step in range(2):
         before = zero.traffic()
-        optimizer.zero_grad()
-        model(CASES["gpt"].batch(rank, step).inputs[0]).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(CASES["gpt"].batch(rank, step).inputs[0]).square().mean())
     return (zero.traffic() - before).total, size
 
 
@@ -157,7 +131,8 @@ def test_a_step_sends_what_the_all_reduce_of_ddp_sends(options, world):
     assert sum(one for one, _ in sent) == pytest.approx(all_reduce, rel=0.02)
 
 
-def collectives(rank: int, world: int) -> tuple[list[str], list[str]]:
+@ranks.on(2)
+def test_gradients_are_not_all_reduced(rank, world):
     with overlapping():  # what goes over the user's own group is seen
         model, optimizer = stage_2(nn.Linear(WIDTH, WIDTH), sgd)  # all parameters of which are used
         with CommDebugMode() as ours:
@@ -165,19 +140,16 @@ def collectives(rank: int, world: int) -> tuple[list[str], list[str]]:
             optimizer.step()
     with CommDebugMode() as theirs:
         dist.all_reduce(torch.ones(1))
-    return list(map(str, ours.get_comm_counts())), list(map(str, theirs.get_comm_counts()))
-
-
-def test_gradients_are_not_all_reduced():
-    for ours, all_reduce in ranks.run(collectives):
-        assert ours and all_reduce
-        assert not set(ours) & set(all_reduce)
+    ours, all_reduce = list(map(str, ours.get_comm_counts())), list(map(str, theirs.get_comm_counts()))
+    assert ours and all_reduce
+    assert not set(ours) & set(all_reduce)
 
 
 # ------------------------------------------------------------------------------------------------ what the user sees
 
 
-def seen_from_outside(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_the_module_its_names_and_its_weights_are_the_plain_ones(rank, world):
     net = Net()
     before = list(net.named_parameters())
     expected = copy.deepcopy(net.state_dict())
@@ -208,11 +180,8 @@ def seen_from_outside(rank: int, world: int) -> None:
     assert not model.eval().module.training and model.train().module.training
 
 
-def test_the_module_its_names_and_its_weights_are_the_plain_ones():
-    ranks.run(seen_from_outside)
-
-
-def buffers(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_buffers_are_those_of_rank_0_when_ddps_are(rank, world):
     """As of DistributedDataParallel: those of rank 0 before each forward that follows a reduced one."""
     for options in ({}, {"broadcast_buffers": False}):
         net, other = Net(), Net()
@@ -235,20 +204,13 @@ def buffers(rank: int, world: int) -> None:
         assert torch.equal(*gathered) == (not options)
 
 
-def test_buffers_are_those_of_rank_0_when_ddps_are():
-    ranks.run(buffers)
-
-
-def odd_model_in_buckets(rank: int, world: int, bucket: int) -> None:
+@pytest.mark.parametrize("bucket", [0, 1 << 30], ids=["each alone", "one bucket"])
+@ranks.on(2)
+def test_any_bucket_size_gives_the_same_numbers(rank, world, bucket):
     torch.manual_seed(0)
     both = SideBySide(OddMLP(), lambda model, optim: stage_2(model, optim, bucket=bucket))
     for step in range(3):
         both.step(lambda model: model(*CASES["mlp"].batch(rank, step).inputs).square().mean())  # noqa: B023
-
-
-@pytest.mark.parametrize("bucket", [0, 1 << 30], ids=["each alone", "one bucket"])
-def test_any_bucket_size_gives_the_same_numbers(bucket):
-    ranks.run(odd_model_in_buckets, args=(bucket,))
 
 
 def out_of_step(rank: int, world: int) -> None:

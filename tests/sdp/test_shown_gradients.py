@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 import matrix
 import ranks
-from atstage import at_stage, weights
 from models import OPTIMIZERS
+from reference import at_stage, weights
 from sidebyside import data, sgd
 
 WIDTH = 6
@@ -72,34 +71,33 @@ def step_by_torch(model: nn.Module, optimizer: Any) -> None:
 READERS = [clip_by_norm, clip_by_value, norm_by_hand, norm_of_data, unscale_by_torch, step_by_torch]
 
 
-def read(rank: int, world: int, reader: Callable[[nn.Module, Any], None]) -> None:
+@pytest.mark.parametrize("reader", READERS)
+@ranks.raises(
+    2,
+    RuntimeError,
+    "has no full gradient after a backward of ShardedDDP",
+    r"optimizer\.clip_grad_norm",
+    r"zero\.grad_norm",
+)
+def test_whoever_computes_with_it_is_told_what_to_call(rank, world, reader):
     model, optimizer = at_stage(2, built(), sgd)
     backward(model, rank)
     reader(model, optimizer)
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_whoever_computes_with_it_is_told_what_to_call(reader):
-    words = ["has no full gradient after a backward of ShardedDDP", r"optimizer\.clip_grad_norm", r"zero\.grad_norm"]
-    ranks.expect_error(read, 2, RuntimeError, *words, args=(reader,))
-
-
-def shown(rank: int, world: int) -> dict[str, tuple[Any, ...] | None]:
+@ranks.on(2)
+def test_it_is_there_on_every_rank_if_any_rank_used_the_parameter(rank, world):
     model, _ = at_stage(2, built(), sgd)
     backward(model, rank, spare=rank == 1)
     assert "first.weight" in repr(model.module.first.weight.grad)
-    return {
+    plain = built()
+    found = {
         name: None if (grad := param.grad) is None else (grad.shape, grad.dtype, grad.device, grad.is_sparse)
         for name, param in model.named_parameters()
     }
-
-
-def test_it_is_there_on_every_rank_if_any_rank_used_the_parameter():
-    plain = built()
-    for found in ranks.run(shown, 2):
-        for name, param in plain.named_parameters():
-            expected = None if "unused" in name else (param.shape, param.dtype, param.device, False)
-            assert found[name] == expected, name
+    for name, param in plain.named_parameters():
+        expected = None if "unused" in name else (param.shape, param.dtype, param.device, False)
+        assert found[name] == expected, name
 
 
 # ------------------------------------------------------------------------------------------------------ clearing it
@@ -142,7 +140,9 @@ def accumulate_after(model: nn.Module, optimizer: Any, step: int) -> None:
 WAYS = [clear_by_hand, clear_module, zero_by_hand, keep_zeros, clear_one_layer, accumulate_after]
 
 
-def cleared(rank: int, world: int, way: Callable[[nn.Module, Any, int], None], name: str) -> None:
+@matrix.combined("way, name", WAYS, OPTIMIZERS)
+@ranks.on(2)
+def test_clearing_it_by_hand_clears_the_shards_as_with_ddp(rank, world, way, name):
     nets = [built() for _ in range(2)]
     for net in nets:
         for part in (net.unused, net.spare):  # DistributedDataParallel would wait for these
@@ -161,8 +161,3 @@ def cleared(rank: int, world: int, way: Callable[[nn.Module, Any, int], None], n
         off = 1e-6 if way is accumulate_after else 0.0  # where DDP averages a second time what it has averaged
         different = [name for name in expected if (expected[name] - found[name]).abs().max() > off]
         assert not different, f"step {step}: {different}"
-
-
-@matrix.combined("way, name", WAYS, OPTIMIZERS)
-def test_clearing_it_by_hand_clears_the_shards_as_with_ddp(way, name):
-    ranks.run(cleared, 2, args=(way, name))

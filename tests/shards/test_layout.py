@@ -129,8 +129,7 @@ def test_parameters_without_elements_have_one_owner_whatever_lies_beside_them(si
         assert_each_element_has_one_rank(layout.whole(sizes, [world - 1] * len(sizes), world, align=1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which rank owns what
+# ------------------------------------------------------------------------------------------------ Which rank owns what
 
 
 def totals(sizes, owners, loads):
@@ -176,8 +175,7 @@ def test_what_ranks_own_already_counts():
     assert layout.assign([10, 10], [100, 0, 5]) == [1, 2]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs
+# ---------------------------------------------------------------------------------------------------------------- Runs
 
 
 @exhaustively
@@ -191,8 +189,7 @@ def test_runs_are_consecutive_and_as_long_as_the_limit_allows(sizes, limit):
         assert sum(sizes[i] for i in run) + sizes[following[0]] > limit
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Balance on real lists
+# ----------------------------------------------------------------------------------------------- Balance on real lists
 
 
 def gpt2():

@@ -47,8 +47,7 @@ def group_of(params, world=None, cut="even", **options):
     return ShardGroup([*params.values()], [*params], geometry, Placement(comm), GroupOptions(**options))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Binding
+# ------------------------------------------------------------------------------------------------------------- Binding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -152,8 +151,7 @@ def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_
     assert alike(params) == [[0, 2], [1, 5], [3], [4]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Freeing and gathering
+# ----------------------------------------------------------------------------------------------- Freeing and gathering
 
 
 def gathered(group, **options):
@@ -233,7 +231,8 @@ def test_a_rank_alone_frees_nothing_and_copies_nothing():
         assert group.state is GroupState.SHARDED
 
 
-def _computed_in_half(rank, world):
+@ranks.on(2)
+def test_whole_in_another_dtype_the_part_keeps_its_precision(rank, world):
     params = odd_parameters()
     values = [param.detach().clone() for param in params.values()]
     group = group_of(params, own_shard=True, compute_dtype=torch.bfloat16, shard_in_full=True)
@@ -247,11 +246,8 @@ def _computed_in_half(rank, world):
     assert_is_part(group, values)
 
 
-def test_whole_in_another_dtype_the_part_keeps_its_precision():
-    ranks.run(_computed_in_half, 2)
-
-
-def _compressed(rank, world):
+@ranks.on(3)
+def test_sent_in_fewer_bytes_the_owners_own_keeps_its_precision(rank, world):
     params = odd_parameters()
     values = [param.detach().clone() for param in params.values()]
     group = group_of(params)
@@ -265,12 +261,7 @@ def _compressed(rank, world):
             span = group.spans[index]
             expected[span.start : span.stop] = group.shapes.in_memory_order(index, value)[span.start : span.stop]
         assert torch.equal(group.shapes.in_memory_order(index, param.detach()), expected)
-    return sent, group.shard.nbytes
-
-
-def test_sent_in_fewer_bytes_the_owners_own_keeps_its_precision():
-    for sent, shard in ranks.run(_compressed, 3):
-        assert sent == 2 * shard // 2
+    assert sent == 2 * group.shard.nbytes // 2
 
 
 def _more_ranks_than_parameters(rank, world):
@@ -290,7 +281,9 @@ def test_a_rank_that_owns_nothing_holds_nothing_and_gathers_all():
     )
 
 
-def _steps(rank, world, own_shard):
+@pytest.mark.parametrize("own_shard", [False, True])
+@ranks.on(3)
+def test_what_owners_write_into_their_parts_reaches_every_rank(rank, world, own_shard):
     """What an owner writes into its shard reaches all; what is written into others' shards does not."""
     params = odd_parameters()
     group = group_of(params, own_shard=own_shard)
@@ -305,12 +298,8 @@ def _steps(rank, world, own_shard):
             assert flat[span.start : span.stop].tolist() == [peer + 1] * span.numel
 
 
-@pytest.mark.parametrize("own_shard", [False, True])
-def test_what_owners_write_into_their_parts_reaches_every_rank(own_shard):
-    ranks.run(_steps, 3, args=(own_shard,))
-
-
-def _summoned_from_half(rank, world):
+@ranks.on(2)
+def test_summoned_parameters_have_their_own_precision(rank, world):
     params = odd_parameters()
     values = [param.detach().clone() for param in params.values()]
     group = group_of(params, own_shard=True, compute_dtype=torch.bfloat16)
@@ -320,10 +309,6 @@ def _summoned_from_half(rank, world):
     group.dismiss(keep=True)
     assert_is_part(group, values)
     assert group.full.untyped_storage().nbytes() == 0
-
-
-def test_summoned_parameters_have_their_own_precision():
-    ranks.run(_summoned_from_half, 2)
 
 
 def test_misuse_is_noticed():
@@ -346,7 +331,10 @@ def test_misuse_is_noticed():
         group_of(odd_parameters()).reshard()  # its shard lies in what would be freed
 
 
-def _lost(rank, world, own_shard, late):
+@pytest.mark.parametrize("late", [False, True], ids=["launching", "waiting"])
+@pytest.mark.parametrize("own_shard", [False, True])
+@ranks.on(2)
+def test_a_group_whose_gather_failed_is_lost(rank, world, own_shard, late):
     """The all-gather fails on every rank, as it is launched or as it is waited for."""
 
     def fail(*_, **__):
@@ -365,14 +353,7 @@ def _lost(rank, world, own_shard, late):
         gathered(group)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["launching", "waiting"])
-@pytest.mark.parametrize("own_shard", [False, True])
-def test_a_group_whose_gather_failed_is_lost(own_shard, late):
-    ranks.run(_lost, 2, args=(own_shard, late))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Moved parameters
+# ---------------------------------------------------------------------------------------------------- Moved parameters
 
 
 def _replace(model):
@@ -436,8 +417,7 @@ def test_strays_are_noticed_while_in_part_too():
     assert group.reclaim() == "matrix"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What cannot be sharded
+# ---------------------------------------------------------------------------------------------- What cannot be sharded
 
 
 def _wrapper():

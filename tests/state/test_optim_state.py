@@ -66,8 +66,10 @@ def test_the_whole_state_is_the_plain_optimizers(optim, options, world):
     ranks.run(whole, world, args=(optim, options))
 
 
-def resumed(rank: int, world: int, optim: Any, options: dict[str, Any]) -> None:
-    """From the plain model and optimizer, at stage 3, to the same steps."""
+@pytest.mark.parametrize("options", [{}, no_cuts], ids=["even", "whole"])
+@pytest.mark.parametrize("optim", [sgd, adam], ids=["sgd", "adam"])
+@ranks.on(2)
+def test_training_goes_on_from_a_plain_state(rank, world, optim, options):
     both = trained(rank, optim)
     again = SideBySide(net(), partial(stage_3, **options), optim, tolerance=1e-5)
     again.model.load_state_dict(both.plain.state_dict())
@@ -80,13 +82,8 @@ def resumed(rank: int, world: int, optim: Any, options: dict[str, Any]) -> None:
     again.compare()
 
 
-@pytest.mark.parametrize("options", [{}, no_cuts], ids=["even", "whole"])
-@pytest.mark.parametrize("optim", [sgd, adam], ids=["sgd", "adam"])
-def test_training_goes_on_from_a_plain_state(optim, options):
-    ranks.run(resumed, 2, args=(optim, options))
-
-
-def ignored_too(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_parameters_outside_and_other_optimizers_are_kept_apart(rank, world):
     """An optimizer also holds a parameter that is not sharded, and another optimizer one of the same unit."""
     model = net()
     wrapped = zero.FSDP(model, ignored_parameters=[model[3].weight])
@@ -105,11 +102,8 @@ def ignored_too(rank: int, world: int) -> None:
     assert [others["state"][number]["exp_avg"].shape for number in (0, 1)] == [(7, 14), (7,)]
 
 
-def test_parameters_outside_and_other_optimizers_are_kept_apart():
-    ranks.run(ignored_too)
-
-
-def of_another_model(rank: int, world: int) -> None:
+@ranks.raises(2, ValueError, "'0.weight'|0.weight", "has 'exp_avg' of shape", timeout=15)
+def test_state_of_other_shapes_is_refused_on_every_rank(rank, world):
     model = zero.FSDP(net())
     plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.LayerNorm(3))
     optimizer, other = adam(model.parameters()), adam(plain.parameters())
@@ -118,11 +112,8 @@ def of_another_model(rank: int, world: int) -> None:
     model.load_optim_state_dict(optimizer, other.state_dict())
 
 
-def test_state_of_other_shapes_is_refused_on_every_rank():
-    ranks.expect_error(of_another_model, 2, ValueError, "'0.weight'|0.weight", "has 'exp_avg' of shape", timeout=15)
-
-
-def loaded_before_the_first_step(rank: int, world: int) -> None:
+@ranks.on(2)
+def test_an_optimizer_that_was_registered_takes_full_state_before_its_first_step(rank, world):
     net = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 1))
     plain = torch.optim.Adam(net.parameters(), lr=0.1)
     net(data(4, 8, rank=0)).sum().backward()
@@ -137,7 +128,3 @@ def loaded_before_the_first_step(rank: int, world: int) -> None:
     found = model.optim_state_dict(optimizer, to=None)
     for number, state in full["state"].items():
         assert torch.equal(found["state"][number]["exp_avg"], state["exp_avg"])
-
-
-def test_an_optimizer_that_was_registered_takes_full_state_before_its_first_step():
-    ranks.run(loaded_before_the_first_step)

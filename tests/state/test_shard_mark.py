@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch.optim import Adam
 
 import ranks
 import zero
+from models import take_step
 from reference import same
 
 SHARDED = [1, 2, 3]
@@ -37,9 +37,7 @@ def trained(stage: int, rank: int) -> tuple[nn.Module, Any]:
 
 
 def step(model: nn.Module, optimizer: Any, rank: int) -> None:
-    optimizer.zero_grad()
-    model(torch.full((2, 8), 1.0 + rank)).square().sum().backward()
-    optimizer.step()
+    take_step(optimizer, model(torch.full((2, 8), 1.0 + rank)).square().sum())
 
 
 def plain(value: Any) -> Any:
@@ -51,7 +49,10 @@ def plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset)) else value
 
 
-def warned(rank: int, world: int, stage: int, dump: Callable[[Any], bytes]) -> None:
+@pytest.mark.parametrize("dump", [saved, pickle.dumps])
+@pytest.mark.parametrize("stage", SHARDED)
+@ranks.on(2)
+def test_a_shard_that_is_saved_warns_of_what_it_is(rank, world, stage, dump):
     state = trained(stage, rank)[1].state_dict()
     state["param_groups"] = [*state["param_groups"], *copy.deepcopy(state["param_groups"])]  # says it once all the same
     with pytest.warns(UserWarning, match=TOLD) as told:
@@ -62,13 +63,10 @@ def warned(rank: int, world: int, stage: int, dump: Callable[[Any], bytes]) -> N
         assert told[0].filename == __file__
 
 
-@pytest.mark.parametrize("dump", [saved, pickle.dumps])
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", SHARDED)
-def test_a_shard_that_is_saved_warns_of_what_it_is(stage, dump):
-    ranks.run(warned, args=(stage, dump))
-
-
-def silent(rank: int, world: int, stage: int) -> None:
+@ranks.on("world")
+def test_copies_loads_and_full_states_do_not_warn(rank, world, stage):
     """Whatever does not save a shard; warnings are errors here."""
     model, optimizer = trained(stage, rank)
     shard = optimizer.state_dict()
@@ -85,13 +83,9 @@ def silent(rank: int, world: int, stage: int) -> None:
         saved(shard)
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", SHARDED)
-def test_copies_loads_and_full_states_do_not_warn(stage, world):
-    ranks.run(silent, world, args=(stage,))
-
-
-def loaded(rank: int, world: int, stage: int) -> str:
+@ranks.on(2)
+def test_a_shard_loads_from_the_file_of_its_own_rank_only(rank, world, stage):
     """Each rank goes on from its own file, and refuses the other's."""
     model, optimizer = trained(stage, rank)
     shard = optimizer.state_dict()
@@ -110,16 +104,13 @@ def loaded(rank: int, world: int, stage: int) -> str:
     same(other.state_dict(), optimizer.state_dict(), "the state after a step more")
     files: list[Any] = [None] * world
     dist.all_gather_object(files, own)
-    return ranks.refusal(lambda: other.load_state_dict(torch.load(io.BytesIO(files[1 - rank]), weights_only=True)))
+    told = ranks.refusal(lambda: other.load_state_dict(torch.load(io.BytesIO(files[1 - rank]), weights_only=True)))
+    assert told.startswith(f"ValueError: the state is one rank's shard (rank {1 - rank} of 2, "), told
 
 
 @pytest.mark.parametrize("stage", SHARDED)
-def test_a_shard_loads_from_the_file_of_its_own_rank_only(stage):
-    for rank, told in enumerate(ranks.run(loaded, args=(stage,))):
-        assert told.startswith(f"ValueError: the state is one rank's shard (rank {1 - rank} of 2, "), told
-
-
-def of_before(rank: int, world: int, stage: int) -> None:
+@ranks.on(2)
+def test_shards_that_earlier_versions_saved_load(rank, world, stage):
     """The mark was a text, in the groups of stage 3 a list of texts."""
     _, optimizer = trained(stage, rank)
     shard = optimizer.state_dict()
@@ -128,8 +119,3 @@ def of_before(rank: int, world: int, stage: int) -> None:
             [text] = holder["zero_shard"]
             holder["zero_shard"] = [text] if stage == 3 else text
     optimizer.load_state_dict(shard)
-
-
-@pytest.mark.parametrize("stage", SHARDED)
-def test_shards_that_earlier_versions_saved_load(stage):
-    ranks.run(of_before, args=(stage,))

@@ -65,8 +65,7 @@ def is_shard(state):
     return "zero_shard" in state
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole
+# --------------------------------------------------------------------------------------------------------------- Whole
 
 
 def _consolidate(rank, world, name, partition):
@@ -94,17 +93,15 @@ def test_consolidated_it_equals_the_plain_optimizers_on_any_number_of_ranks(worl
     ranks.run(_consolidate, world, args=("AdamW", partition))
 
 
-def _fresh(rank, world):
+@ranks.on(2)
+def test_consolidated_before_the_first_step_it_equals_the_plain_optimizers(rank, world):
     (_, plain), (_, sharded) = plain_and_sharded("AdamW")
     sharded.consolidate_state_dict(to=None)
     same(sharded.state_dict(), plain.state_dict(), "the state before the first step")
 
 
-def test_consolidated_before_the_first_step_it_equals_the_plain_optimizers():
-    ranks.run(_fresh, 2)
-
-
-def _groups(rank, world):
+@ranks.on(2)
+def test_consolidated_state_of_several_groups(rank, world):
     both = pair(AdamW, params=groups_of, lr=torch.tensor(0.01), foreach=False)
     (_, plain), (_, sharded) = both
     for model, optimizer in both:
@@ -113,11 +110,8 @@ def _groups(rank, world):
     same(sharded.state_dict(), plain.state_dict(), "the state")
 
 
-def test_consolidated_state_of_several_groups():
-    ranks.run(_groups, 2)
-
-
-def _scheduled_since(rank, world):
+@ranks.on(2)
+def test_options_are_those_of_now_also_after_consolidating(rank, world):
     both = pair(AdamW, lr=0.01)
     for model, optimizer in both:
         schedule = StepLR(optimizer, 1, gamma=0.5)
@@ -131,11 +125,8 @@ def _scheduled_since(rank, world):
     same(told["param_groups"], plain.state_dict()["param_groups"], "the groups")
 
 
-def test_options_are_those_of_now_also_after_consolidating():
-    ranks.run(_scheduled_since, 2)
-
-
-def _some_without_state(rank, world):
+@ranks.on(2)
+def test_parameters_that_were_not_stepped_have_no_state(rank, world):
     (model, plain), (sharded_model, sharded) = plain_and_sharded("AdamW")
     for each, optimizer in ((model, plain), (sharded_model, sharded)):
         loss_of(each, rank, 0).backward()
@@ -147,11 +138,9 @@ def _some_without_state(rank, world):
     assert len(plain.state_dict()["state"]) == len([p for p in model.parameters() if p.requires_grad]) - 2
 
 
-def test_parameters_that_were_not_stepped_have_no_state():
-    ranks.run(_some_without_state, 2)
-
-
-def _strided(rank, world, partition):
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_state_of_parameters_that_are_not_contiguous(rank, world, partition):
     """Memory order is not row order: what is consolidated must be."""
 
     def make():
@@ -173,11 +162,6 @@ def _strided(rank, world, partition):
     again.load_state_dict(whole)
     again.consolidate_state_dict(to=None)
     same(again.state_dict(), whole, "the state loaded and consolidated again")
-
-
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_state_of_parameters_that_are_not_contiguous(partition):
-    ranks.run(_strided, 2, args=(partition,))
 
 
 def _taken(rank, world):
@@ -203,19 +187,17 @@ def test_who_only_sends_needs_no_more_than_a_bucket():
     assert all(peak <= bucket for peak, _, _ in others)
 
 
-def _no_rank(rank, world):
+@ranks.on(2)
+def test_consolidating_to_no_rank_of_the_group_is_refused_everywhere(rank, world):
     _, (_, sharded) = plain_and_sharded("SGD")
-    return [refusal(lambda to=to: sharded.consolidate_state_dict(to=to)) for to in (2, -1, 0)]
+    above, below, fine = [refusal(lambda to=to: sharded.consolidate_state_dict(to=to)) for to in (2, -1, 0)]
+    assert above == "ValueError: to=2 is no rank of the group of 2: choose 0 to 1, or None for all."
+    assert below.startswith("ValueError: to=-1 is no rank")
+    assert fine == ""
 
 
-def test_consolidating_to_no_rank_of_the_group_is_refused_everywhere():
-    for above, below, fine in ranks.run(_no_rank, 2):
-        assert above == "ValueError: to=2 is no rank of the group of 2: choose 0 to 1, or None for all."
-        assert below.startswith("ValueError: to=-1 is no rank")
-        assert fine == ""
-
-
-def _stale(rank, world):
+@ranks.on(2)
+def test_what_was_consolidated_holds_until_the_next_step_or_load(rank, world):
     _, (sharded_model, sharded) = plain_and_sharded("SGD momentum")
     train(sharded_model, sharded, rank, range(1))
     sharded.consolidate_state_dict(to=None)
@@ -230,12 +212,7 @@ def _stale(rank, world):
     assert is_shard(sharded.state_dict()), "a state from before the last load is given out"
 
 
-def test_what_was_consolidated_holds_until_the_next_step_or_load():
-    ranks.run(_stale, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# To and from the plain optimizer and other numbers of ranks
+# ---------------------------------------------------------- To and from the plain optimizer and other numbers of ranks
 
 
 def _saved(rank, world, name, partition):
@@ -289,7 +266,8 @@ def test_saved_on_one_rank_it_loads_on_two():
     ranks.run(_continued, 2, args=("AdamW", "even", state, weights))
 
 
-def _from_plain(rank, world):
+@ranks.on(2)
+def test_the_plain_optimizers_state_loads_with_its_options(rank, world):
     (model, plain), (sharded_model, sharded) = plain_and_sharded("AdamW")
     for group in plain.param_groups:
         group["lr"] = 0.03
@@ -302,23 +280,17 @@ def _from_plain(rank, world):
     same_weights(sharded_model, model)
 
 
-def test_the_plain_optimizers_state_loads_with_its_options():
-    ranks.run(_from_plain, 2)
-
-
-def _options_alias(rank, world):
+@ranks.on(2)
+def test_options_are_taken_as_copies(rank, world):
     (_, plain), (_, sharded) = plain_and_sharded("Adam with a rate in a tensor")
     state = plain.state_dict()
     sharded.load_state_dict(state)
     sharded.param_groups[0]["lr"].fill_(0.5)
-    return state["param_groups"][0]["lr"].item()
+    assert state["param_groups"][0]["lr"].item() == pytest.approx(0.01)
 
 
-def test_options_are_taken_as_copies():
-    assert ranks.run(_options_alias, 2) == pytest.approx([0.01, 0.01])
-
-
-def _file(rank, world):
+@ranks.on(2)
+def test_consolidated_it_loads_from_a_file_without_unpickling_objects(rank, world):
     _, (model, sharded) = plain_and_sharded("AdamW")
     train(model, sharded, rank, range(1))
     sharded.consolidate_state_dict(to=None)
@@ -330,11 +302,8 @@ def _file(rank, world):
     sharded.load_state_dict(read)
 
 
-def test_consolidated_it_loads_from_a_file_without_unpickling_objects():
-    ranks.run(_file, 2)
-
-
-def _half(rank, world):
+@ranks.on(2)
+def test_state_in_half_precision_keeps_its_dtypes(rank, world):
     """The plain optimizer keeps its state in the parameters' own precision."""
 
     def make():
@@ -353,15 +322,8 @@ def _half(rank, world):
     same(again.state_dict(), plain.state_dict(), "the state loaded")
 
 
-def test_state_in_half_precision_keeps_its_dtypes():
-    ranks.run(_half, 2)
-
-
 class Odd(ByParameter):
     """State of many kinds: numbers, nothing, words, small tensors of other dtypes and shapes."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
 
     def step_one(self, param, state, group):
         state.update(
@@ -371,7 +333,8 @@ class Odd(ByParameter):
         )  # fmt: skip
 
 
-def _odd_state(rank, world):
+@ranks.on(2)
+def test_state_of_any_kind_that_a_file_can_hold_is_consolidated(rank, world):
     both = pair(Odd, "whole")  # what steps nothing cannot be measured
     (_, plain), (_, sharded) = both
     for model, optimizer in both:
@@ -381,22 +344,17 @@ def _odd_state(rank, world):
         same(sharded.state_dict(), plain.state_dict(), "the state")
 
 
-def test_state_of_any_kind_that_a_file_can_hold_is_consolidated():
-    ranks.run(_odd_state, 2)
-
-
 class Historic(ByParameter):
     """State that holds tensors in lists, as Shampoo's does."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
 
     def step_one(self, param, state, group):
         state.setdefault("history", []).append(param.grad.clone())
         state["pair"] = (1, [2, 0.5], ())
 
 
-def _nested_state(rank, world, partition):
+@pytest.mark.parametrize("partition", ["whole", "even"])
+@ranks.on(2)
+def test_state_in_lists_and_tuples_is_consolidated_and_loaded(rank, world, partition):
     both = pair(Historic, partition)
     (_, plain), (_, sharded) = both
     for model, optimizer in both:
@@ -411,17 +369,11 @@ def _nested_state(rank, world, partition):
         same(again.state_dict(), state, "the state loaded under another partition and consolidated again")
 
 
-@pytest.mark.parametrize("partition", ["whole", "even"])
-def test_state_in_lists_and_tuples_is_consolidated_and_loaded(partition):
-    ranks.run(_nested_state, 2, args=(partition,))
+# ------------------------------------------------------------------------------------------------------------ In shard
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In shard
-
-
-def _alone_on_one_rank(rank, world):
-    """A rank that asks for its state while the others do not must not wait for them."""
+@ranks.on(2, timeout=20)
+def test_asking_for_the_state_never_communicates(rank, world):
     _, (model, sharded) = plain_and_sharded("AdamW")
     before = traffic()
     if rank == 0:
@@ -437,11 +389,9 @@ def _alone_on_one_rank(rank, world):
     train(model, sharded, rank, range(1, 2))
 
 
-def test_asking_for_the_state_never_communicates():
-    ranks.run(_alone_on_one_rank, 2, timeout=20)
-
-
-def _by_parameter(rank, world, partition):
+@pytest.mark.parametrize("partition", ["whole", "even"])
+@ranks.on(2, timeout=20)
+def test_state_shows_this_ranks_part_and_torchs_checkpoint_leaves_it_as_it_is(rank, world, partition):
     (model, plain), (sharded_model, sharded) = plain_and_sharded("AdamW", partition)
     assert not sharded.state
     train(model, plain, rank, range(2))
@@ -464,11 +414,6 @@ def _by_parameter(rank, world, partition):
     assert all(
         torch.equal(now[key], value) for now, then in zip(after, before, strict=True) for key, value in then.items()
     )
-
-
-@pytest.mark.parametrize("partition", ["whole", "even"])
-def test_state_shows_this_ranks_part_and_torchs_checkpoint_leaves_it_as_it_is(partition):
-    ranks.run(_by_parameter, 2, args=(partition,), timeout=20)
 
 
 def _part(rank, world, name, partition):
@@ -525,8 +470,7 @@ def test_a_part_is_refused_elsewhere_with_the_remedy():
         assert text.endswith("Call consolidate_state_dict() before state_dict() to save what loads anywhere.")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What does not fit
+# --------------------------------------------------------------------------------------------------- What does not fit
 
 
 def _misfits(rank, world, change):
@@ -583,16 +527,15 @@ def test_a_state_of_other_shapes_is_refused_on_every_rank_and_nothing_changes(ch
 class Wrapping(ByParameter):
     """Keeps its momentum in a tensor that wraps others, as quantised state is kept."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
     def step_one(self, param, state, group):
         if not state:
             state["mean"] = TwoTensor(torch.zeros_like(param), torch.zeros_like(param))
         param.sub_(state["mean"].a.mul_(0.9).add_(param.grad), alpha=group["lr"])
 
 
-def _wrapping(rank, world, stage):
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2, timeout=20)
+def test_state_in_tensors_that_wrap_others_is_refused_whole_and_loads_by_rank(rank, world, stage):
     """What cannot be put together is refused; each rank's own goes on."""
     finals = []
     for reloads in (False, True):
@@ -616,8 +559,3 @@ def _wrapping(rank, world, stage):
         train(wrapped, optimizer, rank, range(2, 4))
         finals.append(full_state_dict(wrapped))
     same(*finals, "weights")
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_state_in_tensors_that_wrap_others_is_refused_whole_and_loads_by_rank(stage):
-    ranks.run(_wrapping, args=(stage,), timeout=20)
