@@ -11,9 +11,9 @@ import torch
 from zero.checkpoint import directory
 from zero.checkpoint.export import export, export_dcp
 from zero.checkpoint.files import FileProblem
-from zero.checkpoint.format import Index
+from zero.checkpoint.format import Index, all_of
 from zero.checkpoint.importing import import_checkpoint
-from zero.checkpoint.source import Range, Source
+from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import decode
 
@@ -100,9 +100,7 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
             dtype = str(entry.geometry.dtype).removeprefix("torch.")
             print(f"  {path_in}: {dtype} {list(entry.geometry.shape)}, {len(entry.shards)} shards")
         if check:
-            source.check(
-                (Range(entry, entry.geometry, 0, entry.geometry.numel) for entry in index.tensors.values()), shown=True
-            )
+            source.check(((entry, all_of(entry.geometry)) for entry in index.tensors.values()), shown=True)
             print("  every byte is as it was written")
 
 

@@ -81,7 +81,7 @@ def resolve(path: Place) -> Place:
     if (path / INDEX).exists():
         return path
     try:
-        name = _first_bytes(path / LATEST).decode().strip()
+        name = (path / LATEST).read(64).decode().strip()  # however long it may be
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         name = ""
     if not name:
@@ -90,16 +90,6 @@ def resolve(path: Place) -> Place:
     if not _NAME.fullmatch(name) or not (found / INDEX).exists():
         raise ValueError(f"{path / LATEST} names {name!r}, which is no checkpoint; {path} {_description(path)}")
     return found
-
-
-def _first_bytes(place: Place) -> bytes:
-    """The start of a file that should be a few bytes long, whatever its size is."""
-    reader = place.open()
-    try:
-        data = bytearray(min(reader.size, 64))
-        return bytes(data[: reader.read_into(memoryview(data), 0)])
-    finally:
-        reader.close()
 
 
 def _description(path: Place) -> str:

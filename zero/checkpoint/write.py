@@ -83,7 +83,8 @@ def save(
         earlier.wait()
     saving = Saving(training.ranks, _begin(training.ranks, run), plan.index, keep)
     if wait:
-        saving._write_now(plan)
+        saving._write_file(plan)
+        saving.wait()
     else:
         saving._write_behind(plan, Staging(model, plan.held))
     return saving
@@ -123,39 +124,31 @@ class Saving:
         if _unfinished.get(self._partial.parent) is self:
             del _unfinished[self._partial.parent]
         try:
-            if self._thread is not None:
-                self._join(self._thread)
+            self._write_all()
             names = self._ranks.exchange(self._final.name if self._final else None, self._problem)
-        except CheckpointError as failure:
-            self._failure = failure
-            self._discard()  # again, now that no rank writes there any more
+        except BaseException as error:
+            self._failure = error if isinstance(error, CheckpointError) else None
+            if self._final is None:
+                self._discard()  # with wait=False again, now that no rank writes there any more
             raise
         self._final = self._partial.parent / names[0]
 
-    def _join(self, thread: threading.Thread) -> None:
+    def _write_all(self) -> None:
         """Collective. Ranks exchange their problems first: a rank that cannot write cannot write a report either."""
-        self._written.wait()
         try:
+            if self._thread is not None:
+                self._written.wait()
             self._ranks.exchange(None, self._problem)
+            if self._thread is None and self._ranks.first:
+                self._publish()
         except CheckpointError:
             self._given_up.set()
             raise
         finally:
-            thread.join()
+            if self._thread is not None:
+                self._thread.join()
 
-    # ------------------------------------------------------------------------------- with wait=True, with wait=False
-
-    def _write_now(self, plan: SavePlan) -> None:
-        self._write_file(plan)
-        try:
-            self._ranks.exchange(None, self._problem)
-        except BaseException:
-            self._done = True
-            self._discard()
-            raise
-        if self._ranks.first:
-            self._publish()
-        self.wait()
+    # ------------------------------------------------------------------------------------------------- the steps
 
     def _write_behind(self, plan: SavePlan, copies: Staging) -> None:
         _unfinished[self._partial.parent] = self
@@ -172,8 +165,6 @@ class Saving:
 
         self._thread = threading.Thread(target=work, name="zero.checkpoint")
         self._thread.start()
-
-    # ------------------------------------------------------------------------------------------------- the steps
 
     def _write_file(self, plan: SavePlan) -> None:
         """Writes this rank's file. An error is left in `_problem`."""
@@ -284,7 +275,7 @@ def _signature(training: Training, run: Place | None, keep: int | None, wait: bo
 
 
 def _checksums(common: Sequence[Held]) -> list[str]:
-    return [f"{held.path} with checksum {checksum(held.flat()):08x}" for held in common]
+    return [f"{held.name} with checksum {checksum(held.flat()):08x}" for held in common]
 
 
 def _attempt(path: Any, work: Callable[[], Any]) -> tuple[Any, str | None]:
