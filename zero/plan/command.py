@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from zero.fsdp import MixedPrecision
 from zero.plan.calibrate import calibrate
-from zero.plan.calls import misfit
 from zero.plan.hardware import write_toml
 from zero.plan.pictures import draw_timeline, write_trace
 from zero.plan.planner import plan
+from zero.plan.rehearsal import misfit
 from zero.plan.result import Plan
 from zero.plan.sizes import Options, Sizes
 from zero.plan.timing import PREFETCHES

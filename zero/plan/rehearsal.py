@@ -6,6 +6,7 @@ them (trace.py).
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,6 @@ from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_t
 from zero.comm.traffic import rehearsed_traffic
 from zero.fsdp import MixedPrecision
 from zero.plan.attributes import plain_tensors, restored
-from zero.plan.calls import misfit
 from zero.plan.meter import Meter
 from zero.plan.trace import Trace
 from zero.plan.workspace import LSTM_LAYER, with_workspace
@@ -176,6 +176,19 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
             f"{', '.join(elsewhere)} ({error}). Make them buffers, which move with the model: "
             'self.register_buffer("name", tensor, persistent=False).'
         ) from error
+
+
+def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
+    """Why a function cannot be called with these arguments; None if it can, or if its signature is not known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ without a batch

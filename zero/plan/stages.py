@@ -27,7 +27,7 @@ from zero.plan.meter import nbytes
 from zero.plan.rehearsal import Offloaded, Rehearsal, cast, explaining, faked, on_host, rehearsing, run_forward, walk
 from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
-from zero.plan.trace import Trace
+from zero.plan.trace import Trace, Transfers
 from zero.plan.transport import rehearsed
 from zero.sdp import ShardedDDP
 from zero.sdp.tensors import map_tensors
@@ -45,8 +45,7 @@ _FEW = 2
 
 @dataclass(frozen=True)
 class Job:
-    """master_dtype: at stages 0 to 2, if parameters are computed with in a dtype of fewer bits.
-    batch: positional arguments of a forward; None if activations are not measured.
+    """batch: positional arguments of a forward; None if activations are not measured.
     tokens: that each parameter is multiplied with, if there is no batch.
     trace: records the step of the first rank.
     """
@@ -56,7 +55,6 @@ class Job:
     optim: Callable[..., Optimizer]
     options: Options
     prefetch: Prefetch
-    master_dtype: torch.dtype | None
     batch: Sequence[Any] | None
     tokens: int | None = None
     trace: Trace | None = None
@@ -71,14 +69,14 @@ class Job:
         observer = None
         if self.trace is not None:
             grows = world * stride == self.world  # a hybrid's shard group does not grow with the job
-            observer = self.trace.of(Group(world, stride, one_host=reads, grows=grows))
+            observer = Transfers(self.trace, Group(world, stride, one_host=reads, grows=grows))
         return rehearsed(rank, world, "host memory" if reads else self.options.backend, observer)
 
     def averaged(self, *, into_buckets: bool) -> Averaged:
         """The stand-in for DistributedDataParallel. It uses Gloo even on one host, except with `into_buckets`, as
         zero.setup(stage=1) does."""
         one_host = into_buckets and self.options.one_host
-        transfers = None if self.trace is None else self.trace.of(Group(self.world, one_host=one_host))
+        transfers = None if self.trace is None else Transfers(self.trace, Group(self.world, one_host=one_host))
         return Averaged(self.sizes.module, self.world, into_buckets=into_buckets, transfers=transfers)
 
     def optimizer(self) -> Callable[..., Optimizer]:
@@ -105,7 +103,7 @@ def _data_parallel(job: Job, rank: int) -> Built:
     """Stage 0. Masters, if there are any, are those of an OSS on one rank: full, besides the parameters."""
     cast(job.sizes.module, job.sizes.precision)
     model = job.averaged(into_buckets=False)
-    if job.master_dtype is not None:
+    if job.options.master_dtype is not None:
         return _with_oss(job, model, job.comm(0, 1))
     optimizer = job.optimizer()(model.parameters())
     return Built(model, optimizer, optimizer, [])
@@ -135,7 +133,7 @@ def _with_oss(job: Job, model: nn.Module, comm: Any) -> Built:
         partition=options.partition,
         granularity=options.granularity,
         broadcast_fp16=options.broadcast_dtype or False,
-        master_dtype=job.master_dtype,
+        master_dtype=job.options.master_dtype,
         offload=Offloaded() if options.offload else None,
     )
     if options.bucket_bytes is not None:

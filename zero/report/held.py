@@ -16,7 +16,7 @@ from zero.fsdp.unit import Unit
 from zero.oss import OSS
 from zero.oss.shown_gradients import full_gradient
 from zero.plan.meter import nbytes
-from zero.plan.result import TITLES, Cost
+from zero.plan.result import TITLES, Cost, aligned
 from zero.report.planned import planned_for
 from zero.state import leaves
 from zero.wrappers import prepared, unwrapped
@@ -72,8 +72,7 @@ class Report:
             cost = self.planned
             plan = [cost.parameters, cost.gradients, cost.optimizer, cost.resident, cost.peak, cost.sent]
             lines.append(["planned", *map(_mib, plan)])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join([title, *("  ".join(map(str.rjust, line, widths)) for line in lines)])
+        return f"{title}\n{aligned(lines)}"
 
 
 def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, since: Traffic | None = None) -> Report:
