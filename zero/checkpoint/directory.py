@@ -35,13 +35,10 @@ def begin(run: Place) -> Place:
     for left in run.inside():
         if left.name.startswith(_PARTIAL):
             left.remove()
-    if run.renames:
-        partial = run / f"{_PARTIAL}{uuid.uuid4().hex[:12]}"
-    else:
-        for left in _numbered(run):
-            if all(_RANKS.fullmatch(one.name) for one in left.inside()):  # no index, and no files of others
-                left.remove()
-        partial = run / _next(_numbered(run))
+    for left in () if run.renames else _numbered(run):
+        if all(_RANKS.fullmatch(one.name) for one in left.inside()):  # no index, and no files of others
+            left.remove()
+    partial = run / (f"{_PARTIAL}{uuid.uuid4().hex[:12]}" if run.renames else _next(_numbered(run)))
     partial.make()
     return partial
 

@@ -32,13 +32,14 @@ from zero.checkpoint.values import decode
 
 SINGLE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
+SHARD_SIZE = 5 * 10**9
 
 
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    max_shard_size: int = 5 * 10**9,
+    max_shard_size: int = SHARD_SIZE,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """Writes the weights as `model.safetensors`, or as shards with `model.safetensors.index.json`. Returns the files.
@@ -126,8 +127,7 @@ def _extra_states(index: Index) -> dict[str, Chunk]:
     """The modules' extra state that is tensors. Warns of the rest, which safetensors cannot hold."""
     values = {name: decode(value) for name, value in index.values.items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    others = sorted(values.keys() - tensors.keys())
-    if others:
+    if others := sorted(values.keys() - tensors.keys()):
         warnings.warn(
             f"safetensors files hold tensors only, and {listed(others)} of get_extra_state() is none: left out. Load "
             "these weights with strict=False, or export --to dcp, which holds it.",

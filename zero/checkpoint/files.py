@@ -202,12 +202,6 @@ class SafeFile(ExitStack):
                 raise ValueError(f"two tensors have byte {low}")
             end = max(end, low + nbytes)
 
-    def range(self, key: str, start: int, stop: int) -> tuple[int, int]:
-        """The bytes of the data that hold elements [start, stop) of a tensor."""
-        dtype, shape, low = self.tensors[key]
-        assert 0 <= start <= stop <= math.prod(shape)
-        return low + start * dtype.itemsize, low + stop * dtype.itemsize
-
     def check(self, ranges: Sequence[tuple[int, int]], tick: Callable[[int], object]) -> None:
         """Reads every block that the ranges touch, once, and compares its checksum."""
         if self._sums is None:

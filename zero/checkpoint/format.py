@@ -245,16 +245,15 @@ class Index:
         """Takes the ranks' extra, as JSON and rank by rank. A value that is the same on all ranks is stored once."""
         texts = [{key: json.dumps(value) for key, value in one.items()} for one in extras]  # as text NaN equals itself
         shared = {key for key, text in texts[0].items() if all(one.get(key) == text for one in texts)}
-        self.extra = {key: value for key, value in extras[0].items() if key in shared}
+        self.extra = {key: extras[0][key] for key in extras[0] if key in shared}
         by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
         self.extra_by_rank = by_rank if any(by_rank) else []
 
     def find_state(self) -> None:
         """Assigns to each optimizer the tensors of its state, by the tensors' paths."""
         for path in self.tensors:
-            kind, _, rest = path.partition("/")
-            if kind == "optimizer":
-                number, _, rest = rest.partition("/")
+            if path.startswith("optimizer/"):
+                _, number, rest = path.split("/", 2)
                 param, _, key = rest.rpartition("/")
                 self.optimizers[int(number)].tensors.setdefault(param, {})[key] = path
 
@@ -299,8 +298,7 @@ class Index:
         """
         taken: set[tuple[str, str]] = set()
         for path, entry in self.tensors.items():
-            problem = entry.problem()
-            if problem:
+            if problem := entry.problem():
                 raise ValueError(f"says that {path} {problem}")
             for shard in entry.shards:
                 if (shard.file, shard.key) in taken:

@@ -17,8 +17,8 @@ from zero.checkpoint.shards import Held
 from zero.checkpoint.storage import Place
 
 
-def rank_file(partial: Place, rank: int) -> Place:
-    return partial / f"rank-{rank:05d}.safetensors"
+def rank_file(partial: Place, rank: int, kind: str = "safetensors") -> Place:
+    return partial / f"rank-{rank:05d}.{kind}"
 
 
 def write_rank_file(partial: Place, rank: int, plan: SavePlan, *, shown: bool) -> None:

@@ -96,11 +96,11 @@ class Source(ExitStack):
             start, stop = max(shard.start, part.start), min(shard.stop, part.stop)
             if start < stop:
                 file = self._open(shard.file)
-                dtype, shape, _ = file.tensors.get(shard.key, (None, (), 0))
+                dtype, shape, first = file.tensors.get(shard.key, (None, (), 0))
                 if dtype != entry.geometry.dtype or math.prod(shape) != shard.stop - shard.start:
                     raise FileProblem(f"{file.place} has no {shard.key} of the dtype and size that {INDEX} names")
-                low, high = file.range(shard.key, start - shard.start, stop - shard.start)
-                yield shard.file, low, high, start - part.start
+                low = first + (start - shard.start) * dtype.itemsize
+                yield shard.file, low, low + (stop - start) * dtype.itemsize, start - part.start
 
     def _open(self, name: str) -> SafeFile:
         if name not in self._files:

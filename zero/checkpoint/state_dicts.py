@@ -131,9 +131,9 @@ def _parameter_names(
 ) -> dict[Any, str]:
     """The names of an optimizer's parameters. Plain state_dicts have them if the optimizer was built with names."""
     params = [param for group in groups for param in group["params"]]
-    if all(isinstance(param, str) for param in params):
-        return {param: _name_in_model(found, param) for param in params}
     given = [name for group in groups for name in group.get("param_names", ())]
+    if all(isinstance(param, str) for param in params):
+        given = params
     if len(given) == len(params):
         return {param: _name_in_model(found, name) for param, name in zip(params, given, strict=True)}
     names = [path.removeprefix("model/") for path in found.tensors]
@@ -146,7 +146,14 @@ def _parameter_names(
         if all(some <= {shapes[param]} for param, some in shapes_of_state.items()):
             confirmed = all(map(shapes_of_state.get, params)) and len({*shapes.values()}) == len(params)
             if not confirmed and (state or len(groups) > 1):
-                warnings.warn(_order_is_assumed(where), stacklevel=6)
+                warnings.warn(
+                    f"the optimizer in {where} numbers its parameters, and their shapes do not distinguish them: it is "
+                    "taken to have been built from model.parameters(), in the model's order. If it was not, state goes "
+                    "to the wrong parameters: build the optimizer again as it was, but from (name, parameter) pairs as "
+                    "named_parameters() yields them, load its state_dict, save it again, now with names, and import "
+                    "that.",
+                    stacklevel=6,
+                )
             return dict(zip(params, names, strict=True))
     raise ValueError(
         f"the optimizer in {where} numbers its {len(params)} parameters, and these cannot be matched with the model's "
@@ -163,12 +170,3 @@ def _name_in_model(found: Found, name: str) -> str:
         if f"model/{stored}" in found.tensors:
             return stored
     return own
-
-
-def _order_is_assumed(where: str) -> str:
-    return (
-        f"the optimizer in {where} numbers its parameters, and their shapes do not distinguish them: it is taken to "
-        "have been built from model.parameters(), in the model's order. If it was not, state goes to the wrong "
-        "parameters: build the optimizer again as it was, but from (name, parameter) pairs as named_parameters() "
-        "yields them, load its state_dict, save it again, now with names, and import that."
-    )

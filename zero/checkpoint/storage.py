@@ -113,12 +113,10 @@ class Local:
 
     def put(self, data: bytes) -> None:
         """Creates or replaces a small file, atomically for readers. File and directory entry are on disk on return."""
-        temporary = self.path.with_name(f".partial-{self.name}-{uuid.uuid4().hex[:6]}")
-        with open(temporary, "wb") as file:
+        temporary = self.parent / f".partial-{self.name}-{uuid.uuid4().hex[:6]}"
+        with temporary.write() as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        temporary.path.replace(self.path)
         self.parent.sync()
 
     def open(self) -> _LocalReader:

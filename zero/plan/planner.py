@@ -23,7 +23,7 @@ from zero.plan.hardware import Hardware, as_hardware
 from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
 from zero.plan.stages import STAGES, Job, cost_of
-from zero.plan.timing import Timing, prefetches, timed
+from zero.plan.timeline import Timing, prefetches, timed
 from zero.plan.trace import Trace
 from zero.shards.partition import optimizer_problem, partition_problem
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
-from zero.plan.timing import Timing
+from zero.plan.timeline import Timing
 
 TITLES = {
     "0": "DDP",
