@@ -99,16 +99,17 @@ def test_units_are_those_that_fsdp_wraps():
     with torch.device("meta"):
         by_policy = Sizes.of_module(Model(), ModuleWrapPolicy({Block}))
         by_default = Sizes.of_module(Model())
-    assert [group.unit for group in by_policy.groups] == ["", *(f"blocks.{i}" for i in range(4))]
-    assert by_policy.groups[0].names == ("words.weight", "norm.weight", "norm.bias", "head.weight", "head.bias")
-    assert [group.unit for group in by_default.groups] == [group.unit for group in by_policy.groups]
+    assert [*by_policy.unit_modules] == ["", *(f"blocks.{i}" for i in range(4))]
+    of_the_root = [name for name, _ in by_policy.owned()[""]]
+    assert of_the_root == ["words.weight", "norm.weight", "norm.bias", "head.weight", "head.bias"]
+    assert [*by_default.unit_modules] == [*by_policy.unit_modules]
 
 
 def test_blocks_of_a_sequential_are_planned_as_units():
     with torch.device("meta"):
         in_a_list, in_a_sequence = Model(), Model()
     in_a_sequence.blocks = nn.Sequential(*in_a_sequence.blocks)
-    assert [*Sizes.of_module(in_a_sequence).units] == ["", *(f"blocks.{i}" for i in range(4))]
+    assert [*Sizes.of_module(in_a_sequence).unit_modules] == ["", *(f"blocks.{i}" for i in range(4))]
     plan = partial(zero.plan, world_size=2, stages=[3])
     peak = plan(in_a_sequence).cost(3).peak
     assert peak == plan(in_a_list).cost(3).peak
@@ -119,8 +120,8 @@ def test_with_a_limit_of_one_large_embeddings_and_heads_are_units():
     with torch.device("meta"):
         model = Model(words=1200)
     blocks = [f"blocks.{i}" for i in range(4)]
-    assert [*Sizes.of_module(model).units] == ["", *blocks]
-    assert [*Sizes.of_module(model, small=True).units] == ["", "words", *blocks, "head"]
+    assert [*Sizes.of_module(model).unit_modules] == ["", *blocks]
+    assert [*Sizes.of_module(model, small=True).unit_modules] == ["", "words", *blocks, "head"]
     memory_first = partial(zero.plan, world_size=4, prefetch=zero.MEMORY_FIRST, stages=[3])
     one_at_a_time, in_the_root = memory_first(model).cost(3), memory_first(Sizes.of_module(model)).cost(3)
     assert one_at_a_time.peak == memory_first(Sizes.of_module(model, small=True)).cost(3).peak

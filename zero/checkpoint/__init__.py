@@ -18,7 +18,7 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     load_plan   what one rank reads of it, and what does not fit
     read        load
     export      the weights as other libraries read them
-    importing   other libraries' checkpoints: foreign (their files), state_dicts (what these hold), torch_distributed
+    importing   other libraries' checkpoints; state_dicts and torch_distributed are what it reads
     __main__    the command line
 
 torch.distributed.checkpoint (2.13) was tried as the engine, and is used to read and write its own format (`export_dcp`,

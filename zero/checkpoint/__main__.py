@@ -9,16 +9,15 @@ import sys
 import torch
 
 from zero.checkpoint import directory
-from zero.checkpoint.export import export, export_dcp
+from zero.checkpoint.export import SHARD_SIZE, export, export_dcp
 from zero.checkpoint.files import FileProblem
-from zero.checkpoint.format import Index
+from zero.checkpoint.format import all_of
 from zero.checkpoint.importing import import_checkpoint
-from zero.checkpoint.source import Range, Source
+from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import decode
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-_SHARD_SIZE = 5 * 10**9
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -32,10 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.to == "dcp":
             if options.max_shard_size is not None:
                 raise ValueError("--max-shard-size is for Hugging Face's files: leave it out with --to dcp.")
-            export_dcp(options.path, options.out, dtype=options.dtype)
+            export_dcp(options.path, options.out, dtype=_DTYPES.get(options.dtype))
         else:
-            size = _SHARD_SIZE if options.max_shard_size is None else options.max_shard_size
-            for file in export(options.path, options.out, max_shard_size=size, dtype=options.dtype):
+            size = SHARD_SIZE if options.max_shard_size is None else options.max_shard_size
+            for file in export(options.path, options.out, max_shard_size=size, dtype=_DTYPES.get(options.dtype)):
                 print(file)
     except (FileProblem, ValueError, OSError, ImportError) as error:  # ImportError: the URL's driver is not installed
         print(f"{options.command}: {error}", file=sys.stderr)
@@ -50,10 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("path", metavar="DIR", help="a run's directory (its latest checkpoint), or one checkpoint's")
     out.add_argument("out", metavar="OUT", help="directory to write to")
     out.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="such as 5GB, the default")
-    out.add_argument("--dtype", type=_dtype, metavar="DTYPE", help=f"{', '.join(_DTYPES)}; as stored by default")
-    out.add_argument(
-        "--to", choices=["hf", "dcp"], default="hf", help="Hugging Face's files, or torch's with the optimizer"
-    )
+    out.add_argument("--dtype", choices=_DTYPES, help="as stored by default")
+    how = "Hugging Face's files, or torch's with the optimizer"
+    out.add_argument("--to", choices=["hf", "dcp"], default="hf", help=how)
     show = commands.add_parser("inspect", help="print what is inside")
     show.add_argument("path", metavar="DIR")
     show.add_argument("--tensors", action="store_true", help="every tensor")
@@ -71,22 +69,16 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _dtype(text: str) -> torch.dtype:
-    if text not in _DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is unknown. Choose one of {', '.join(_DTYPES)}.")
-    return _DTYPES[text]
-
-
 def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
     found = directory.resolve(path)
     with Source(found) as source:
         index = source.index
-        print(f"{found}: {_origin(index)}")
+        origin = "imported" if index.stage is None else f"saved at stage {index.stage} on {index.world} ranks"
+        print(f"{found}: {origin}")
         for kind in ["model", "master", "optimizer"]:
-            entries = [entry for path, entry in index.tensors.items() if path.startswith(f"{kind}/")]
-            elements = sum(entry.geometry.numel for entry in entries)
-            nbytes = sum(entry.geometry.nbytes for entry in entries)
-            print(f"  {kind}: {len(entries)} tensors, {elements:,} elements, {nbytes:,} bytes")
+            of_kind = [entry.geometry for path, entry in index.tensors.items() if path.startswith(f"{kind}/")]
+            elements, nbytes = sum(one.numel for one in of_kind), sum(one.nbytes for one in of_kind)
+            print(f"  {kind}: {len(of_kind)} tensors, {elements:,} elements, {nbytes:,} bytes")
         for name, stored_as in index.tied.items():
             print(f"  tied: {name} is {stored_as}")
         for optimizer in index.optimizers:
@@ -100,14 +92,8 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
             dtype = str(entry.geometry.dtype).removeprefix("torch.")
             print(f"  {path_in}: {dtype} {list(entry.geometry.shape)}, {len(entry.shards)} shards")
         if check:
-            source.check(
-                (Range(entry, entry.geometry, 0, entry.geometry.numel) for entry in index.tensors.values()), shown=True
-            )
+            source.check(((entry, all_of(entry.geometry)) for entry in index.tensors.values()), shown=True)
             print("  every byte is as it was written")
-
-
-def _origin(index: Index) -> str:
-    return "imported" if index.stage is None else f"saved at stage {index.stage} on {index.world} ranks"
 
 
 if __name__ == "__main__":

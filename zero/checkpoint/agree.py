@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
+from zero.checkpoint.files import FileProblem
 from zero.checkpoint.format import CheckpointError
 from zero.comm import Comm
+
+T = TypeVar("T")
 
 
 class Ranks:
     """The ranks of the shard group and, where there is one, of the replicate group.
 
-    rank, world: in the shard group. first: whether this is the first of all ranks. writes: whether this rank is in the
-    first replica, which writes what all replicas hold.
+    rank, world: in the shard group. writes: whether this rank is in the first replica, which writes what all replicas
+    hold. all: how many ranks there are. number: this rank's place among all, as `exchange` orders them; the first's is
+    0.
     """
 
     def __init__(self, comms: Sequence[Comm]) -> None:
         self.comms = list(comms)
         self.rank, self.world = comms[0].rank, comms[0].world
         self.writes = all(comm.rank == 0 for comm in comms[1:])
-        self.first = self.rank == 0 and self.writes
-
-    @property
-    def all(self) -> int:
-        """How many ranks there are."""
-        return math.prod(comm.world for comm in self.comms)
-
-    @property
-    def number(self) -> int:
-        """This rank's place among all, as `exchange` orders them."""
-        number = 0
-        for comm in reversed(self.comms):
-            number = number * comm.world + comm.rank
-        return number
+        self.all, self.number = 1, 0
+        for comm in comms:
+            self.all, self.number = self.all * comm.world, self.number + self.all * comm.rank
+        self.first = self.number == 0
 
     def exchange(self, value: Any = None, problem: str | None = None) -> list[Any]:
         """Collective. The JSON values of all ranks, the first rank's first.
@@ -52,6 +45,15 @@ class Ranks:
             where = f" (on rank {', '.join(str(rank) for rank, _ in problems)})" if len(gathered) > 1 else ""
             raise CheckpointError(f"{problems[0][1]}{where}")
         return [one["value"] for one in gathered]
+
+    def together(self, work: Callable[[], T], *, before: str = "", after: str = "") -> T:
+        """Collective. What the work on the checkpoint returned.
+
+        Raises CheckpointError on every rank where it failed on any. before, after: what the message says besides.
+        """
+        result, problem = attempt(work)
+        self.exchange(None, problem and f"{before}{problem}{after}")
+        return result  # type: ignore[return-value]  # an error would have been raised
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None, value: Any = None) -> list[Any]:
         """Collective. The JSON values of all ranks, the first rank's first.
@@ -70,3 +72,15 @@ class Ranks:
                             "Save and load the same on every rank."
                         )
         return [value for _, value in gathered]
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What the work returned, or an error message for the user about the checkpoint that it read."""
+    try:
+        return work(), None
+    except (FileProblem, ValueError) as error:
+        return None, f"{error}."
+    except OSError as error:
+        return None, f"{error.filename or 'the checkpoint'} cannot be read ({error.strerror or error})."
+    except Exception as error:  # from the user's optimizer or modules: every rank must raise it
+        return None, f"{type(error).__name__}: {error}."

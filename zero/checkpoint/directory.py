@@ -35,13 +35,10 @@ def begin(run: Place) -> Place:
     for left in run.inside():
         if left.name.startswith(_PARTIAL):
             left.remove()
-    if run.renames:
-        partial = run / f"{_PARTIAL}{uuid.uuid4().hex[:12]}"
-    else:
-        for left in _numbered(run):
-            if all(_RANKS.fullmatch(one.name) for one in left.inside()):  # no index, and no files of others
-                left.remove()
-        partial = run / _next(_numbered(run))
+    for left in () if run.renames else _numbered(run):
+        if all(_RANKS.fullmatch(one.name) for one in left.inside()):  # no index, and no files of others
+            left.remove()
+    partial = run / (f"{_PARTIAL}{uuid.uuid4().hex[:12]}" if run.renames else _next(_numbered(run)))
     partial.make()
     return partial
 
@@ -81,7 +78,7 @@ def resolve(path: Place) -> Place:
     if (path / INDEX).exists():
         return path
     try:
-        name = _first_bytes(path / LATEST).decode().strip()
+        name = (path / LATEST).read(64).decode().strip()  # however long it may be
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         name = ""
     if not name:
@@ -90,16 +87,6 @@ def resolve(path: Place) -> Place:
     if not _NAME.fullmatch(name) or not (found / INDEX).exists():
         raise ValueError(f"{path / LATEST} names {name!r}, which is no checkpoint; {path} {_description(path)}")
     return found
-
-
-def _first_bytes(place: Place) -> bytes:
-    """The start of a file that should be a few bytes long, whatever its size is."""
-    reader = place.open()
-    try:
-        data = bytearray(min(reader.size, 64))
-        return bytes(data[: reader.read_into(memoryview(data), 0)])
-    finally:
-        reader.close()
 
 
 def _description(path: Place) -> str:

@@ -11,8 +11,10 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +23,23 @@ from torch import Tensor
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, SafeFile, write
-from zero.checkpoint.format import Entry, Geometry, Index
+from zero.checkpoint.format import Entry, Index, all_of
 from zero.checkpoint.load_plan import listed
-from zero.checkpoint.progress import Progress
-from zero.checkpoint.source import Range, Source
+from zero.checkpoint.progress import progress
+from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Local, mounted, place
 from zero.checkpoint.values import decode
 
 SINGLE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
+SHARD_SIZE = 5 * 10**9
 
 
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    max_shard_size: int = 5 * 10**9,
+    max_shard_size: int = SHARD_SIZE,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """Writes the weights as `model.safetensors`, or as shards with `model.safetensors.index.json`. Returns the files.
@@ -50,29 +53,24 @@ def export(
 
     Raises ValueError where the checkpoint is damaged or `out` has weights already, and leaves no files there.
     """
-    directory_out = _vacant(out, "model*.safetensors*")
+    target = _vacant(out, "model*.safetensors*")
     with Source(directory.resolve(place(path))) as source:
-        entries = weights(source.index, dtype)
-        source.check((_row_major(entry) for entry in entries.values()), shown=True)
-        chunks = {name: _chunk(source, name, entry, dtype) for name, entry in entries.items()}
-        chunks |= _extra_states(source.index)
+        chunks = _chunks(source, _weights(source.index, dtype)) | _extra_states(source.index)
         shards = _shards({name: chunk.nbytes for name, chunk in sorted(chunks.items())}, max_shard_size)
-        names = [SINGLE] if len(shards) == 1 else [_shard(i, len(shards)) for i in range(len(shards))]
-        directory_out.mkdir(parents=True, exist_ok=True)
-        total = sum(chunk.nbytes for chunk in chunks.values())
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory_out) as partial:
-            with Progress("exporting", total) as progress:
-                for file, members in zip(names, shards, strict=True):
-                    write(Local(Path(partial)) / file, [chunks[name] for name in members], {}, progress.advance)
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        shard_of = dict(zip(names if len(shards) > 1 else [SINGLE], shards, strict=True))
+        with _written(target, {file: [chunks[name] for name in shard] for file, shard in shard_of.items()}) as folder:
+            names = [*shard_of]
             if len(shards) > 1:
-                file_of = {name: file for file, members in zip(names, shards, strict=True) for name in members}
+                file_of = {name: file for file, shard in shard_of.items() for name in shard}
+                total = sum(chunk.nbytes for chunk in chunks.values())
                 index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-                (Path(partial) / SHARD_INDEX).write_text(json.dumps(index, indent=2))
-                names = [*names, SHARD_INDEX]
+                (folder / SHARD_INDEX).write_text(json.dumps(index, indent=2))
+                names.append(SHARD_INDEX)
             for file in names:
-                (Path(partial) / file).rename(directory_out / file)
-            Local(directory_out).sync()
-    return [directory_out / file for file in names]
+                (folder / file).rename(target / file)
+            Local(target).sync()
+    return [target / file for file in names]
 
 
 def _vacant(out: str | os.PathLike[str], *patterns: str) -> Path:
@@ -84,42 +82,61 @@ def _vacant(out: str | os.PathLike[str], *patterns: str) -> Path:
     return target
 
 
-def weights(index: Index, dtype: torch.dtype | None) -> dict[str, Entry]:
-    """For every name of the model the stored tensor to read: its master where `dtype` has more bits than itself."""
-    entries = {}
+@contextmanager
+def _written(target: Path, files: dict[str, list[Chunk]]) -> Iterator[Path]:
+    """A directory inside the target, with files of these names and tensors. Is removed in the end."""
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as folder:
+        with progress("exporting", sum(chunk.nbytes for chunks in files.values() for chunk in chunks)) as tick:
+            for name, chunks in files.items():
+                write(Local(Path(folder, name)), chunks, {}, tick)
+        yield Path(folder)
+
+
+def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, torch.dtype]]:
+    """For every name of the model the stored tensor to read, and the dtype to write.
+
+    The tensor is the master where `dtype` has more bits than the parameter.
+    """
+    found = {}
     for name in sorted([*index.names(), *index.tied]):
         entry = index.entry(name)
         master = index.tensors.get(f"master/{index.tied.get(name, name)}")
-        wide = dtype is not None and dtype.itemsize > entry.geometry.dtype.itemsize
-        entries[name] = master if master is not None and wide else entry
-    return entries
+        if master is not None and dtype is not None and dtype.itemsize > entry.geometry.dtype.itemsize:
+            entry = master
+        stored = entry.geometry.dtype
+        found[name] = entry, dtype if dtype is not None and stored.is_floating_point else stored
+    return found
 
 
-def _row_major(entry: Entry) -> Range:
-    """The full tensor, row-major."""
-    return Range(entry, replace(entry.geometry, order=None), 0, entry.geometry.numel)
+def _chunks(source: Source, wanted: dict[str, tuple[Entry, torch.dtype]]) -> dict[str, Chunk]:
+    """Chunks that stream stored tensors, row-major, in other dtypes. Compares all checksums first."""
+    entries = [entry for entry, _ in wanted.values()]
+    source.check(((entry, all_of(replace(entry.geometry, order=None))) for entry in entries), shown=True)
+    return {
+        key: Chunk(key, dtype, entry.geometry.shape, partial(_converted, source, entry, dtype))
+        for key, (entry, dtype) in wanted.items()
+    }
 
 
-def _target(geometry: Geometry, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and geometry.dtype.is_floating_point else geometry.dtype
+def _converted(source: Source, entry: Entry, dtype: torch.dtype) -> Iterator[Tensor]:
+    return (flat.to(dtype) for flat in source.stream(entry))
 
 
 def _extra_states(index: Index) -> dict[str, Chunk]:
     """The modules' extra state that is tensors. Warns of the rest, which safetensors cannot hold."""
     values = {name: decode(value) for name, value in index.values.items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    others = sorted(values.keys() - tensors.keys())
-    if others:
+    if others := sorted(values.keys() - tensors.keys()):
         warnings.warn(
             f"safetensors files hold tensors only, and {listed(others)} of get_extra_state() is none: left out. Load "
             "these weights with strict=False, or export --to dcp, which holds it.",
             stacklevel=3,
         )
-    return {name: _chunk_of(name, tensor) for name, tensor in tensors.items()}
-
-
-def _chunk_of(name: str, tensor: Tensor) -> Chunk:
-    return Chunk(name, tensor.dtype, tuple(tensor.shape), lambda: iter([tensor.reshape(-1)]))
+    return {
+        name: Chunk(name, tensor.dtype, tuple(tensor.shape), partial(iter, [tensor.reshape(-1)]))
+        for name, tensor in tensors.items()
+    }
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -132,20 +149,6 @@ def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
         shards[-1].append(name)
         size += nbytes
     return shards
-
-
-def _shard(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _chunk(source: Source, name: str, entry: Entry, dtype: torch.dtype | None) -> Chunk:
-    target = _target(entry.geometry, dtype)
-
-    def values() -> Iterator[Tensor]:
-        for flat in source.stream(entry):
-            yield flat.to(target)
-
-    return Chunk(name, target, entry.geometry.shape, values)
 
 
 # ------------------------------------------------------------------------------------- torch's distributed checkpoint
@@ -167,22 +170,19 @@ def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str], *, dty
     target = _vacant(out, ".metadata", "*.distcp")
     with Source(directory.resolve(place(path))) as source:
         index = source.index
-        model = weights(index, dtype)
-        state = {path: entry for path, entry in index.tensors.items() if path.startswith("optimizer/")}
-        source.check((_row_major(entry) for entry in [*model.values(), *state.values()]), shown=True)
-        chunks = [_chunk(source, f"model/{name}", entry, dtype) for name, entry in model.items()]
-        chunks += [_chunk(source, path, entry, None) for path, entry in state.items()]
-        target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as partial:
-            file = Path(partial) / "all.safetensors"
-            with Progress("exporting", sum(chunk.nbytes for chunk in chunks)) as progress:
-                write(Local(file), chunks, {}, progress.advance)
-            dcp.save(_nested(index, model, _mapped(file)), checkpoint_id=target, no_dist=True)
+        model = {f"model/{name}": wanted for name, wanted in _weights(index, dtype).items()}
+        state = {
+            path: (one, one.geometry.dtype) for path, one in index.tensors.items() if path.startswith("optimizer/")
+        }
+        chunks = _chunks(source, model | state)
+        with _written(target, {"all.safetensors": [*chunks.values()]}) as folder:
+            dcp.save(_nested(index, _mapped(folder / "all.safetensors")), checkpoint_id=target, no_dist=True)
 
 
-def _nested(index: Index, names: Iterable[str], mapped: dict[str, Tensor]) -> dict[str, Any]:
-    """The dictionary to save. names: all names of the model. mapped: the tensors, by path."""
-    nested: dict[str, Any] = {"model": {name: mapped[f"model/{name}"] for name in names} | decode(index.values)}
+def _nested(index: Index, mapped: dict[str, Tensor]) -> dict[str, Any]:
+    """The dictionary to save. mapped: the tensors, by path; tied ones by all of their names."""
+    model = {name: mapped[f"model/{name}"] for name in sorted([*index.names(), *index.tied])}
+    nested: dict[str, Any] = {"model": model | decode(index.values)}
     for number, optimizer in enumerate(index.optimizers):
         state: dict[str, dict[str, Any]] = {}
         for name, paths in optimizer.tensors.items():

@@ -17,15 +17,15 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero.checkpoint.format import DTYPES, NAMES
-from zero.checkpoint.storage import Place, Writer
+from zero.checkpoint.storage import Place
 
 BLOCK = 1 << 22
 """Bytes a checksum."""
@@ -58,87 +58,54 @@ class Chunk:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], None]) -> None:
+def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], object]) -> None:
     """Writes the chunks; they are on disk when it returns.
 
     tick: called with the number of bytes after each write.
     """
     chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
-    nbytes = sum(chunk.nbytes for chunk in chunks)
+    sums = [0] * -(-sum(chunk.nbytes for chunk in chunks) // BLOCK)
     with place.write() as file:
-        if place.renames:
-            # The checksums are known at the end, but their number, and so the header's length, is known now.
-            blocks = -(-nbytes // BLOCK)
-            file.seek(8 + len(_header(chunks, metadata, [0] * blocks)))
-            sums = _Checksums()
-            for some in _stream(chunks):
-                sums.add(some)
-                _write_all(file, some)
+        if place.renames:  # the header's length is known now, and the checksums in it at the end
+            file.seek(len(_header(chunks, metadata, sums)))
+            for block, some in _stream(chunks):
+                sums[block] = zlib.crc32(some, sums[block])
+                file.write(some)
                 tick(len(some))
             file.seek(0)
-            _write_header(file, chunks, metadata, sums, nbytes)
+            file.write(_header(chunks, metadata, sums))
         else:  # no seeking: a first pass over the data computes the checksums, a second writes
-            sums = _Checksums()
-            for some in _stream(chunks):
-                sums.add(some)
-            _write_header(file, chunks, metadata, sums, nbytes)
-            for some in _stream(chunks):
-                _write_all(file, some)
+            for block, some in _stream(chunks):
+                sums[block] = zlib.crc32(some, sums[block])
+            file.write(_header(chunks, metadata, sums))
+            for _, some in _stream(chunks):
+                file.write(some)
                 tick(len(some))
 
 
-def _stream(chunks: Sequence[Chunk]) -> Iterator[memoryview]:
-    for chunk in chunks:
-        for values in chunk.values():
-            for data in host_bytes(values):
-                for low in range(0, len(data), _CACHED):
-                    yield data[low : low + _CACHED]
-
-
-def _write_header(
-    file: Writer, chunks: Sequence[Chunk], metadata: dict[str, str], sums: _Checksums, nbytes: int
-) -> None:
-    assert sums.length == nbytes, "chunks yielded another number of bytes than they announced"
-    header = _header(chunks, metadata, sums.finish())
-    _write_all(file, memoryview(len(header).to_bytes(8, "little") + header))
-
-
-def _write_all(file: Writer, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
+def _stream(chunks: Sequence[Chunk]) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of the chunks, at most _CACHED at a time, with the number of the block that they are in."""
+    at = 0
+    for data in (data for chunk in chunks for values in chunk.values() for data in host_bytes(values)):
+        while data:
+            some = data[: min(_CACHED, BLOCK - at % BLOCK)]
+            yield at // BLOCK, some
+            data, at = data[len(some) :], at + len(some)
+    assert at == sum(chunk.nbytes for chunk in chunks), "chunks yielded another number of bytes than they announced"
 
 
 def _header(chunks: Sequence[Chunk], metadata: dict[str, str], sums: Sequence[int]) -> bytes:
+    """With its length."""
     added = {"format": "pt", "block_bytes": str(BLOCK), "block_crc32": "".join(f"{one:08x}" for one in sums)}
     header: dict[str, Any] = {"__metadata__": {**added, **metadata}}
     low = 0
     for chunk in chunks:
         high = low + chunk.nbytes
-        header[chunk.key] = {"dtype": NAMES[chunk.dtype], "shape": list(chunk.shape), "data_offsets": [low, high]}
+        header[chunk.key] = {"dtype": NAMES[chunk.dtype], "shape": chunk.shape, "data_offsets": [low, high]}
         low = high
     data = json.dumps(header, separators=(",", ":")).encode()
-    return data + b" " * (-len(data) % 8)
-
-
-class _Checksums:
-    """The checksum of every block of a stream."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._sums: list[int] = []
-
-    def add(self, data: memoryview) -> None:
-        while data:
-            inside = self.length % BLOCK
-            if inside == 0:
-                self._sums.append(0)
-            taken = data[: BLOCK - inside]
-            self._sums[-1] = zlib.crc32(taken, self._sums[-1])
-            self.length += len(taken)
-            data = data[len(taken) :]
-
-    def finish(self) -> list[int]:
-        return self._sums
+    data += b" " * (-len(data) % 8)
+    return len(data).to_bytes(8, "little") + data
 
 
 def host_bytes(flat: Tensor) -> Iterator[memoryview]:
@@ -168,7 +135,7 @@ def as_bytes(flat: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-class SafeFile:
+class SafeFile(ExitStack):
     """A safetensors file that is open for reading. Raises FileProblem where it is damaged or cannot be read.
 
     expected: the file's `identity` (size and header's checksum) in the index; None if no index names it.
@@ -178,22 +145,17 @@ class SafeFile:
     """
 
     def __init__(self, place: Place, expected: dict[str, Any] | None = None) -> None:
+        super().__init__()
         self.place = place
         try:
-            self._reader = place.open()
+            self._reader = self.enter_context(closing(place.open()))
         except OSError as error:
             raise FileProblem(f"{place} cannot be read ({error.strerror or error})") from None
         try:
             self._read_header(expected)
         except BaseException:
-            self._reader.close()
+            self.close()
             raise
-
-    def __enter__(self) -> SafeFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._reader.close()
 
     def _read_header(self, expected: dict[str, Any] | None) -> None:
         size = self._reader.size
@@ -240,26 +202,13 @@ class SafeFile:
                 raise ValueError(f"two tensors have byte {low}")
             end = max(end, low + nbytes)
 
-    def range(self, key: str, start: int, stop: int) -> tuple[int, int]:
-        """The bytes of the data that hold elements [start, stop) of a tensor."""
-        dtype, shape, low = self.tensors[key]
-        assert 0 <= start <= stop <= math.prod(shape)
-        return low + start * dtype.itemsize, low + stop * dtype.itemsize
-
-    def check(self, ranges: Sequence[tuple[int, int]], tick: Callable[[int], None]) -> None:
+    def check(self, ranges: Sequence[tuple[int, int]], tick: Callable[[int], object]) -> None:
         """Reads every block that the ranges touch, once, and compares its checksum."""
         if self._sums is None:
             return
         buffer = torch.empty(_CACHED, dtype=torch.uint8, device="cpu")
-        touched = sorted(
-            {
-                number
-                for low, high in ranges
-                if low < high
-                for number in range(low // self._block, -(-high // self._block))
-            }
-        )
-        for number in touched:
+        spans = [range(low // self._block, -(-high // self._block)) for low, high in ranges if low < high]
+        for number in sorted({number for span in spans for number in span}):
             low, high = number * self._block, min((number + 1) * self._block, self._nbytes)
             found = 0
             for at in range(low, high, _CACHED):

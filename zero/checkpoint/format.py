@@ -92,6 +92,31 @@ class Geometry:
         return flat.as_strided(self.shape, self.strides, flat.storage_offset())
 
 
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, stop) of a full tensor, counted in its order."""
+
+    full: Geometry
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.full.dtype.itemsize
+
+    @property
+    def is_full(self) -> bool:
+        return self.numel == self.full.numel
+
+
+def all_of(full: Geometry) -> Part:
+    return Part(full, 0, full.numel)
+
+
 def geometry_of(tensor: Tensor) -> Geometry:
     """A tensor's geometry, with its dimensions in the order that they have in memory."""
     return Geometry(tuple(tensor.shape), tensor.dtype, memory_order(tensor.shape, tensor.stride()))
@@ -138,17 +163,15 @@ class Entry:
     shards: tuple[ParamShard, ...]
 
     def to_json(self) -> dict[str, Any]:
-        entry: dict[str, Any] = {"dtype": NAMES[self.geometry.dtype], "shape": list(self.geometry.shape)}
-        if self.geometry.order is not None:
-            entry["order"] = list(self.geometry.order)
-        entry["pieces"] = [vars(shard) for shard in self.shards]
-        return entry
+        full, pieces = self.geometry, [vars(shard) for shard in self.shards]
+        order = {} if full.order is None else {"order": full.order}
+        return {"dtype": NAMES[full.dtype], "shape": full.shape, **order, "pieces": pieces}
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Entry:
         order = tuple(entry["order"]) if "order" in entry else None
-        geometry = Geometry(tuple(entry["shape"]), DTYPES[entry["dtype"]], order)
-        return Entry(geometry, tuple(ParamShard(**shard) for shard in entry["pieces"]))
+        full = Geometry(tuple(entry["shape"]), DTYPES[entry["dtype"]], order)
+        return Entry(full, tuple(ParamShard(**shard) for shard in entry["pieces"]))
 
     def problem(self) -> str | None:
         """Why it cannot be read, as the end of an error message for the user; None if it can."""
@@ -210,9 +233,9 @@ class Index:
     extra: dict[str, Any] = field(default_factory=dict)
     extra_by_rank: list[dict[str, Any]] = field(default_factory=list)
 
-    def names(self, kind: str = "model") -> list[str]:
-        """The names under which tensors of a kind are stored."""
-        return [path.removeprefix(f"{kind}/") for path in self.tensors if path.startswith(f"{kind}/")]
+    def names(self) -> list[str]:
+        """The names under which parameters and buffers are stored."""
+        return [path.removeprefix("model/") for path in self.tensors if path.startswith("model/")]
 
     def entry(self, name: str) -> Entry:
         """A parameter or buffer, by any of its names."""
@@ -222,16 +245,15 @@ class Index:
         """Takes the ranks' extra, as JSON and rank by rank. A value that is the same on all ranks is stored once."""
         texts = [{key: json.dumps(value) for key, value in one.items()} for one in extras]  # as text NaN equals itself
         shared = {key for key, text in texts[0].items() if all(one.get(key) == text for one in texts)}
-        self.extra = {key: value for key, value in extras[0].items() if key in shared}
+        self.extra = {key: extras[0][key] for key in extras[0] if key in shared}
         by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
         self.extra_by_rank = by_rank if any(by_rank) else []
 
     def find_state(self) -> None:
         """Assigns to each optimizer the tensors of its state, by the tensors' paths."""
         for path in self.tensors:
-            kind, _, rest = path.partition("/")
-            if kind == "optimizer":
-                number, _, rest = rest.partition("/")
+            if path.startswith("optimizer/"):
+                _, number, rest = path.split("/", 2)
                 param, _, key = rest.rpartition("/")
                 self.optimizers[int(number)].tensors.setdefault(param, {})[key] = path
 
@@ -276,8 +298,7 @@ class Index:
         """
         taken: set[tuple[str, str]] = set()
         for path, entry in self.tensors.items():
-            problem = entry.problem()
-            if problem:
+            if problem := entry.problem():
                 raise ValueError(f"says that {path} {problem}")
             for shard in entry.shards:
                 if (shard.file, shard.key) in taken:

@@ -7,50 +7,38 @@ that is no tensor. So the index is made from headers on disk, and no rank sends 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-
-from torch import Tensor
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import LONGEST_HEADER, Chunk, FileProblem, SafeFile, write
 from zero.checkpoint.format import Entry, Geometry, Index, ParamShard
-from zero.checkpoint.progress import Progress
+from zero.checkpoint.progress import progress
 from zero.checkpoint.save_plan import SavePlan
 from zero.checkpoint.shards import Held
 from zero.checkpoint.storage import Place
 
 
-def rank_file(partial: Place, rank: int) -> Place:
-    return partial / f"rank-{rank:05d}.safetensors"
+def rank_file(partial: Place, rank: int, kind: str = "safetensors") -> Place:
+    return partial / f"rank-{rank:05d}.{kind}"
 
 
-def write_rank_file(
-    partial: Place, rank: int, plan: SavePlan, *, shown: bool, flat: Callable[[Held], Tensor] = Held.flat
-) -> None:
-    """Writes a rank's file; it is on disk when this returns.
-
-    shown: show progress. flat: returns the elements of what is held, by default those of its tensor.
-    """
-    shards = {_key(held): [held.path, held.start, held.stop] for held in plan.held}
-    full_tensors = {held.path: [list(held.full.shape), held.full.order and list(held.full.order)] for held in plan.held}
-    metadata = {"zero": json.dumps({"pieces": shards, "full_tensors": full_tensors, "values": plan.values})}
-    with Progress("saving", plan.nbytes, shown) as progress:
-        write(rank_file(partial, rank), [_chunk(held, flat) for held in plan.held], metadata, progress.advance)
+def write_rank_file(partial: Place, rank: int, plan: SavePlan, *, shown: bool) -> None:
+    """Writes a rank's file; it is on disk when this returns. shown: show progress."""
+    pieces = {_key(held): [held.name, held.start, held.stop] for held in plan.held}
+    full_tensors = {held.name: [held.full.shape, held.full.order] for held in plan.held}
+    metadata = {"zero": json.dumps({"pieces": pieces, "full_tensors": full_tensors, "values": plan.values})}
+    with progress("saving", sum(held.nbytes for held in plan.held), shown) as tick:
+        write(rank_file(partial, rank), [_chunk(held) for held in plan.held], metadata, tick)
 
 
-def _chunk(held: Held, flat: Callable[[Held], Tensor]) -> Chunk:
+def _chunk(held: Held) -> Chunk:
     readable = held.is_full and held.full.order is None  # by other libraries, under the tensor's own name and shape
     shape = held.full.shape if readable else (held.numel,)
-
-    def values() -> Iterator[Tensor]:
-        yield flat(held)
-
-    return Chunk(_key(held), held.full.dtype, shape, values)
+    return Chunk(_key(held), held.full.dtype, shape, lambda: iter([held.flat()]))
 
 
 def _key(held: Held) -> str:
     """The name of a shard in its file: the tensor's own path where the shard is the full tensor."""
-    return held.path if held.is_full else f"{held.path}@{held.start}"
+    return held.name if held.is_full else f"{held.name}@{held.start}"
 
 
 def seal(partial: Place, index: Index, *, keep: int | None) -> Place:
@@ -81,10 +69,9 @@ def _complete(index: Index, partial: Place) -> None:
         for number, values in enumerate(header["values"]):
             for param, state in values.items():
                 index.optimizers[number].values.setdefault(param, {}).update(state)
-    for path in sorted(shards):
-        ordered = sorted(shards[path], key=lambda shard: (shard.start, shard.stop))
+    for path, unordered in sorted(shards.items()):
+        ordered = sorted(unordered, key=lambda shard: (shard.start, shard.stop))
         index.tensors[path] = Entry(full_tensors[path], tuple(ordered))
-        problem = index.tensors[path].problem()
-        if problem:
+        if problem := index.tensors[path].problem():
             raise FileProblem(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
     index.find_state()

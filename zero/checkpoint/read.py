@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from zero.checkpoint import directory
-from zero.checkpoint.agree import Ranks
-from zero.checkpoint.files import FileProblem
+from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.format import CheckpointError, Index
 from zero.checkpoint.load_plan import LoadPlan, listed
 from zero.checkpoint.shards import Training
@@ -32,11 +31,9 @@ from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
 
 _PARTLY_LOADED = (
-    "This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
+    " This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
     "this or another checkpoint before you use them."
 )
-
-T = TypeVar("T")
 
 
 def load(
@@ -68,91 +65,44 @@ def load(
     loaded; the error, on every rank, says so, and another load repairs it.
     """
     training = Training(model, optimizer, process_group)
+    ranks = training.ranks
     with _opened(path, training) as source:
-        plan, extra = _compare(source, training)
-        _check(source, plan, training.ranks)
-        _take_values(plan, training.ranks)
-        _take(source, plan, training.ranks)
-    if left_out := _left_out(source.index, training):
+        plan, (extra, left_out) = ranks.together(
+            lambda: (LoadPlan(training, source.index), _extra(source.index, ranks)),
+            before=f"{source.directory} does not fit: ",
+        )
+        ranks.together(lambda: source.check(plan.parts(), shown=ranks.first))
+        try:
+            ranks.together(plan.take_values)
+        except CheckpointError:
+            plan.give_values_back()
+            raise
+        ranks.together(lambda: plan.take(source), after=_PARTLY_LOADED)
+    if left_out:
         warnings.warn(left_out, stacklevel=2)
     return extra
 
 
+def _extra(index: Index, ranks: Ranks) -> tuple[dict[str, Any], str]:
+    """The `extra` of this rank, and a warning that names the entries that no rank gets."""
+    encoded, by_rank, left_out = index.extra, index.extra_by_rank, ""
+    if len(by_rank) == ranks.all:
+        encoded = encoded | by_rank[ranks.number]
+    elif by_rank:
+        left_out = (
+            f"{listed(sorted({key for one in by_rank for key in one}))} of extra differed between the {len(by_rank)} "
+            f"ranks that saved it, and there are {ranks.all} now: left out."
+        )
+    return {key: decode(value) for key, value in encoded.items()}, left_out
+
+
 def _opened(path: str | os.PathLike[str], training: Training) -> Source:
     """Collective. The checkpoint that the path means, the same on all ranks."""
-    given, unknown = _attempt(lambda: place(path))
+    given, unknown = attempt(lambda: place(path))
     training.ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}"], unknown or training.problem)
     assert given is not None
-    source, problem = _attempt(lambda: Source(directory.resolve(given)))
+    source, problem = attempt(lambda: Source(directory.resolve(given)))
     lines = [str(source.directory), source.digest] if source else []
     training.ranks.compare("the checkpoints found", lines, problem)
     assert source is not None
     return source
-
-
-def _compare(source: Source, training: Training) -> tuple[LoadPlan, dict[str, Any]]:
-    """Collective. What this rank will read, and its `extra`."""
-    plan, problem = _attempt(lambda: LoadPlan(training, source.index))
-    misfit = problem or (plan.problem if plan else None)
-    extra, unreadable = _attempt(lambda: _extra(source.index, training))
-    problem = misfit or unreadable
-    training.ranks.exchange(None, f"{source.directory} does not fit: {problem}" if problem else None)
-    assert plan is not None
-    assert extra is not None
-    return plan, extra
-
-
-def _check(source: Source, plan: LoadPlan, ranks: Ranks) -> None:
-    """Collective."""
-    _, problem = _attempt(lambda: source.check(plan.ranges(), shown=ranks.first))
-    ranks.exchange(None, problem)
-
-
-def _take_values(plan: LoadPlan, ranks: Ranks) -> None:
-    """Collective."""
-    _, problem = _attempt(plan.take_values)
-    try:
-        ranks.exchange(None, problem)
-    except CheckpointError:
-        plan.give_values_back()
-        raise
-
-
-def _take(source: Source, plan: LoadPlan, ranks: Ranks) -> None:
-    """Collective."""
-    _, problem = _attempt(lambda: plan.take(source))
-    ranks.exchange(None, problem and f"{problem} {_PARTLY_LOADED}")
-
-
-def _extra(index: Index, training: Training) -> dict[str, Any]:
-    extra = _decoded(index.extra)
-    if index.extra_by_rank and len(index.extra_by_rank) == training.ranks.all:
-        extra |= _decoded(index.extra_by_rank[training.ranks.number])
-    return extra
-
-
-def _left_out(index: Index, training: Training) -> str | None:
-    """A warning that names the entries of `extra` that no rank gets; None if there are none."""
-    by_rank = index.extra_by_rank
-    if not by_rank or len(by_rank) == training.ranks.all:
-        return None
-    return (
-        f"{listed(sorted({key for one in by_rank for key in one}))} of extra differed between the {len(by_rank)} "
-        f"ranks that saved it, and there are {training.ranks.all} now: left out."
-    )
-
-
-def _decoded(extra: dict[str, Any]) -> dict[str, Any]:
-    return {key: decode(value) for key, value in extra.items()}
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What the work returned, or an error message for the user about the checkpoint."""
-    try:
-        return work(), None
-    except (FileProblem, ValueError) as error:
-        return None, f"{error}."
-    except OSError as error:
-        return None, f"{error.filename or 'the checkpoint'} cannot be read ({error.strerror or error})."
-    except Exception as error:  # from the user's optimizer or modules: every rank must raise it
-        return None, f"{type(error).__name__}: {error}."

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from zero._torch import leaves
 from zero.checkpoint.agree import Ranks
-from zero.checkpoint.format import Index, OptimizerIndex, geometry_of, tensor_problem
-from zero.checkpoint.shards import Held, Stepped, Training, inner, kind
+from zero.checkpoint.format import Index, OptimizerIndex, tensor_problem
+from zero.checkpoint.shards import Held, Training, inner, kind, whole
 from zero.checkpoint.values import encode
 from zero.measure.param_groups import options
 from zero.shards import layout
@@ -37,10 +37,6 @@ class SavePlan:
     held: list[Held] = field(default_factory=list)
     values: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     common: list[Held] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(held.nbytes for held in self.held)
 
 
 def plan_save(training: Training) -> SavePlan:
@@ -68,8 +64,7 @@ def plan_save(training: Training) -> SavePlan:
 
 def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix: str) -> None:
     state = inner(optimizer).state
-    unknown = [key for key in state if not isinstance(key, Tensor)]
-    if unknown:
+    if unknown := [key for key in state if not isinstance(key, Tensor)]:
         raise ValueError(
             f"the {kind(optimizer)} keeps state under {unknown[0]!r}, which is no parameter and has no owner."
         )
@@ -81,7 +76,7 @@ def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix
                 raise ValueError(f"{path}: names of state must be strings without a slash.")
             if isinstance(value, Tensor) and value.dim():
                 (plan.common if one.shared else plan.held).append(_state_held(path, one, value))
-            elif one.cut and _holds_tensors(value):
+            elif not one.is_full and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(value)):
                 raise ValueError(
                     f"{path} is a {type(value).__name__} of tensors, and the parameter is cut between ranks: only the "
                     "optimizer knows which elements of the parameter they are for. Build the optimizer, or FSDP, with "
@@ -92,25 +87,19 @@ def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix
     plan.values.append(values)
 
 
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(value))
-
-
-def _state_held(path: str, one: Stepped, value: Tensor) -> Held:
+def _state_held(path: str, one: Held, value: Tensor) -> Held:
     """A state tensor of a parameter that this rank steps: it is elements of a full tensor, or a full tensor itself."""
-    problem = tensor_problem(value)
-    if problem:
+    if problem := tensor_problem(value):
         raise ValueError(f"{path} {problem}.")
     if value.shape == one.tensor.shape:
-        return Held(path, replace(one.full, dtype=value.dtype), one.start, one.stop, value)
-    if one.cut:
+        return replace(one, name=path, full=replace(one.full, dtype=value.dtype), tensor=value)
+    if not one.is_full:
         raise ValueError(
             f"{path} has shape {list(value.shape)}, but this rank's shard of the parameter has "
             f"{list(one.tensor.shape)}: only the optimizer knows which elements of the parameter it is for. Build the "
             "optimizer, or FSDP, with partition='whole'."
         )
-    full = geometry_of(value)
-    return Held(path, full, 0, full.numel, value)
+    return whole(path, value)
 
 
 def _share(common: list[Held], ranks: Ranks) -> list[Held]:
@@ -132,18 +121,11 @@ def _share(common: list[Held], ranks: Ranks) -> list[Held]:
 def _index(training: Training) -> Index:
     index = Index(training.stage, training.ranks.world, tied=training.tied)
     index.values = {name: encode(value, name) for name, value in training.values.items()}
-    index.optimizers = [OptimizerIndex(kind(one), _groups(training, one)) for one in training.optimizers]
+    for optimizer in training.optimizers:
+        groups = []
+        for number, names in enumerate(training.group_names(optimizer)):
+            given = options(optimizer.param_groups[number]).items()
+            encoded = {key: encode(value, f"option {key!r} of group {number}") for key, value in given}
+            groups.append({"params": names, "options": encoded})
+        index.optimizers.append(OptimizerIndex(kind(optimizer), groups))
     return index
-
-
-def _groups(training: Training, optimizer: Optimizer) -> list[dict[str, Any]]:
-    groups = zip(training.group_names(optimizer), optimizer.param_groups, strict=True)
-    return [
-        {
-            "params": names,
-            "options": {
-                key: encode(value, f"option {key!r} of group {position}") for key, value in options(group).items()
-            },
-        }
-        for position, (names, group) in enumerate(groups)
-    ]

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zero._torch import name_without_compile
 from zero.checkpoint.agree import Ranks
-from zero.checkpoint.format import Geometry, geometry_of, memory_order, tensor_problem
+from zero.checkpoint.format import Geometry, Part, geometry_of, memory_order, tensor_problem
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.oss import OSS
@@ -34,75 +34,46 @@ from zero.wrappers import unwrapped
 
 
 @dataclass(frozen=True)
-class Held:
-    """Elements [start, stop) of a stored tensor, which this rank has in `tensor`, from `offset` on.
+class Held(Part):
+    """Elements of a full tensor, which this rank has in `tensor`, from `offset` on.
 
+    name: the path of a stored tensor; of what an optimizer steps, the parameter's name.
     tensor: of the full shape, with any strides; or of another shape, such as a shard's, with its elements in the order
         of `full`.
-    """
-
-    path: str
-    full: Geometry
-    start: int
-    stop: int
-    tensor: Tensor
-    offset: int = 0
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.full.dtype.itemsize
-
-    @property
-    def is_full(self) -> bool:
-        return self.numel == self.full.numel
-
-    def flat(self) -> Tensor:
-        """The elements, flat, in the order of `full`: a view where memory has that order, otherwise a copy."""
-        return self._ordered()[self.offset : self.offset + self.numel]
-
-    def memory(self) -> Tensor | None:
-        """The same as a view, to be written into; None where memory has gaps or another order."""
-        ordered = self._ordered()
-        if ordered.numel() and ordered.data_ptr() != self.tensor.data_ptr():
-            return None
-        return ordered[self.offset : self.offset + self.numel]
-
-    def _ordered(self) -> Tensor:
-        tensor = self.tensor.detach()
-        return self.full.flat(tensor) if tuple(tensor.shape) == self.full.shape else tensor.reshape(-1)
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """Elements [start, stop) of a parameter, which this rank's optimizer steps as `tensor`: itself or a shard of it.
-
-    shared: all ranks step the same elements.
+    shared: whether all ranks have the same elements.
     """
 
     name: str
-    full: Geometry
-    start: int
-    stop: int
     tensor: Tensor
-    shared: bool
+    offset: int = 0
+    shared: bool = False
 
-    @property
-    def cut(self) -> bool:
-        return self.stop - self.start < self.full.numel
+    def flat(self) -> Tensor:
+        """The elements, flat, in the order of `full`: a view where memory has that order, otherwise a copy."""
+        tensor = self.tensor.detach()
+        ordered = self.full.flat(tensor) if tuple(tensor.shape) == self.full.shape else tensor.reshape(-1)
+        return ordered[self.offset : self.offset + self.numel]
+
+    def memory(self) -> Tensor | None:
+        """`flat` as a view, to be written into; None where memory has gaps or another order."""
+        flat = self.flat()
+        is_view = not flat.numel() or flat.data_ptr() == self.tensor.data_ptr() + self.offset * flat.itemsize
+        return flat if is_view else None
+
+
+def whole(name: str, tensor: Tensor) -> Held:
+    """All of a tensor that this rank has full, and so have the others."""
+    full = geometry_of(tensor)
+    return Held(full, 0, full.numel, name, tensor, shared=True)
 
 
 class Training:
     """A model and its optimizers, seen from this rank.
 
     problem: why they cannot be saved or loaded, as an error message for the user.
-    module: the innermost module, whose names are used.
-    tensors: its parameters and buffers, each once, by the name that they are stored under.
+    tensors: parameters and buffers, each once, by the innermost module's name, under which they are stored.
     tied: for each further name of a tensor the name that it is stored under.
-    values: the entries of its state_dict that are no tensors, by name; holders: the modules that they come from.
+    values: the entries of the state_dict that are no tensors, by name; holders: the modules that they come from.
     """
 
     def __init__(
@@ -113,7 +84,7 @@ class Training:
     ) -> None:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        self.module, wrappers = unwrapped(model)
+        module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, sharding)
         self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
         self.ranks = Ranks(_comms(wrappers, sharding, process_group))
@@ -121,10 +92,9 @@ class Training:
         self.tied: dict[str, str] = {}
         self.values: dict[str, Any] = {}
         self.holders: dict[str, nn.Module] = {}
-        self.problem: str | None = None
-        self._name_tensors()
+        self._names: dict[Tensor, str] = {}
         self._own_dtypes: dict[Tensor, torch.dtype] = {}
-        self._names = {tensor: name for name, tensor in self.tensors.items()}
+        unnamed = self._name_tensors(module)
         groups = [group for one in sharding for group in one.shard_groups]
         for one in wrappers:
             if isinstance(one, FSDP):
@@ -132,37 +102,34 @@ class Training:
                 groups += one.shard_groups
                 self._own_dtypes |= one.buffer_dtypes
         self._groups = groups
-        self._places: dict[Any, Place] = {}
-        self._places.update(places_in(groups))
-        self.problem = self.problem or self._misfit(wrappers)
+        self._places: dict[Any, Place] = {**places_in(groups)}
+        self.problem = unnamed or self._misfit(wrappers)
 
-    def _name_tensors(self) -> None:
-        known = {*self.module.parameters(), *self.module.buffers()}
-        stored: dict[Tensor, str] = {}
+    def _name_tensors(self, module: nn.Module) -> str | None:
+        """Returns why not all can be named."""
+        known = {*module.parameters(), *module.buffers()}
         try:
-            given_state = self.module.state_dict(keep_vars=True)
+            given_state = module.state_dict(keep_vars=True)
         except Exception as error:  # from the user's modules: every rank must raise it
-            self.problem = f"the module's state_dict() raised {type(error).__name__}: {error}."
-            return
+            return f"the module's state_dict() raised {type(error).__name__}: {error}."
         for given, value in given_state.items():
             name = name_without_compile(given)
             if isinstance(value, Tensor) and value in known:
-                if value in stored:
-                    self.tied[name] = stored[value]
-                else:
-                    stored[value] = name
-                    self.tensors[name] = value
-                    problem = tensor_problem(value)
-                    if problem:
-                        self.problem = f"{name!r} {problem}."
+                if value in self._names:
+                    self.tied[name] = self._names[value]
+                    continue
+                self._names[value], self.tensors[name] = name, value
+                if problem := tensor_problem(value):
+                    return f"{name!r} {problem}."
             elif name.rpartition(".")[2] == "_extra_state":
                 self.values[name] = value
-                self.holders[name] = self.module.get_submodule(given.rpartition(".")[0])
+                self.holders[name] = module.get_submodule(given.rpartition(".")[0])
             else:
-                self.problem = (
+                return (
                     f"{name!r} of the module's state_dict is none of its parameters and buffers, but was made by a "
                     "hook. zero.checkpoint stores parameters, buffers, and what get_extra_state() returns."
                 )
+        return None
 
     def _misfit(self, wrappers: Sequence[nn.Module]) -> str | None:
         """Why model and optimizers do not fit each other."""
@@ -200,12 +167,8 @@ class Training:
 
     def full_geometry(self, name: str) -> Geometry:
         """The geometry of a parameter or buffer when it is full."""
-        tensor = self.tensors[name]
-        if tensor not in self._places:
-            return geometry_of(tensor)
-        group, index = self._places[tensor]
-        shape, stride = group.shapes.full[index], group.shapes.strides[index]
-        return Geometry(tuple(shape), group.shard.dtype, memory_order(shape, stride))
+        place = self._places.get(self.tensors[name])
+        return geometry_of(self.tensors[name]) if place is None else _full(place)
 
     def in_shard_group(self, name: str) -> bool:
         """Whether it is a parameter in a shard group, of which each rank owns a shard (stages 1 to 3)."""
@@ -217,32 +180,22 @@ class Training:
         loose = any(isinstance(one, nn.Parameter) and one not in self._places for one in self.tensors.values())
         return loose and not self._synchronised and self.ranks.all > 1
 
-    def sharded(self, name: str) -> bool:
-        """Whether ranks keep only their shards of it (stage 3)."""
-        return self.stage == 3 and self.in_shard_group(name)
-
     def owned(self, name: str) -> Held | None:
         """What this rank owns of a parameter in a shard group; None where it owns nothing."""
-        group, index = self._places[self.tensors[name]]
-        span = group.spans.get(index)
-        if span is None:
-            return None
-        shard = group.shard[span.offset : span.offset + span.numel]
-        return Held(f"model/{name}", self.full_geometry(name), span.start, span.stop, shard)
+        place = self._places[self.tensors[name]]
+        return None if place.span is None else self._shard(f"model/{name}", place, place.group.shard)
 
     def resident(self, name: str) -> Held | None:
         """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one)."""
-        if self.sharded(name):
+        if self.stage == 3 and self.in_shard_group(name):
             return self.owned(name)
         full = self.full_geometry(name)
-        return Held(f"model/{name}", full, 0, full.numel, self.tensors[name])
+        return Held(full, 0, full.numel, f"model/{name}", self.tensors[name], shared=True)
 
     def buffer(self, name: str) -> Held:
         """A buffer to be written, in its own dtype even where the model computes in another."""
         tensor = self.tensors[name]
-        own = tensor.to(self._own_dtypes.get(tensor, tensor.dtype))
-        full = geometry_of(own)
-        return Held(f"model/{name}", full, 0, full.numel, own)
+        return whole(f"model/{name}", tensor.to(self._own_dtypes.get(tensor, tensor.dtype)))
 
     def masters(self, *, settled: bool) -> Iterator[Held]:
         """This rank's shards of masters. settled: as the next step uses them, to be read; otherwise to be filled."""
@@ -250,32 +203,37 @@ class Training:
         for optimizer, group in ((one, group) for one in sharding for group in one.shard_groups):
             master = optimizer.settled_master(group) if settled else optimizer.master(group)
             if master is not None:
-                for index, span in group.spans.items():
-                    name = self._names[group.params[index]]
-                    full = replace(self.full_geometry(name), dtype=master.dtype)
-                    shard = master[span.offset : span.offset + span.numel]
-                    yield Held(f"master/{name}", full, span.start, span.stop, shard)
+                for index in group.spans:
+                    yield self._shard(f"master/{self._names[group.params[index]]}", Place(group, index), master)
+
+    def _shard(self, path: str, place: Place, shards: Tensor) -> Held:
+        """The elements of a parameter that this rank owns. shards: those of all parameters of the group."""
+        span = place.span
+        assert span is not None
+        full = replace(_full(place), dtype=shards.dtype)
+        return Held(full, span.start, span.stop, path, shards[span.offset : span.offset + span.numel])
 
     # -------------------------------------------------------------------------------------- optimizer state
 
-    def stepped(self, optimizer: Optimizer) -> Iterator[Stepped]:
-        """What this rank's optimizer steps, parameter by parameter."""
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                name = self._names[param]
-                if param not in self._places:
-                    full = self.full_geometry(name)
-                    yield Stepped(name, full, 0, full.numel, param, shared=True)
-                    continue
-                shard_group, index = self._places[param]
-                span = shard_group.spans.get(index)
-                if span is not None:
-                    tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
-                    yield Stepped(name, self.full_geometry(name), span.start, span.stop, tensor, shared=False)
+    def stepped(self, optimizer: Optimizer) -> Iterator[Held]:
+        """What this rank's optimizer steps, parameter by parameter, by their names."""
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            name, place = self._names[param], self._places.get(param)
+            if place is None:
+                yield whole(name, param)
+            elif place.span is not None:
+                tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
+                yield Held(_full(place), place.span.start, place.span.stop, name, tensor)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """The names of the parameters in each of an optimizer's groups."""
         return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _full(place: Place) -> Geometry:
+    """The geometry of a parameter in a shard group when it is full."""
+    shape, stride = place.group.shapes.full[place.position], place.group.shapes.strides[place.position]
+    return Geometry(tuple(shape), place.group.shard.dtype, memory_order(shape, stride))
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
@@ -289,11 +247,8 @@ def kind(optimizer: Optimizer) -> str:
 
 
 def _stage(wrappers: Sequence[nn.Module], sharding: Sequence[OSS]) -> int:
-    if any(isinstance(one, FSDP) for one in wrappers):
-        return 3
-    if any(isinstance(one, ShardedDDP) for one in wrappers):
-        return 2
-    return 1 if sharding else 0
+    kinds: list[tuple[type, int]] = [(FSDP, 3), (ShardedDDP, 2), (OSS, 1)]
+    return next((stage for kind, stage in kinds if any(isinstance(one, kind) for one in [*wrappers, *sharding])), 0)
 
 
 def _comms(

@@ -6,7 +6,7 @@ new to the process takes longer than the copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary, ref
 
@@ -22,27 +22,24 @@ _buffers: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 """Buffers that no save is using."""
 
 
-class Staging:
-    """Copies of the held elements, until they are written.
+def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable[[], None]]:
+    """Copies of the held elements, and the function that leaves their memory to the model's next save.
 
     Another save of the model that begins before then makes copies of its own.
     """
+    sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in held]
+    buffer, low, weak = _buffer(model, sum(sizes)), 0, ref(model)
+    copies = []
+    for one, size in zip(held, sizes, strict=True):
+        copy = buffer[low : low + one.nbytes].view(one.full.dtype)
+        copies.append(replace(one, tensor=copy.copy_(one.flat()), offset=0))
+        low += size
 
-    def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
-        self.held: list[Held] = []
-        self._model = ref(model)
-        sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in held]
-        self._buffer, low = _buffer(model, sum(sizes)), 0
-        for one, size in zip(held, sizes, strict=True):
-            copy = self._buffer[low : low + one.nbytes].view(one.full.dtype)
-            self.held.append(replace(one, tensor=copy.copy_(one.flat()), offset=0))
-            low += size
+    def release() -> None:
+        if (living := weak()) is not None:
+            _buffers[living] = buffer
 
-    def release(self) -> None:
-        """Leaves the memory to the model's next save."""
-        model = self._model()
-        if model is not None:
-            _buffers[model] = self._buffer
+    return copies, release
 
 
 def _buffer(model: nn.Module, nbytes: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zero._torch import name_without_compile
-from zero.checkpoint.format import OptimizerIndex, tensor_problem
+from zero.checkpoint.format import Index, OptimizerIndex, tensor_problem
 from zero.checkpoint.values import encode
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -22,18 +22,14 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass
 class Found:
-    """What a foreign checkpoint holds, in the form of an index.
+    """What a foreign checkpoint holds.
 
     tensors: by path; they may be on the meta device, and `load` then reads the values of a path.
-    tied: further names of the model's tensors, and the name that each is stored under.
-    values: what modules returned from get_extra_state(), by name, as JSON.
+    index: of all that is no tensor.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    optimizers: list[OptimizerIndex] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
+    index: Index = field(default_factory=lambda: Index(None, 1))
     load: Callable[[str], Tensor] | None = None
 
     def value(self, path: str) -> Tensor:
@@ -59,7 +55,7 @@ def found_in(loaded: dict[str, Any], where: str) -> Found:
     for key, value in loaded.items() if model_key is not None else ():
         if key not in (model_key, optimizer_key):
             try:
-                found.extra[str(key)] = encode(value, f"{key!r} of {where}")
+                found.index.extra[str(key)] = encode(value, f"{key!r} of {where}")
             except ValueError as error:
                 warnings.warn(f"left out: {error}", stacklevel=4)
     return found
@@ -80,12 +76,12 @@ def _take_model(found: Found, weights: dict[str, Any], where: str) -> None:
     for given, value in weights.items():
         name = given.removeprefix(_WRAPPER) if wrapped else given
         if is_extra_state(name):
-            found.values[name] = encode(value, f"{name!r} of {where}")
+            found.index.values[name] = encode(value, f"{name!r} of {where}")
             continue
         if value.numel() and tensor_problem(value) is None:  # others have no memory to share, or are refused
             same = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             if same in seen:
-                found.tied[name] = seen[same]
+                found.index.tied[name] = seen[same]
                 continue
             seen[same] = name
         found.tensors[f"model/{name}"] = value
@@ -98,30 +94,22 @@ def _take_optimizer(found: Found, saved: dict[str, Any], where: str) -> None:
     """Takes an optimizer's plain state_dict, by number or by name."""
     saved_groups, saved_state = _groups_and_state(saved, where)
     name_of = _parameter_names(saved_groups, saved_state, found, where)
-    number = len(found.optimizers)
-    groups = [
-        {
-            "params": [name_of[param] for param in group["params"]],
-            "options": {
-                key: encode(value, f"option {key!r}")
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            },
-        }
-        for group in saved_groups
-    ]
-    index = OptimizerIndex("", groups)
+    index = OptimizerIndex("", [])
+    for group in saved_groups:
+        given = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        encoded = {key: encode(value, f"option {key!r}") for key, value in given.items()}
+        index.groups.append({"params": [name_of[param] for param in group["params"]], "options": encoded})
     for param, state in saved_state.items():
         name = name_of[param]
         for key, value in state.items():
-            path = f"optimizer/{number}/{name}/{key}"
+            path = f"optimizer/0/{name}/{key}"
             if isinstance(value, Tensor) and key == "master":
                 found.tensors[MASTER + name] = value
             elif isinstance(value, Tensor) and value.dim():
                 found.tensors[path] = value
             else:
                 index.values.setdefault(name, {})[key] = encode(value, path)
-    found.optimizers.append(index)
+    found.index.optimizers.append(index)
 
 
 def _groups_and_state(saved: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
@@ -143,9 +131,9 @@ def _parameter_names(
 ) -> dict[Any, str]:
     """The names of an optimizer's parameters. Plain state_dicts have them if the optimizer was built with names."""
     params = [param for group in groups for param in group["params"]]
-    if all(isinstance(param, str) for param in params):
-        return {param: _name_in_model(found, param) for param in params}
     given = [name for group in groups for name in group.get("param_names", ())]
+    if all(isinstance(param, str) for param in params):
+        given = params
     if len(given) == len(params):
         return {param: _name_in_model(found, name) for param, name in zip(params, given, strict=True)}
     names = [path.removeprefix("model/") for path in found.tensors]
@@ -158,7 +146,14 @@ def _parameter_names(
         if all(some <= {shapes[param]} for param, some in shapes_of_state.items()):
             confirmed = all(map(shapes_of_state.get, params)) and len({*shapes.values()}) == len(params)
             if not confirmed and (state or len(groups) > 1):
-                warnings.warn(_order_is_assumed(where), stacklevel=6)
+                warnings.warn(
+                    f"the optimizer in {where} numbers its parameters, and their shapes do not distinguish them: it is "
+                    "taken to have been built from model.parameters(), in the model's order. If it was not, state goes "
+                    "to the wrong parameters: build the optimizer again as it was, but from (name, parameter) pairs as "
+                    "named_parameters() yields them, load its state_dict, save it again, now with names, and import "
+                    "that.",
+                    stacklevel=6,
+                )
             return dict(zip(params, names, strict=True))
     raise ValueError(
         f"the optimizer in {where} numbers its {len(params)} parameters, and these cannot be matched with the model's "
@@ -171,15 +166,7 @@ def _name_in_model(found: Found, name: str) -> str:
     """The model's name of a parameter that the optimizer may name through a wrapper, or by a tied name."""
     own = name_without_compile(name)
     for known in (own, own.removeprefix(_WRAPPER)):
-        if known in found.tied or f"model/{known}" in found.tensors:
-            return found.tied.get(known, known)
+        stored = found.index.tied.get(known, known)
+        if f"model/{stored}" in found.tensors:
+            return stored
     return own
-
-
-def _order_is_assumed(where: str) -> str:
-    return (
-        f"the optimizer in {where} numbers its parameters, and their shapes do not distinguish them: it is taken to "
-        "have been built from model.parameters(), in the model's order. If it was not, state goes to the wrong "
-        "parameters: build the optimizer again as it was, but from (name, parameter) pairs as named_parameters() "
-        "yields them, load its state_dict, save it again, now with names, and import that."
-    )

@@ -5,8 +5,8 @@
     Remote   an object, or a prefix of object names. Read by ranges. An object is complete or absent, but there are no
              directories to rename and no files to sync.
 
-Both have the same few operations. fsspec's own LocalFileSystem could replace Local, but it copies what it reads, has no
-fsync, and replaces files by copying them where a rename would do.
+Both have the same few operations, which Local describes. fsspec's own LocalFileSystem could replace Local, but it
+copies what it reads, has no fsync, and replaces files by copying them where a rename would do.
 """
 
 from __future__ import annotations
@@ -20,76 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import IO, Any, ClassVar
 
 AT_A_TIME = 1 << 24
 """Bytes that are requested from an object store at a time, or whose transfer to the disk is started at a time."""
-
-
-class Reader(Protocol):
-    """A file that is open for reading."""
-
-    size: int
-
-    def read_into(self, data: memoryview, at: int) -> int:
-        """Fills as much of the memory as one read returns, from byte `at`. Returns the bytes read, 0 past the end."""
-
-    def close(self) -> None: ...
-
-
-class Writer(Protocol):
-    """A file that is being written."""
-
-    def write(self, data: memoryview, /) -> int: ...
-
-    def seek(self, at: int, /) -> int: ...
-
-
-class Place(Protocol):
-    """A directory or file, which may not exist yet.
-
-    renames: whether a directory can be renamed atomically. If so, files opened by `write` are seekable.
-    poll_every: the most seconds between two looks while waiting for a file.
-    """
-
-    renames: ClassVar[bool]
-    poll_every: ClassVar[float]
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def parent(self) -> Place: ...
-
-    @property
-    def public(self) -> Path | str:
-        """The path or URL from which `place` makes it."""
-
-    def __truediv__(self, name: str) -> Place: ...
-
-    def inside(self) -> list[Place]:
-        """What is in a directory."""
-
-    def exists(self) -> bool: ...
-
-    def is_directory(self) -> bool: ...
-
-    def make(self) -> None:
-        """Makes the directory and its parents."""
-
-    def remove(self) -> None:
-        """Removes it with its contents. What cannot be removed stays, without an error."""
-
-    def read(self) -> bytes:
-        """All of a small file."""
-
-    def put(self, data: bytes) -> None:
-        """Creates or replaces a small file, atomically for readers. File and directory entry are on disk on return."""
-
-    def open(self) -> Reader: ...
-
-    def write(self) -> Any:
-        """A context with a Writer. When it is left, the data is on disk, or the object exists."""
 
 
 def place(path: str | os.PathLike[str]) -> Place:
@@ -117,6 +51,13 @@ def mounted(path: str | os.PathLike[str], what: str) -> Path:
 
 @dataclass(frozen=True)
 class Local:
+    """A directory or file, which may not exist yet.
+
+    renames: whether a directory can be renamed atomically. If so, files opened by `write` are seekable.
+    poll_every: the most seconds between two looks while waiting for a file.
+    public: the path or URL from which `place` makes it.
+    """
+
     path: Path
 
     renames: ClassVar[bool] = True
@@ -140,7 +81,8 @@ class Local:
     def __truediv__(self, name: str) -> Local:
         return Local(self.path / name)
 
-    def inside(self) -> list[Place]:
+    def inside(self) -> list[Local]:
+        """What is in a directory."""
         return [Local(one) for one in self.path.iterdir()]
 
     def exists(self) -> bool:
@@ -150,32 +92,39 @@ class Local:
         return self.path.is_dir()
 
     def make(self) -> None:
+        """Makes the directory and its parents."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def remove(self) -> None:
+        """Removes it with its contents. What cannot be removed stays, without an error."""
         with suppress(OSError):
             if self.path.is_dir():
                 shutil.rmtree(self.path, ignore_errors=True)
             else:
                 self.path.unlink()
 
-    def read(self) -> bytes:
-        return self.path.read_bytes()
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def read(self, most: int | None = None) -> bytes:
+        """All of a small file, or its first bytes."""
+        with open(self.path, "rb") as file:
+            return file.read(most)
 
     def put(self, data: bytes) -> None:
-        temporary = self.path.with_name(f".partial-{self.name}-{uuid.uuid4().hex[:6]}")
-        with open(temporary, "wb") as file:
+        """Creates or replaces a small file, atomically for readers. File and directory entry are on disk on return."""
+        temporary = self.parent / f".partial-{self.name}-{uuid.uuid4().hex[:6]}"
+        with temporary.write() as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        temporary.path.replace(self.path)
         self.parent.sync()
 
-    def open(self) -> Reader:
+    def open(self) -> _LocalReader:
         return _LocalReader(self.path)
 
     @contextmanager
-    def write(self) -> Iterator[Writer]:
+    def write(self) -> Iterator[_LocalWriter]:
+        """A context in which the file is written. When it is left, the data is on disk, or the object exists."""
         with open(self.path, "wb", buffering=0) as file:
             yield _LocalWriter(file.fileno())
             os.fsync(file.fileno())
@@ -201,6 +150,7 @@ class _LocalReader:
         self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, data: memoryview, at: int) -> int:
+        """Fills as much of the memory as one read returns, from byte `at`. Returns the bytes read, 0 past the end."""
         return os.preadv(self._descriptor, [data], at)
 
     def close(self) -> None:
@@ -214,18 +164,17 @@ class _LocalWriter:
         self._descriptor = descriptor
         self._started = self._at = 0
 
-    def write(self, data: memoryview, /) -> int:
-        count = os.write(self._descriptor, data)
-        self._at += count
+    def write(self, data: memoryview | bytes) -> None:
+        while data:
+            count = os.write(self._descriptor, data)
+            data, self._at = data[count:], self._at + count
         if self._at - self._started >= AT_A_TIME and sys.platform == "linux":
             # Linux starts to write such pages, and drops only pages that are on disk already: none of these are.
             os.posix_fadvise(self._descriptor, self._started, self._at - self._started, os.POSIX_FADV_DONTNEED)
             self._started = self._at
-        return count
 
-    def seek(self, at: int, /) -> int:
+    def seek(self, at: int) -> None:
         self._started = self._at = os.lseek(self._descriptor, at, os.SEEK_SET)
-        return at
 
 
 # ------------------------------------------------------------------------------------------------------------- remote
@@ -260,22 +209,19 @@ class Remote:
     def __truediv__(self, name: str) -> Remote:
         return Remote(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
 
-    def inside(self) -> list[Place]:
-        self._drop_cached_listing()
+    def inside(self) -> list[Remote]:
         try:
-            found = self.system.ls(self.path, detail=False)
+            found = self._fresh().ls(self.path, detail=False)
         except FileNotFoundError:  # a directory without objects
             return []
         names = {one.rstrip("/").rpartition("/")[2] for one in found}
         return [self / name for name in sorted(names - {self.name})]  # some list the directory itself as well
 
     def exists(self) -> bool:
-        self._drop_cached_listing()
-        return bool(self.system.exists(self.path))
+        return bool(self._fresh().exists(self.path))
 
     def is_directory(self) -> bool:
-        self._drop_cached_listing()
-        return bool(self.system.isdir(self.path))
+        return bool(self._fresh().isdir(self.path))
 
     def make(self) -> None:
         self.system.makedirs(self.path, exist_ok=True)
@@ -284,34 +230,39 @@ class Remote:
         with suppress(Exception):
             self.system.rm(self.path, recursive=True)
 
-    def read(self) -> bytes:
-        return bytes(self.system.cat_file(self.path))
+    def size(self) -> int:
+        return int(self._fresh().size(self.path))
+
+    def read(self, most: int | None = None) -> bytes:
+        return bytes(self.system.cat_file(self.path, end=most))
 
     def put(self, data: bytes) -> None:
         self.system.pipe_file(self.path, data)
 
-    def open(self) -> Reader:
-        self._drop_cached_listing()
-        return _RemoteReader(self.system, self.path)
+    def open(self) -> _RemoteReader:
+        return _RemoteReader(self)
 
-    def write(self) -> Any:
-        return self.system.open(self.path, "wb")
+    def write(self) -> IO[bytes]:
+        return self.system.open(self.path, "wb")  # type: ignore[no-any-return]
 
-    def _drop_cached_listing(self) -> None:
-        """Other ranks write too, so a cached listing may be out of date."""
+    def _fresh(self) -> Any:
+        """The file system without its cached listings: other ranks write too."""
         self.system.invalidate_cache()
+        return self.system
 
 
 class _RemoteReader:
-    def __init__(self, system: Any, path: str) -> None:
-        self._system, self._path = system, path
-        self.size = int(system.size(path))
+    def __init__(self, place: Remote) -> None:
+        self._place, self.size = place, place.size()
 
     def read_into(self, data: memoryview, at: int) -> int:
         stop = min(at + len(data), at + AT_A_TIME, self.size)
-        found = self._system.cat_file(self._path, start=at, end=stop) if at < stop else b""
+        found = self._place.system.cat_file(self._place.path, start=at, end=stop) if at < stop else b""
         data[: len(found)] = found
         return len(found)
 
     def close(self) -> None:
         pass
+
+
+Place = Local | Remote

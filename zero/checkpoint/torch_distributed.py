@@ -45,9 +45,6 @@ class _Made:
     arguments: Any
     state: Any = None
 
-    def fields(self) -> dict[str, Any]:
-        return self.state.as_dict()  # type: ignore[no-any-return]
-
 
 class _Pairs(list[Any]):
     """A dictionary as a list of keys and values in turn. Keys may be anything, and are not hashed."""
@@ -200,7 +197,7 @@ def read_directory(path: Path) -> list[Stored]:
     if file.stat().st_size > _MOST_METADATA:
         raise ValueError(f"{file} has more than the {_MOST_METADATA} bytes that metadata may have.")
     try:
-        return _listed(_made(_Instructions().follow(file.read_bytes()), _OWN + "Metadata").fields(), path)
+        return _listed(_fields(_Instructions().follow(file.read_bytes()), "Metadata"), path)
     except Exception as error:
         raise ValueError(
             f"{file} is not what torch.distributed.checkpoint writes, and was not read ({error})."
@@ -212,9 +209,9 @@ def _listed(metadata: dict[str, Any], path: Path) -> list[Stored]:
     slices: dict[tuple[str, tuple[int, ...]], _Slice] = {}
     pairs = metadata["storage_data"]
     for index, where in zip(pairs[::2], pairs[1::2], strict=True):
-        key = _made(index, _OWN + "MetadataIndex").fields()
+        key = _fields(index, "MetadataIndex")
         low = () if key.get("offset") is None else _sizes(key["offset"])
-        slices[str(key["fqn"]), low] = _slice(_made(where, _STORED).fields(), path)
+        slices[str(key["fqn"]), low] = _slice(_made(where, _STORED).state.as_dict(), path)
     return [
         _stored(key, paths.get(key, (key,)), described, lambda low, key=key: slices[key, low])  # type: ignore[misc]
         for key, described in metadata["state_dict_metadata"].as_dict().items()
@@ -222,19 +219,16 @@ def _listed(metadata: dict[str, Any], path: Path) -> list[Stored]:
 
 
 def _stored(key: str, path: Any, described: Any, slice_at: Callable[[tuple[int, ...]], _Slice]) -> Stored:
-    if (
-        not isinstance(path, tuple)
-        or not all(type(atom) in (str, int) for atom in path)
-        or not 0 < len(path) <= _DEEPEST
-    ):
+    plain = isinstance(path, tuple) and all(type(atom) in (str, int) for atom in path)
+    if not plain or not 0 < len(path) <= _DEEPEST:
         raise ValueError(f"no path for {key!r}")
     if isinstance(described, _Made) and described.kind == _OWN + "BytesStorageMetadata":
         return Stored(path, None, (), [((), (), slice_at(()))])
-    fields = _made(described, _OWN + "TensorStorageMetadata").fields()
+    fields = _fields(described, "TensorStorageMetadata")
     dtype, size = _dtype(_made(fields["properties"], _OWN + "TensorProperties").state[0]), _sizes(fields["size"])
     chunks = []
     for chunk in fields["chunks"]:
-        place = _made(chunk, _OWN + "ChunkStorageMetadata").fields()
+        place = _fields(chunk, "ChunkStorageMetadata")
         low, sizes = _sizes(place["offsets"]), _sizes(place["sizes"])
         if not len(low) == len(sizes) == len(size) or any(a + b > c for a, b, c in zip(low, sizes, size, strict=True)):
             raise ValueError(f"a chunk of {key!r} that is outside of it")
@@ -253,6 +247,10 @@ def _made(value: Any, kind: str) -> _Made:
         found = value.kind if isinstance(value, _Made) else type(value).__name__
         raise ValueError(f"{found} where {kind} should be")
     return value
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    return _made(value, _OWN + kind).state.as_dict()  # type: ignore[no-any-return]
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

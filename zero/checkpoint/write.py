@@ -29,8 +29,8 @@ from zero.checkpoint.files import FileProblem, checksum
 from zero.checkpoint.format import CheckpointError, Index
 from zero.checkpoint.rank_files import rank_file, seal, write_rank_file
 from zero.checkpoint.save_plan import SavePlan, plan_save
-from zero.checkpoint.shards import Held, Training, kind
-from zero.checkpoint.staging import Staging
+from zero.checkpoint.shards import Training, kind
+from zero.checkpoint.staging import staged
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
 
@@ -83,9 +83,11 @@ def save(
         earlier.wait()
     saving = Saving(training.ranks, _begin(training.ranks, run), plan.index, keep)
     if wait:
-        saving._write_now(plan)
+        saving._write_file(plan)
+        saving.wait()
     else:
-        saving._write_behind(plan, Staging(model, plan.held))
+        copies, release = staged(model, plan.held)
+        saving._write_behind(replace(plan, held=copies), release)
     return saving
 
 
@@ -123,57 +125,49 @@ class Saving:
         if _unfinished.get(self._partial.parent) is self:
             del _unfinished[self._partial.parent]
         try:
-            if self._thread is not None:
-                self._join(self._thread)
+            self._write_all()
             names = self._ranks.exchange(self._final.name if self._final else None, self._problem)
-        except CheckpointError as failure:
-            self._failure = failure
-            self._discard()  # again, now that no rank writes there any more
+        except BaseException as error:
+            self._failure = error if isinstance(error, CheckpointError) else None
+            if self._final is None:
+                self._discard()  # with wait=False again, now that no rank writes there any more
             raise
         self._final = self._partial.parent / names[0]
 
-    def _join(self, thread: threading.Thread) -> None:
+    def _write_all(self) -> None:
         """Collective. Ranks exchange their problems first: a rank that cannot write cannot write a report either."""
-        self._written.wait()
         try:
+            if self._thread is not None:
+                self._written.wait()
             self._ranks.exchange(None, self._problem)
+            if self._thread is None and self._ranks.first:
+                self._publish()
         except CheckpointError:
             self._given_up.set()
             raise
         finally:
-            thread.join()
+            if self._thread is not None:
+                self._thread.join()
 
-    # ------------------------------------------------------------------------------- with wait=True, with wait=False
+    # ------------------------------------------------------------------------------------------------- the steps
 
-    def _write_now(self, plan: SavePlan) -> None:
-        self._write_file(plan)
-        try:
-            self._ranks.exchange(None, self._problem)
-        except BaseException:
-            self._done = True
-            self._discard()
-            raise
-        if self._ranks.first:
-            self._publish()
-        self.wait()
-
-    def _write_behind(self, plan: SavePlan, copies: Staging) -> None:
+    def _write_behind(self, plan: SavePlan, release: Callable[[], None]) -> None:
+        """Writes on a thread. release: called when the tensors are written."""
         _unfinished[self._partial.parent] = self
 
         def work() -> None:
             _lower_priority()
-            self._write_file(replace(plan, held=copies.held))
-            copies.release()
-            if not self._ranks.first:
-                self._report()
+            self._write_file(plan)
+            release()
+            if self._ranks.writes and not self._ranks.first:
+                report = rank_file(self._partial, self._ranks.rank, "report")
+                _attempt(report, lambda: report.put((self._problem or "").encode()))  # empty if the file is written
             self._written.set()  # from here on only the first rank writes to the directory, and can remove it
             if self._ranks.first:
-                self._finish()
+                self._publish()
 
         self._thread = threading.Thread(target=work, name="zero.checkpoint")
         self._thread.start()
-
-    # ------------------------------------------------------------------------------------------------- the steps
 
     def _write_file(self, plan: SavePlan) -> None:
         """Writes this rank's file. An error is left in `_problem`."""
@@ -183,46 +177,36 @@ class Saving:
                 rank_file(partial, rank), lambda: write_rank_file(partial, rank, plan, shown=self._ranks.first)
             )
 
-    def _report(self) -> None:
-        """Writes a report for the first rank's thread: empty if this rank's file is written, otherwise the error."""
-        report = self._partial / _report_name(self._ranks.rank)
-        if self._ranks.writes:
-            _attempt(report, lambda: report.put((self._problem or "").encode()))
+    def _publish(self) -> None:
+        """On the first rank, after it has tried to write its own file."""
 
-    def _await_others(self) -> str | None:
-        """Waits until all ranks have reported, and removes the reports. Returns the problem of one that has failed."""
+        def seal_all() -> Place:
+            if self._thread is not None:
+                self._await_others()
+            return seal(self._partial, self._index, keep=self._keep)
+
+        if self._problem is None:
+            self._final, self._problem = _attempt(self._partial, seal_all)
+        if self._problem is not None:
+            self._discard()
+
+    def _await_others(self) -> None:
+        """Waits until all ranks have reported, and removes the reports. Raises FileProblem if one has failed."""
         ended, pause = None, 0.01
-        missing = {_report_name(rank) for rank in range(1, self._ranks.world)}
-        while missing and not self._given_up.is_set():
+        missing = {rank_file(self._partial, rank, "report").name for rank in range(1, self._ranks.world)}
+        while missing:
             for report in [one for one in self._partial.inside() if one.name in missing]:
                 missing.remove(report.name)
-                problem = report.read().decode()
-                if problem:
-                    return problem
+                if problem := report.read().decode():
+                    raise FileProblem(problem.removesuffix("."))
                 report.remove()
             if not threading.main_thread().is_alive():
                 ended = ended or time.monotonic()
                 if time.monotonic() - ended > _WAIT_AFTER_EXIT:
-                    return "other ranks have not written their files before the program ended."
-            if missing:
-                self._given_up.wait(pause)
-                pause = min(2 * pause, self._partial.poll_every)
-        return "another rank could not write its file." if missing else None
-
-    def _finish(self) -> None:
-        """On the first rank's thread, after it has tried to write its own file."""
-        if self._problem is None:
-            reported, problem = _attempt(self._partial, self._await_others)
-            self._problem = reported or problem
-        if self._problem is None:
-            self._publish()
-        else:
-            self._discard()
-
-    def _publish(self) -> None:
-        self._final, self._problem = _attempt(self._partial, lambda: seal(self._partial, self._index, keep=self._keep))
-        if self._problem is not None:
-            self._discard()
+                    raise FileProblem("other ranks have not written their files before the program ended")
+            if missing and self._given_up.wait(pause):
+                raise FileProblem("another rank could not write its file")
+            pause = min(2 * pause, self._partial.poll_every)
 
     def _discard(self) -> None:
         if self._ranks.first:
@@ -243,7 +227,8 @@ def _agree(
     extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, own_extra)
     assert plan is not None
     if training.unsynchronised:
-        ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", _checksums(plan.common))
+        lines = [f"{held.name} with checksum {checksum(held.flat()):08x}" for held in plan.common]
+        ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", lines)
     plan.index.take_extras(extras)
     return run, plan
 
@@ -283,10 +268,6 @@ def _signature(training: Training, run: Place | None, keep: int | None, wait: bo
     return lines
 
 
-def _checksums(common: Sequence[Held]) -> list[str]:
-    return [f"{held.path} with checksum {checksum(held.flat()):08x}" for held in common]
-
-
 def _attempt(path: Any, work: Callable[[], Any]) -> tuple[Any, str | None]:
     """What the work returned, or an error message for the user about the disk."""
     try:
@@ -303,7 +284,3 @@ def _lower_priority() -> None:
     """Lets training run before this thread where there are not cores for both. On Linux threads have priorities."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-def _report_name(rank: int) -> str:
-    return f"rank-{rank:05d}.report"

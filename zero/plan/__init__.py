@@ -5,7 +5,7 @@ from zero.plan.pictures import draw_timeline, write_trace
 from zero.plan.planner import plan
 from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
-from zero.plan.timing import Timing
+from zero.plan.timeline import Timing
 
 __all__ = [
     "Cost",

@@ -10,8 +10,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import date, timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -87,15 +86,14 @@ def hardware_of(found: Measured) -> Hardware:
 
 
 def _link(found: Measured, name: str) -> Link:
-    gather, reduce, all_reduce = (_bandwidth(found, f"{name} {kind}") for kind in ("gather", "reduce", "all-reduce"))
+    def bandwidth(kind: str, moved: float) -> float:
+        """Bytes a second of a rank. moved: the share of the buffer that a rank moves, on two ranks."""
+        seconds = found[f"{name} {kind} large"] - found[f"{name} {kind} small"]
+        return moved * (SIZES["large"] - SIZES["small"]) / max(1e-9, seconds)
+
+    gather, reduce, all_reduce = bandwidth("gather", 0.5), bandwidth("reduce", 0.5), bandwidth("all-reduce", 1)
     latency = found[f"{name} gather small"] - SIZES["small"] / 2 / gather
     return Link(max(0.0, latency), gather, reduce, all_reduce)
-
-
-def _bandwidth(found: Measured, transfer: str) -> float:
-    """Bytes a second of a rank. On two ranks a gather or reduction moves half of the buffer, an all-reduce all."""
-    moved = (SIZES["large"] - SIZES["small"]) * (1 if transfer.endswith("all-reduce") else 0.5)
-    return moved / max(1e-9, found[f"{transfer} large"] - found[f"{transfer} small"])
 
 
 def _run_rank(rank: int, folder: str, results: Queue[Measured | str]) -> None:
@@ -103,25 +101,15 @@ def _run_rank(rank: int, folder: str, results: Queue[Measured | str]) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         found: Measured = {}
-        with _group(rank, Path(folder, "within")):
-            configure(host_memory="auto")
-            found |= computing(Comm())
-            found |= sending(Comm(), "within")
-        with _group(rank, Path(folder, "between")):
-            configure(host_memory="off")
-            found |= sending(Comm(), "between")
+        for link, host_memory in (("within", "auto"), ("between", "off")):
+            store = f"file://{Path(folder, link)}"
+            dist.init_process_group("gloo", store, rank=rank, world_size=_RANKS, timeout=_TIMEOUT)
+            configure(host_memory=host_memory)
+            found |= sending(Comm(), link) | (computing(Comm()) if link == "within" else {})
+            dist.destroy_process_group()
         results.put(found)
     except Exception as error:
         results.put(f"{type(error).__name__}: {error}")
-
-
-@contextmanager
-def _group(rank: int, store: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=_RANKS, timeout=_TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _seconds(work: Callable[[], object], times: int, comm: Comm) -> float:

@@ -6,7 +6,8 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from zero.fsdp import MixedPrecision
 from zero.plan.calibrate import calibrate
-from zero.plan.calls import misfit
 from zero.plan.hardware import write_toml
 from zero.plan.pictures import draw_timeline, write_trace
 from zero.plan.planner import plan
+from zero.plan.rehearsal import misfit
 from zero.plan.result import Plan
 from zero.plan.sizes import Options, Sizes
-from zero.plan.timing import PREFETCHES
+from zero.plan.timeline import PREFETCHES
 
 PRECISIONS = {
     "float32": (torch.float32, MixedPrecision()),
@@ -93,36 +94,30 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
         "python -m zero.plan", description="What every stage would cost a rank, and which to take.", allow_abbrev=False
     )
     add = parser.add_argument
-    add(
-        "model", nargs="?", metavar="MODULE:FACTORY", help="a function that builds the model, called on the meta device"
-    )
+    how = "a function that builds the model"
+    add("model", nargs="?", metavar="MODULE:FACTORY", help=f"{how}, called on the meta device")
     add("--parameters", type=float, metavar="N", help="instead of a model: so many parameters, such as 7e9 ...")
     add("--layers", type=int, metavar="N", default=32, help="... in so many equal layers (default: %(default)s)")
     add("--world", type=_worlds, metavar="N,N", default=[8], help="numbers of ranks (default: 8)")
     add("--memory", type=_size, metavar="SIZE", help="what a rank has, such as 80GiB")
     add("--optimizer", choices=_optimizers(), default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
-    precision_help = "parameters in float32, in bfloat16, or computed in bfloat16 with float32 masters (mixed)"
-    add("--precision", choices=PRECISIONS, default="float32", help=f"{precision_help} (default: %(default)s)")
+    how = "parameters in float32, in bfloat16, or computed in bfloat16 with float32 masters (mixed)"
+    add("--precision", choices=PRECISIONS, default="float32", help=f"{how} (default: %(default)s)")
     add("--partition", choices=("auto", "even", "whole"), default="auto", help="where parameters are cut")
-    prefetch_help = "how far ahead FSDP gathers units, and how many are in flight at once"
-    add("--prefetch", choices=PREFETCHES, default="default", help=f"{prefetch_help} (default: %(default)s)")
+    how = "how far ahead FSDP gathers units, and how many are in flight at once"
+    add("--prefetch", choices=PREFETCHES, default="default", help=f"{how} (default: %(default)s)")
     add("--backend", choices=("nccl", "gloo"), default="nccl", help="of the process group (default: %(default)s)")
-    one_host_help = "with gloo: all ranks run on one Linux host, and read one another's memory"
-    add("--one-host", action="store_true", help=one_host_help)
-    batch_help = "measure a step's activations: the forward's arguments, such as 2x1024:int64,2x1024:int64"
+    how = "with gloo: all ranks run on one Linux host, and read one another's memory"
+    add("--one-host", action="store_true", help=how)
     add("--offload", action="store_true", help="stages 1 and 2 with the optimizer's shards in the memory of the host")
-    add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=batch_help)
+    how = "measure a step's activations: the forward's arguments, such as 2x1024:int64,2x1024:int64"
+    add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=how)
     add("--json", action="store_true", help="print JSON")
     add("--hardware", metavar="NAME", help="time steps, too: h100-8, a100-8, cpu, or a TOML file")
     add("--tokens", type=int, metavar="N", help="of a rank's step, to be timed where there is no batch")
     add("--timeline", type=Path, metavar="FILE", help="draw when what is computed and sent, as PNG (matplotlib)")
     add("--trace", type=Path, metavar="FILE", help="write the same as Chrome trace events")
-    add(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="measure this CPU, write a file for --hardware, plan nothing",
-    )
+    add("--calibrate", type=Path, metavar="FILE", help="measure this CPU, write a file for --hardware, plan nothing")
     given = parser.parse_args(arguments)
     if given.calibrate is None and (given.model is None) == (given.parameters is None):
         parser.error("give either a model, as module:factory, or --parameters")
@@ -130,27 +125,19 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _built(text: str) -> Any:
-    factory = _found(text)
-    problem = misfit(factory)
-    if problem:
-        raise ValueError(f"{text!r} takes arguments ({problem}). Name a function that builds the model without.")
-    with torch.device("meta"):
-        return factory()
-
-
-def _found(text: str) -> Callable[[], Any]:
     module, _, name = text.partition(":")
     if not module or not name:
         raise ValueError(f"{text!r} is not of the form package.module:factory.")
     try:
-        found = importlib.import_module(module)
-        for attribute in name.split("."):
-            found = getattr(found, attribute)
+        factory = attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{text!r} was not found: {error}.") from error
-    if not callable(found):
-        raise ValueError(f"{text!r} is a {type(found).__name__}, not a function that builds a model.")
-    return found
+    if not callable(factory):
+        raise ValueError(f"{text!r} is a {type(factory).__name__}, not a function that builds a model.")
+    if problem := misfit(factory):
+        raise ValueError(f"{text!r} takes arguments ({problem}). Name a function that builds the model without.")
+    with torch.device("meta"):
+        return factory()
 
 
 def _optimizers() -> list[str]:

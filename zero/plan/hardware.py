@@ -192,9 +192,9 @@ def _made(kind: type[Any], content: Any, where: str) -> Any:
     if not isinstance(content, dict):
         raise ValueError(f"{where}: {content!r} is not a table. Write its keys below a line with its name.")
     known = {one.name: one for one in fields(kind)}
-    missing = [name for name, one in known.items() if one.default is MISSING and name not in content]
-    if missing:
-        raise ValueError(f"{where}: {missing[0]!r} is missing. Needed are {', '.join(_required(kind))}.")
+    needed = [name for name, one in known.items() if one.default is MISSING]
+    if missing := [name for name in needed if name not in content]:
+        raise ValueError(f"{where}: {missing[0]!r} is missing. Needed are {', '.join(needed)}.")
     for name, value in content.items():
         if name not in known:
             raise ValueError(f"{where}: {name!r} is unknown. There are {', '.join(known)}.")
@@ -208,14 +208,9 @@ def _made(kind: type[Any], content: Any, where: str) -> Any:
     return kind(**content)
 
 
-def _required(kind: type[Any]) -> list[str]:
-    return [one.name for one in fields(kind) if one.default is MISSING]
-
-
 def _refuse_flops(flops: Any, path: Path) -> None:
     known = flops if isinstance(flops, dict) else {}
-    unknown = [name for name in known if name not in _DTYPES]
-    if unknown:
+    if unknown := [name for name in known if name not in _DTYPES]:
         raise ValueError(f"{path}, [flops]: {unknown[0]!r} is unknown. There are {', '.join(_DTYPES)}.")
     if not isinstance(known.get("float32"), (int, float)) or any(not value > 0 for value in known.values()):
         raise ValueError(f"{path}, [flops]: 'float32' is missing or 0. Give FLOP/s by dtype, above 0.")
@@ -225,14 +220,11 @@ def write_toml(hardware: Hardware, path: Path, note: str) -> None:
     """note: a comment at its head."""
     content = asdict(hardware)
     tables = {name: content.pop(name) for name in ("flops", "within", "between")}
-    lines = [f"# {line}" for line in note.splitlines()] + _lines(content)
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *_lines(table)]
+    lines = [f"# {line}" for line in note.splitlines()]
+    for name, table in {"": content, **tables}.items():
+        lines += ["", f"[{name}]"] if name else []
+        lines += [f"{key} = {_written(value)}" for key, value in table.items() if value is not None]
     path.write_text("\n".join(lines) + "\n")
-
-
-def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {_written(value)}" for key, value in table.items() if value is not None]
 
 
 def _written(value: Any) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.plan.result import Plan
-from zero.plan.timeline import Span
-from zero.plan.timing import Timing
+from zero.plan.timeline import Timing
 from zero.plan.trace import QUEUES
 
 _COLOURS = {"host": "#8a97a5", "compute": "#2f5d8c", "gather": "#3d8361", "reduce": "#c8553d"}
@@ -18,21 +17,16 @@ def write_trace(plan: Plan, file: Path) -> None:
     """Chrome's trace events: a process for each timing of the plan, a thread for each stream and for the host."""
     events: list[dict[str, Any]] = []
     for process, timing in enumerate(_timings(plan)):
-        events.append(_named("process_name", timing.title, process))
+        at = {"pid": process, "tid": 0}
+        events.append({"name": "process_name", "ph": "M", **at, "args": {"name": timing.title}})
         for thread, queue in enumerate(QUEUES):
-            events.append(_named("thread_name", queue, process, thread))
-            events += [_event(span, process, thread) for span in timing.timeline.spans if span.queue == queue]
+            at = {"pid": process, "tid": thread}
+            events.append({"name": "thread_name", "ph": "M", **at, "args": {"name": queue}})
+            for span in timing.timeline.spans:
+                if span.queue == queue:
+                    microseconds = {"ts": 1e6 * span.begin, "dur": 1e6 * (span.end - span.begin)}
+                    events.append({"name": span.name, "ph": "X", **microseconds, **at})
     file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def _named(kind: str, name: str, process: int, thread: int = 0) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _event(span: Span, process: int, thread: int) -> dict[str, Any]:
-    """The event of a span; Chrome's times are in microseconds."""
-    duration = 1e6 * (span.end - span.begin)
-    return {"name": span.name, "ph": "X", "ts": 1e6 * span.begin, "dur": duration, "pid": process, "tid": thread}
 
 
 def draw_timeline(plan: Plan, file: Path) -> None:

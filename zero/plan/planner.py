@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from zero.plan.hardware import Hardware, as_hardware
 from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
 from zero.plan.stages import STAGES, Job, cost_of
-from zero.plan.timing import Timing, prefetches, timed
+from zero.plan.timeline import Timing, prefetches, timed
 from zero.plan.trace import Trace
 from zero.shards.partition import optimizer_problem, partition_problem
 
@@ -72,57 +74,27 @@ def plan(
     timed_on = None if hardware is None else as_hardware(hardware)
     options = _options(options, precision, timed_on)
     wanted = _wanted(stages, options)
-    _refuse(worlds, wanted, optimizer, options, hardware, batch, tokens)
-    planner = _Planner(model, auto_wrap_policy, optimizer, options, as_prefetch(prefetch), batch, tokens)
-    costs, timings = planner.run(worlds, wanted, timed_on)
-    return Plan(planner.numel, tuple(costs), memory, batch is not None, tuple(timings))
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """What the rehearsals of all stages have in common."""
-
-    model: nn.Module | Sizes
-    policy: Policy
-    optimizer: Callable[..., Optimizer]
-    options: Options
-    prefetch: Prefetch
-    batch: Sequence[Any] | None
-    tokens: int | None
-
-    def __post_init__(self) -> None:
-        if self.batch is not None and isinstance(self.model, Sizes):
-            raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
-
-    @property
-    def numel(self) -> int:
-        return self._sizes(self.prefetch).numel
-
-    def run(
-        self, worlds: Sequence[int], stages: Sequence[str], hardware: Hardware | None
-    ) -> tuple[list[Cost], list[Timing]]:
-        """The costs of each stage, and on hardware the timings with each prefetch."""
-        costs: list[Cost] = []
-        timings: list[Timing] = []
-        for world, stage in ((world, stage) for world in worlds for stage in stages):
-            if hardware is None:
-                costs.append(cost_of(self._job(world, self.prefetch), stage))
-                continue
-            for name, prefetch in prefetches(stage, self.prefetch):
-                trace = Trace()
-                cost = cost_of(replace(self._job(world, prefetch), trace=trace), stage)
-                timings.append(timed(trace, hardware, stage, name, world))
-                if prefetch == self.prefetch:
-                    costs.append(cost)
-        return costs, timings
-
-    def _job(self, world: int, prefetch: Prefetch) -> Job:
-        sizes = self._sizes(prefetch)
-        master_dtype = self.options.master_dtype or _stored(sizes)
-        return Job(sizes, world, self.optimizer, self.options, prefetch, master_dtype, self.batch, self.tokens)
-
-    def _sizes(self, prefetch: Prefetch) -> Sizes:
-        return _sizes(self.model, self.policy, self.options.precision, small=prefetch.limit == 1)
+    problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, wanted)
+    problem = problem or _unfit(optimizer, options) or _untimed(hardware, batch, tokens)
+    if problem:
+        raise ValueError(problem)
+    if batch is not None and isinstance(model, Sizes):
+        raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
+    given = as_prefetch(prefetch)
+    sizes = partial(_sizes, model, auto_wrap_policy, options.precision)
+    options = replace(options, master_dtype=options.master_dtype or _stored(sizes(given)))
+    job = Job(sizes(given), worlds[0], optimizer, options, given, batch, tokens)
+    costs: list[Cost] = []
+    timings: list[Timing] = []
+    for world, stage in product(worlds, wanted):
+        for name, one in [(None, given)] if timed_on is None else prefetches(stage, given):
+            trace = None if timed_on is None else Trace()
+            cost = cost_of(replace(job, sizes=sizes(one), world=world, prefetch=one, trace=trace), stage)
+            if one == given:
+                costs.append(cost)
+            if trace is not None and timed_on is not None:
+                timings.append(timed(trace, timed_on, stage, name, world))
+    return Plan(job.sizes.numel, tuple(costs), memory, batch is not None, tuple(timings))
 
 
 def _options(options: Options | None, precision: MixedPrecision | None, hardware: Hardware | None) -> Options:
@@ -139,14 +111,14 @@ def _wanted(stages: Sequence[str | int] | None, options: Options) -> list[str]:
     return [*(stage for stage in STAGES if stage in wanted), *(stage for stage in wanted if stage not in STAGES)]
 
 
-def _sizes(model: nn.Module | Sizes, policy: Policy, precision: MixedPrecision, *, small: bool) -> Sizes:
+def _sizes(model: nn.Module | Sizes, policy: Policy, precision: MixedPrecision, prefetch: Prefetch) -> Sizes:
     if isinstance(model, nn.Module):
-        sizes = Sizes.of_module(model, policy, precision, small=small)
+        sizes = Sizes.of_module(model, policy, precision, small=prefetch.limit == 1)
     elif isinstance(model, Sizes):
         sizes = model if precision == MixedPrecision() else replace(model, precision=precision)
     else:
         raise ValueError(f"the model is a {type(model).__name__}. Pass a torch.nn.Module, or Sizes.")
-    if not sizes.params:
+    if next(sizes.module.parameters(), None) is None:
         raise ValueError("the model has no parameters: there is nothing to plan.")
     return sizes
 
@@ -156,22 +128,6 @@ def _stored(sizes: Sizes) -> torch.dtype | None:
     computed = sizes.precision.param_dtype
     stored = {param.dtype for param in sizes.module.parameters() if param.is_floating_point()}
     return next((dtype for dtype in stored if computed is not None and dtype.itemsize > computed.itemsize), None)
-
-
-def _refuse(
-    worlds: Sequence[int],
-    stages: Sequence[str],
-    optimizer: Callable[..., Optimizer],
-    options: Options,
-    hardware: object,
-    batch: object,
-    tokens: int | None,
-) -> None:
-    """Raises ValueError for arguments that the stages would refuse, or that do not go together."""
-    problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, stages)
-    problem = problem or _unfit(optimizer, options) or _untimed(hardware, batch, tokens)
-    if problem:
-        raise ValueError(problem)
 
 
 def _unfit(optimizer: Callable[..., Optimizer], options: Options) -> str | None:

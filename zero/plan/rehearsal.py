@@ -6,9 +6,12 @@ them (trace.py).
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -18,10 +21,8 @@ from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_t
 from zero.comm.traffic import rehearsed_traffic
 from zero.fsdp import MixedPrecision
 from zero.plan.attributes import plain_tensors, restored
-from zero.plan.calls import misfit
 from zero.plan.meter import Meter
 from zero.plan.trace import Trace
-from zero.plan.workspace import LSTM_LAYER, with_workspace
 from zero.sdp.tensors import tensors_in
 from zero.shards.home import Home
 
@@ -61,7 +62,7 @@ class Rehearsal(Meter):
         result = func(*args, **kwargs)
         if self._trace is not None:
             self._trace.operator(func, args, kwargs, result)
-        return with_workspace(result, args) if func is LSTM_LAYER else result
+        return _with_workspace(result, args) if func is _LSTM_LAYER else result
 
 
 _HOST = "meta"
@@ -178,6 +179,19 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
         ) from error
 
 
+def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
+    """Why a function cannot be called with these arguments; None if it can, or if its signature is not known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
 # ------------------------------------------------------------------------------------------------ without a batch
 
 
@@ -219,20 +233,18 @@ def walk(
     touch: Callable[[Tensor, Tensor, Compute], Tensor] = _Touch.apply
     unit_of = {name: unit for unit, named in owned.items() for name, _ in named}
 
-    def touching(unit: nn.Module, names: Sequence[str]) -> Callable[[Tensor], Tensor]:
-        def forward(passed: Tensor) -> Tensor:
-            for name in names:
-                passed = touch(passed, module.get_parameter(name), compute)
-            return passed
-
-        return forward
+    def touched(names: Sequence[str], passed: Tensor) -> Tensor:
+        for name in names:
+            passed = touch(passed, module.get_parameter(name), compute)
+        return passed
 
     steps: dict[str, Callable[[Tensor], Tensor]] = {}
-    for name in [name for name, _ in module.named_parameters()]:
+    for name, _ in module.named_parameters():
         unit = unit_of[name]
-        steps[unit or name] = units[unit] if unit else touching(module, [name])
+        steps[unit or name] = units[unit] if unit else partial(touched, [name])
+    for unit, named in owned.items():
         if unit:
-            units[unit].forward = touching(units[unit], [one for one, _ in owned[unit]])
+            units[unit].forward = partial(touched, [name for name, _ in named])
 
     def forward(passed: Tensor) -> Tensor:
         for step in steps.values():
@@ -240,3 +252,33 @@ def walk(
         return passed
 
     module.forward = forward
+
+
+# ------------------------------------------------------------------------------------------------ what torch leaves out
+
+_LSTM_LAYER: Any = torch.ops.aten.mkldnn_rnn_layer.default
+
+_PAGE = 4096
+
+
+def _with_workspace(result: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The result of oneDNN's LSTM with the workspace that it keeps for its backward, of the real size.
+
+    Without values torch returns an empty one, the last tensor of `result`. The formula gave the real size, to the byte,
+    with torch 2.13 in float32 (oneDNN: src/cpu/rnn/rnn_utils). In 16 bits it is up to a third smaller.
+    """
+    (steps, batch, inputs), (_, hidden) = args[0].shape, args[2].shape
+    buffers = [
+        (steps, batch, _padded(4 * hidden)),  # gates
+        (steps, batch, _padded(hidden)),
+        *[(2, steps + 1, batch, _padded(max(inputs, hidden)))] * 3,  # states and their gradients, before and after
+        *[(2, steps + 1, batch, hidden)] * 2,  # those of the cells
+    ]
+    pages = sum(-(-4 * prod(buffer) // _PAGE) for buffer in buffers)
+    return (*result[:-1], result[-1].new_empty(pages * _PAGE))
+
+
+def _padded(numel: int) -> int:
+    """A row's length, padded to full cache lines, and not to a power of two, whose rows would share cache sets."""
+    rows = -(-numel // 16) * 16
+    return rows + 16 if rows % 256 == 0 else rows

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
-from zero.plan.timing import Timing
+from zero.plan.timeline import Timing
 
 TITLES = {
     "0": "DDP",
@@ -126,7 +126,7 @@ class Plan:
             sizes += [cost.host] * offloaded
             fits = [] if self.memory is None else ["yes" if self.fits(cost) else "no"]
             lines.append([str(cost.world), cost.stage, *map(_gib, sizes), *fits])
-        return _aligned(lines)
+        return aligned(lines)
 
     def times(self) -> str:
         """How long steps take, by number of ranks, stage and prefetch, as a table."""
@@ -135,7 +135,7 @@ class Plan:
             since = f"{one.exposed_from} ranks" if one.exposed_from else "never"
             taken = [f"{one.step_ms:.1f}", f"{one.exposed_ms:.1f}", f"{one.mfu:.1%}", since]
             lines.append([str(one.world), one.stage, one.prefetch or "-", *taken])
-        return _aligned(lines)
+        return aligned(lines)
 
     def to_json(self) -> str:
         costs = [
@@ -160,7 +160,8 @@ class Plan:
 _TIMING_FIELDS = [one.name for one in fields(Timing) if one.name != "timeline"]
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """A table, whose columns are as wide as their longest entries."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 

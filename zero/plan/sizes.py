@@ -49,18 +49,8 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters of a unit that are computed with in the same dtype (None: the one that they are stored in)."""
-
-    unit: str
-    dtype: torch.dtype | None
-    names: tuple[str, ...]
-    params: tuple[nn.Parameter, ...]
-
-
-@dataclass(frozen=True)
 class Sizes:
-    """What a plan needs to know of a model. `Sizes.of_module`, `Sizes.of_shapes` and `Sizes.of_count` make one.
+    """What a plan needs to know of a model. `of_module`, `of_params`, `of_shapes` and `of_count` make one.
 
     module: may be on the meta device.
     unit_modules: FSDP's units by name; the root "" comes first.
@@ -71,32 +61,13 @@ class Sizes:
     unit_modules: dict[str, nn.Module]
     precision: MixedPrecision
 
-    @property
-    def params(self) -> dict[str, nn.Parameter]:
-        """By name, in the model's order, tied ones once."""
-        return dict(self.module.named_parameters())
-
     def owned(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """The parameters of each unit, with their names."""
         return params_by_unit(self.module, self.unit_modules)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups of all units, as FSDP makes them."""
-        return tuple(
-            Group(unit, dtype, *zip(*named, strict=True))
-            for unit, owned in self.owned().items()
-            for dtype, named in self.precision.apart(self.module, owned).items()
-        )
-
-    @property
     def numel(self) -> int:
         return sum(param.numel() for param in self.module.parameters())
-
-    @property
-    def units(self) -> dict[str, int]:
-        """The numbers of the units by name, in their order; the root's is 0."""
-        return {unit: number for number, unit in enumerate(self.unit_modules)}
 
     @classmethod
     def of_module(
@@ -122,18 +93,23 @@ class Sizes:
         precision: MixedPrecision | None = None,
     ) -> Sizes:
         """The sizes of a model with parameters of these shapes: the root's first (it may have none), then by unit."""
+        given = [[torch.empty(tuple(shape), dtype=dtype, device="meta") for shape in shapes] for shapes in units]
+        if not any(given):
+            raise ValueError("there is no parameter among the shapes. Pass at least one, such as [[(1024, 1024)]].")
+        return cls.of_params([[*map(nn.Parameter, tensors)] for tensors in given], precision)
+
+    @classmethod
+    def of_params(cls, units: Sequence[Sequence[nn.Parameter]], precision: MixedPrecision | None = None) -> Sizes:
+        """The sizes of a model with these parameters: the root's first (it may have none), then by unit."""
         root = nn.Module()
         modules = {"": root}
-        for number, shapes in enumerate(units):
-            unit = f"unit {number}" if number else ""
-            if number and shapes:
-                modules[unit] = nn.Module()
-                root.add_module(unit, modules[unit])
-            for index, shape in enumerate(shapes):
-                param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
-                modules[unit].register_parameter(f"parameter {index}", param)
-        if next(root.parameters(), None) is None:
-            raise ValueError("there is no parameter among the shapes. Pass at least one, such as [[(1024, 1024)]].")
+        for number, params in enumerate(units):
+            module = root
+            if number and params:
+                module = modules[f"unit {number}"] = nn.Module()
+                root.add_module(f"unit {number}", module)
+            for index, param in enumerate(params):
+                module.register_parameter(f"parameter {index}", param)
         return cls(root, modules, precision or MixedPrecision())
 
     @classmethod

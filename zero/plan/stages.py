@@ -27,11 +27,12 @@ from zero.plan.meter import nbytes
 from zero.plan.rehearsal import Offloaded, Rehearsal, cast, explaining, faked, on_host, rehearsing, run_forward, walk
 from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
-from zero.plan.trace import Trace
+from zero.plan.trace import Trace, Transfers
 from zero.plan.transport import rehearsed
 from zero.sdp import ShardedDDP
 from zero.sdp.tensors import map_tensors
 from zero.shards.shard_group import ShardGroup
+from zero.state import leaves
 
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
@@ -45,8 +46,7 @@ _FEW = 2
 
 @dataclass(frozen=True)
 class Job:
-    """master_dtype: at stages 0 to 2, if parameters are computed with in a dtype of fewer bits.
-    batch: positional arguments of a forward; None if activations are not measured.
+    """batch: positional arguments of a forward; None if activations are not measured.
     tokens: that each parameter is multiplied with, if there is no batch.
     trace: records the step of the first rank.
     """
@@ -56,7 +56,6 @@ class Job:
     optim: Callable[..., Optimizer]
     options: Options
     prefetch: Prefetch
-    master_dtype: torch.dtype | None
     batch: Sequence[Any] | None
     tokens: int | None = None
     trace: Trace | None = None
@@ -71,14 +70,14 @@ class Job:
         observer = None
         if self.trace is not None:
             grows = world * stride == self.world  # a hybrid's shard group does not grow with the job
-            observer = self.trace.of(Group(world, stride, one_host=reads, grows=grows))
+            observer = Transfers(self.trace, Group(world, stride, one_host=reads, grows=grows))
         return rehearsed(rank, world, "host memory" if reads else self.options.backend, observer)
 
     def averaged(self, *, into_buckets: bool) -> Averaged:
         """The stand-in for DistributedDataParallel. It uses Gloo even on one host, except with `into_buckets`, as
         zero.setup(stage=1) does."""
         one_host = into_buckets and self.options.one_host
-        transfers = None if self.trace is None else self.trace.of(Group(self.world, one_host=one_host))
+        transfers = None if self.trace is None else Transfers(self.trace, Group(self.world, one_host=one_host))
         return Averaged(self.sizes.module, self.world, into_buckets=into_buckets, transfers=transfers)
 
     def optimizer(self) -> Callable[..., Optimizer]:
@@ -93,40 +92,39 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """stepped: the optimizer that has the state. groups: the parameters' shard groups."""
-
     model: nn.Module
     optimizer: Optimizer
-    stepped: Optimizer
-    groups: list[ShardGroup]
+
+    @property
+    def groups(self) -> list[ShardGroup]:
+        """The parameters' shard groups."""
+        sharding = (one for one in (self.model, self.optimizer) if isinstance(one, FSDP | OSS))
+        return next((one.shard_groups for one in sharding), [])
 
 
 def _data_parallel(job: Job, rank: int) -> Built:
     """Stage 0. Masters, if there are any, are those of an OSS on one rank: full, besides the parameters."""
     cast(job.sizes.module, job.sizes.precision)
     model = job.averaged(into_buckets=False)
-    if job.master_dtype is not None:
-        return _with_oss(job, model, job.comm(0, 1))
-    optimizer = job.optimizer()(model.parameters())
-    return Built(model, optimizer, optimizer, [])
+    masters = job.options.master_dtype is not None
+    return Built(model, _oss(job, job.comm(0, 1)) if masters else job.optimizer()(model.parameters()))
 
 
 def _sharded_state(job: Job, rank: int) -> Built:
     """Stage 1: DistributedDataParallel, whose gradients are views of its buckets, and OSS."""
     cast(job.sizes.module, job.sizes.precision)
-    return _with_oss(job, job.averaged(into_buckets=True), job.comm(rank, job.world))
+    model = job.averaged(into_buckets=True)
+    return Built(model, _oss(job, job.comm(rank, job.world)))
 
 
 def _sharded_gradients(job: Job, rank: int) -> Built:
     """Stage 2: ShardedDDP and OSS."""
     cast(job.sizes.module, job.sizes.precision)
-    built = _with_oss(job, job.sizes.module, job.comm(rank, job.world))
-    assert isinstance(built.optimizer, OSS)
-    model = ShardedDDP(built.model, built.optimizer, reduce_fp16=job.options.reduce_dtype or False)
-    return Built(model, built.optimizer, built.stepped, built.groups)
+    optimizer = _oss(job, job.comm(rank, job.world))
+    return Built(ShardedDDP(job.sizes.module, optimizer, reduce_fp16=job.options.reduce_dtype or False), optimizer)
 
 
-def _with_oss(job: Job, model: nn.Module, comm: Any) -> Built:
+def _oss(job: Job, comm: Any) -> OSS:
     options = job.options
     optimizer = OSS(
         job.sizes.module.named_parameters(),
@@ -135,12 +133,13 @@ def _with_oss(job: Job, model: nn.Module, comm: Any) -> Built:
         partition=options.partition,
         granularity=options.granularity,
         broadcast_fp16=options.broadcast_dtype or False,
-        master_dtype=job.master_dtype,
+        master_dtype=job.options.master_dtype,
         offload=Offloaded() if options.offload else None,
     )
     if options.bucket_bytes is not None:
-        optimizer.set_bucket_size(options.bucket_bytes // max(param.itemsize for param in model.parameters()))
-    return Built(model, optimizer, optimizer.optim, optimizer.shard_groups)
+        longest = max(param.itemsize for param in job.sizes.module.parameters())
+        optimizer.set_bucket_size(options.bucket_bytes // longest)
+    return optimizer
 
 
 def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
@@ -157,8 +156,7 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
         mixed_precision=job.sizes.precision,
         prefetch=job.prefetch,
     )
-    optimizer = job.optimizer()(model.parameters())
-    return Built(model, optimizer, optimizer, model.shard_groups)
+    return Built(model, job.optimizer()(model.parameters()))
 
 
 _BUILD: dict[str, Callable[[Job, int], Built]] = {
@@ -191,20 +189,20 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
         inputs: Sequence[Any]
         if job.batch is None:
             walk(module, job.sizes.unit_modules, owned, partial(_multiply, job))
-            inputs = (
-                torch.zeros((), device=job.device, requires_grad=next(module.parameters()).requires_grad).clone(),
-            )
+            wanted = next(module.parameters()).requires_grad
+            inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _BUILD[stage](job, rank)
         if not stage.startswith("3"):
             inputs = job.sizes.precision.cast_inputs(module, inputs, root=True)
+        step = partial(_step, job, built, inputs, rehearsal)
         for _ in range(_WARM_UP):
-            _step(job, built, inputs, rehearsal)
+            step()
         before = traffic().total
         rehearsal.reset_peak()
         with nullcontext() if job.trace is None else job.trace.taken():
-            held = _step(job, built, inputs, rehearsal)
+            held = step()
         sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
         return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), built.groups
 
@@ -222,26 +220,32 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
     if loss is not None:
         loss.backward()
         del loss
-    held = _held(built)
+    held = resident(built.model, built.groups, [built.optimizer])
     if held["gradients"] + held["host"]:
         built.optimizer.step()
     built.optimizer.zero_grad()
     return held
 
 
-def _held(built: Built) -> dict[str, int]:
-    stepped = [param for group in built.stepped.param_groups for param in group["params"]]
-    groups = built.groups
-    params = [*built.model.parameters(), *(group.full for group in groups if group.full.untyped_storage().nbytes())]
-    params += [kept for group in groups for kept in group.exchange.kept]
+def stepping(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has the state."""
+    return optimizer.optim if isinstance(optimizer, OSS) else optimizer
+
+
+def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Bytes by kind. A storage counts once, however many tensors view it. groups: the parameters' shard groups."""
+    inner = [stepping(one) for one in optimizers]
+    stepped = [param for one in inner for group in one.param_groups for param in group["params"]]
+    params: list[Tensor] = [*model.parameters()]
+    for group in groups:
+        params += [*([group.full] if group.full.untyped_storage().nbytes() else []), *group.exchange.kept]
     both = [*params, *stepped]
     gradients = [gradient for param in both if (gradient := full_gradient(param)) is not None]
-    state = [
-        value for entries in built.stepped.state.values() for value in entries.values() if isinstance(value, Tensor)
-    ]
+    entries = [leaves.opened(dict(of_param)) for one in inner for of_param in one.state.values()]
+    state = [leaf for one in entries for leaf in one.values() if isinstance(leaf, Tensor)]
     here = partial(filterfalse, on_host)
     return {
-        "parameters": nbytes(params) + nbytes(built.model.buffers()),
+        "parameters": nbytes([*params, *model.buffers()]),
         "gradients": nbytes(here(gradients)),
         "optimizer": nbytes(here(state)) + nbytes(here(both)) - nbytes(params),
         "host": nbytes(filter(on_host, [*stepped, *gradients, *state])),

@@ -1,4 +1,4 @@
-"""When each task of a trace begins and ends on some hardware.
+"""When each task of a trace begins and ends on some hardware, and how long the step takes that they make up.
 
 Streams and the host run at the same time, and each computes as fast as if alone. Transfers share the links: the one
 that was launched first goes first, and later ones take the time that is left. If the hardware overlaps nothing, tasks
@@ -7,13 +7,21 @@ run one after another.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
+from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, Prefetch
 from zero.plan.hardware import Hardware
-from zero.plan.trace import COMPUTE, HOST, Task
+from zero.plan.trace import COMPUTE, HOST, Task, Trace
+
+PREFETCHES = {"memory-first": MEMORY_FIRST, "default": Prefetch(), "speed-first": SPEED_FIRST}
+
+_HIDDEN = 0.05
+"""The share of a step that may be exposed if communication is called hidden."""
+
+_DOUBLINGS = 16
 
 
 @dataclass(frozen=True)
@@ -37,11 +45,37 @@ class Timeline:
     used: float
 
 
+@dataclass(frozen=True)
+class Timing:
+    """A settled step of one rank that is idle before.
+
+    prefetch: "memory-first", "default", "speed-first" or "given"; None at stages that have none.
+    exposed_ms: the time in which the compute stream only waits for a transfer.
+    mfu: the share of the hardware's FLOP/s that matrix multiplications and attention used, recomputation included.
+    exposed_from: the lowest power of two of ranks from which more than a twentieth of a step is exposed, if each rank
+        computes the same as here; None if it is less even on 65,536.
+    """
+
+    stage: str
+    prefetch: str | None
+    world: int
+    step_ms: float
+    exposed_ms: float
+    mfu: float
+    exposed_from: int | None
+    timeline: Timeline = field(repr=False, compare=False)
+
+    @property
+    def title(self) -> str:
+        prefetch = f", {self.prefetch}" if self.prefetch else ""
+        return f"stage {self.stage}{prefetch}, {self.world} ranks"
+
+
 def play(tasks: Sequence[Task], hardware: Hardware) -> Timeline:
     """The timeline of the tasks, from host and streams idle to all tasks done."""
     spans, exposed = (_overlapping if hardware.overlaps else _in_turn)(tasks, hardware)
     seconds = max((span.end for span in spans), default=0.0)
-    ideal = sum(task.times * task.flops / hardware.peak(task.dtype) for task in tasks)
+    ideal = sum(task.flops / hardware.peak(task.dtype) for task in tasks)
     return Timeline(spans, seconds, exposed, ideal / seconds if seconds else 0.0)
 
 
@@ -103,4 +137,32 @@ def _seconds(task: Task, hardware: Hardware) -> tuple[float, float]:
         return hardware.transfer(task.kind, task.nbytes, task.group)
     rate = hardware.cached if task.nbytes <= hardware.cache else hardware.memory
     computing = task.flops / (hardware.peak(task.dtype) * hardware.efficiency)
-    return task.times * max(computing, task.nbytes / rate, task.elements / hardware.elements), 0.0
+    return max(computing, task.nbytes / rate, task.elements / hardware.elements), 0.0
+
+
+# ------------------------------------------------------------------------------------------------ a step
+
+
+def timed(trace: Trace, hardware: Hardware, stage: str, prefetch: str | None, world: int) -> Timing:
+    timeline = play(trace.tasks, hardware)
+
+    def exposed(doublings: int) -> bool:
+        elsewhere = play(trace.on_ranks(2**doublings), hardware)
+        return elsewhere.exposed > _HIDDEN * elsewhere.seconds
+
+    first = 1 + bisect_left(range(1, _DOUBLINGS + 1), True, key=exposed)
+    since = 2**first if first <= _DOUBLINGS else None
+    step, waited = 1e3 * timeline.seconds, 1e3 * timeline.exposed
+    return Timing(stage, prefetch, world, step, waited, timeline.used, since, timeline)
+
+
+def prefetches(stage: str, given: Prefetch) -> Iterator[tuple[str | None, Prefetch]]:
+    """The prefetches that a stage is timed with, by name: all at stage 3, and the given one."""
+    if not stage.startswith("3"):
+        yield None, given
+        return
+    for name, known in PREFETCHES.items():
+        if stage == "3" or known == given:
+            yield name, known
+    if given not in PREFETCHES.values():
+        yield "given", given

@@ -13,9 +13,10 @@ none from the device, and the step counts that torch's optimizers read are on th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -51,7 +52,7 @@ Storage = ref[torch.UntypedStorage]
 @dataclass(slots=True)
 class Task:
     """nbytes: the bytes that an operator reads and writes, or those of a transfer. after: tasks that must have ended,
-    besides those before it in its queue. times: how often it runs. kind, group: of a transfer, otherwise None."""
+    besides those before it in its queue. kind, group: of a transfer, otherwise None."""
 
     name: str
     queue: str
@@ -60,22 +61,20 @@ class Task:
     dtype: torch.dtype = torch.float32
     elements: int = 0
     after: tuple[int, ...] = ()
-    times: float = 1
     kind: Kind | None = None
     group: Group | None = None
 
     @property
-    def launches(self) -> float:
+    def launches(self) -> int:
         """The number of launches by the host; none for a wait of one stream for another."""
-        return self.times if self.nbytes and self.queue != HOST else 0
+        return int(self.nbytes > 0 and self.queue != HOST)
 
 
 class Trace:
-    """Records tasks while it is `on`. times: how often each operator counts."""
+    """Records tasks while it is `on`."""
 
     def __init__(self) -> None:
         self.on = False
-        self.times: float = 1
         self.tasks: list[Task] = []
         self._written: list[set[Storage]] = []
         """The storages that each task wrote."""
@@ -105,31 +104,25 @@ class Trace:
         kind = _kind(func)
         if not self.on or kind is None:
             return
-        read, written = [*tensors_among(args), *tensors_among(kwargs.values())], [*tensors_among((result,))]
-        if result is None:
-            written = [*tensors_among((kwargs.get("out", args[0]),))]
-        storages = {ref(tensor.untyped_storage()) for tensor in (*read, *written)}
+        read = [*tensors_among(args), *tensors_among(kwargs.values())]
+        written = [*tensors_among((kwargs.get("out", args[0]) if result is None else result,))]
         task = kind.task(args, kwargs, result, read, written)
-        task.after = self._last(storages)
-        task.times = self.times
-        place = self._add(task, {ref(tensor.untyped_storage()) for tensor in written})
-        self._touched.update(dict.fromkeys(storages, place))
+        self._use(task, _storages((*read, *written)), _storages(written))
 
     def work(
         self, name: str, flops: int, dtype: torch.dtype, nbytes: int, storages: Sequence[torch.UntypedStorage]
     ) -> None:
         """Records computing for which no operator runs."""
         if self.on:
-            used = {ref(storage) for storage in storages}
-            place = self._add(Task(name, COMPUTE, nbytes, flops, dtype, after=self._last(used)), set())
-            self._touched.update(dict.fromkeys(used, place))
+            self._use(Task(name, COMPUTE, nbytes, flops, dtype), {ref(storage) for storage in storages}, set())
 
-    def _last(self, storages: set[Storage]) -> tuple[int, ...]:
-        return tuple({self._touched[storage] for storage in storages if storage in self._touched})
-
-    def of(self, group: Group) -> Transfers:
-        """The observer of a group's transfers."""
-        return Transfers(self, group)
+    def _use(self, task: Task, storages: set[Storage], written: set[Storage]) -> int:
+        """Adds a task that also waits for those that used its storages last."""
+        last = {self._touched[storage] for storage in storages if storage in self._touched}
+        task.after = (*last, *task.after)
+        place = self._add(task, written)
+        self._touched.update(dict.fromkeys(storages, place))
+        return place
 
     def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int, group: Group) -> int | None:
         if not self.on:
@@ -137,17 +130,14 @@ class Trace:
         if kind == "exchange" or (kind == "all-reduce" and nbytes <= _OF_HOSTS):
             self._add(Task("ranks are compared", HOST, nbytes, kind="exchange", group=group), set())
             return None
-        own = {ref(buffer.untyped_storage()) for buffer in buffers}
+        own = _storages(buffers)
         queue = GATHER if kind in ("gather", "broadcast") else REDUCE
         free: tuple[int, ...] = ()
         if queue is GATHER:
             free = self._free_memory()
             self._gathered += [storage for storage in own if storage not in self._gathered]
         self._prepare(queue, own, free)
-        after = (*self._last(own), *free)
-        place = self._add(Task(kind, queue, nbytes, after=after, kind=kind, group=group), own)
-        self._touched.update(dict.fromkeys(own, place))
-        return place
+        return self._use(Task(kind, queue, nbytes, after=free, kind=kind, group=group), own, own)
 
     def _prepare(self, queue: str, own: set[Storage], free: tuple[int, ...]) -> None:
         """Moves the latest tasks that write only into these buffers to the transfer's stream."""
@@ -179,17 +169,18 @@ class Trace:
         ]
 
 
+@dataclass(frozen=True)
 class Transfers:
     """The observer of one group's transfers, which zero.comm calls."""
 
-    def __init__(self, trace: Trace, group: Group) -> None:
-        self._trace, self._group = trace, group
+    trace: Trace
+    group: Group
 
     def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> int | None:
-        return self._trace.launch(kind, buffers, nbytes, self._group)
+        return self.trace.launch(kind, buffers, nbytes, self.group)
 
     def wait(self, transfer: int | None) -> None:
-        self._trace.wait(transfer)
+        self.trace.wait(transfer)
 
 
 # ----------------------------------------------------------------------------------------------- operators
@@ -237,20 +228,19 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 }
 """Formulas by operator: torch's, and those of the CPU's attention, which torch does not have."""
 
-_kinds: dict[Any, _Kind | None] = {}
 
-
+@cache
 def _kind(func: Any) -> _Kind | None:
     """The operator's kind; None if it computes nothing."""
-    if func not in _kinds:
-        _kinds[func] = None if func.is_view or any(word in func.name() for word in _FREE) else _kind_by_name(func)
-    return _kinds[func]
-
-
-def _kind_by_name(func: Any) -> _Kind:
+    if func.is_view or any(word in func.name() for word in _FREE):
+        return None
     name = func.name().partition("::")[2].partition(".")[0]
     intensive = any(word in name for word in _INTENSIVE)
     return _Kind(name, _FLOPS.get(func.overloadpacket), name.endswith(_OVERWRITING), name in _PICKING, intensive)
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[Storage]:
+    return {ref(tensor.untyped_storage()) for tensor in tensors}
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -29,6 +29,10 @@ Kind = Literal["gather", "reduce", "all-to-all", "all-reduce", "broadcast", "exc
 """The kind of a transfer. An exchange moves few bytes, and blocks the host until it has received all of them."""
 
 
+Finish = Callable[[], Any]
+"""Makes the result of a transfer."""
+
+
 class Observer(Protocol):
     """Is called with the transfers of one group."""
 
@@ -56,25 +60,15 @@ class Rehearsal(Transport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         longest = max(lengths(bounds))
         padded = self.overlaps and longest * self._world != len(full)
-        rows = full.new_empty(self._world * longest) if padded else None
-        wait = self._launch("gather", [full] if rows is None else [full, rows], full.nbytes)
-
-        def finish(held: Tensor | None = rows) -> None:
-            wait()
-
-        return Handle(finish, self._order.queue if self._host_memory else None)
+        buffers = [full, full.new_empty(self._world * longest)] if padded else [full]
+        return self._transfer("gather", buffers, full.nbytes, lambda: None)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         own = [counts[self._rank] for _, counts in messages]
         if self.overlaps and scatters(messages):
-            sums = messages[0][0].new_empty(own[0]) if into is None else into
-            wait = self._launch("reduce", [messages[0][0], sums], messages[0][0].nbytes)
-
-            def finish(held: Sequence[Message] = messages) -> Tensor:
-                wait()
-                return sums
-
-            return Handle(finish)
+            full = messages[0][0]
+            sums = full.new_empty(own[0]) if into is None else into
+            return self._transfer("reduce", [full, sums], full.nbytes, lambda: sums)
 
         def summed(rows: Sequence[Tensor]) -> Tensor:
             total = wide(rows[0][:0]).new_empty(sum(own))
@@ -86,13 +80,7 @@ class Rehearsal(Transport):
             return total if into is None else into.copy_(total)
 
         if self._host_memory:
-            wait = self._launch_messages(messages, ())
-
-            def read() -> Tensor:
-                wait()
-                return summed(self._read_in_chunks(messages[0][0], own))
-
-            return Handle(read, self._order.queue)
+            return self._send(messages, (), lambda: summed(self._read_in_chunks(messages[0][0], own)))
         received = self.all_to_all(messages, channel)
         return Handle(lambda: summed(received.wait()))
 
@@ -101,26 +89,24 @@ class Rehearsal(Transport):
             return [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
 
         if self._host_memory:
-            wait = self._launch_messages(messages, ())
-
-            def read() -> list[Tensor]:
-                wait()
-                return received()
-
-            return Handle(read, self._order.queue)
+            return self._send(messages, (), lambda: received())
         rows = received()
-        wait = self._launch_messages(messages, rows)
+        return self._send(messages, rows, lambda: rows)
 
-        def finish(held: Sequence[Message] = messages) -> list[Tensor]:
-            wait()
-            return rows
-
-        return Handle(finish)
-
-    def _launch_messages(self, messages: Sequence[Message], rows: Sequence[Tensor]) -> Callable[[], None]:
+    def _send(self, messages: Sequence[Message], rows: Sequence[Tensor], finish: Finish) -> Handle:
         sent = [message for message, _ in messages]
         kind: Kind = "all-to-all" if self.overlaps else "reduce"
-        return self._launch(kind, [*sent, *rows], sum(message.nbytes for message in sent))
+        return self._transfer(kind, [*sent, *rows], sum(message.nbytes for message in sent), finish)
+
+    def _transfer(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int, finish: Finish) -> Handle:
+        """Launches a transfer. The handle keeps the buffers until it has finished."""
+        wait = self._launch(kind, buffers, nbytes)
+
+        def finished(held: Sequence[Tensor] = buffers) -> Any:
+            wait()
+            return finish()
+
+        return Handle(finished, self._order.queue if self._host_memory else None)
 
     def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
         """Allocates the chunks that HostMemory reads from all ranks at a time. own: this rank's elements by message."""
@@ -149,11 +135,8 @@ class Rehearsal(Transport):
     def _launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Callable[[], None]:
         """Reports a launch to the observer. Returns the function that reports the wait."""
         if self._observer is None:
-            return _no_wait
+            return lambda: None
         return partial(self._observer.wait, self._observer.launch(kind, buffers, nbytes))
-
-
-def _no_wait() -> None: ...
 
 
 def _allocate_widened(rows: Tensor) -> tuple[Tensor, Tensor]:

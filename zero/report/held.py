@@ -14,11 +14,9 @@ from zero.comm import Comm, Traffic, traffic
 from zero.fsdp.model import models_of
 from zero.fsdp.unit import Unit
 from zero.oss import OSS
-from zero.oss.gradients import full_gradient
-from zero.plan.meter import nbytes
-from zero.plan.result import TITLES, Cost
+from zero.plan.result import TITLES, Cost, aligned
+from zero.plan.stages import resident
 from zero.report.planned import planned_for
-from zero.state import leaves
 from zero.wrappers import prepared, unwrapped
 
 
@@ -72,8 +70,7 @@ class Report:
             cost = self.planned
             plan = [cost.parameters, cost.gradients, cost.optimizer, cost.resident, cost.peak, cost.sent]
             lines.append(["planned", *map(_mib, plan)])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join([title, *("  ".join(map(str.rjust, line, widths)) for line in lines)])
+        return f"{title}\n{aligned(lines)}"
 
 
 def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, since: Traffic | None = None) -> Report:
@@ -97,37 +94,17 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
     stage = _stage(units, sharding)
     comms = held[0][0].placement.all_groups() if held else [sharding[0].comm] if sharding else [Comm.default()]
     device = next((param.device for param in inner.parameters()), torch.device("cpu"))
+    found = resident(inner, [group for one in sharding for group in one.shard_groups], optimizers)
+    del found["host"]  # plans alone tell it apart
     return Report(
         stage,
         rank=dist.get_rank() if dist.is_initialized() else 0,
         world=dist.get_world_size() if dist.is_initialized() else 1,
-        **_resident(inner, optimizers, sharding),
+        **found,
         peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         sent=(traffic() - (since or Traffic())).total,
         planned=planned_for(stage, inner, optimizers, units, comms, device),
     )
-
-
-def _resident(inner: nn.Module, optimizers: Sequence[Optimizer], sharding: Sequence[OSS]) -> dict[str, int]:
-    """Bytes by kind. A storage counts once, however many tensors view it."""
-    buffers = [group.full for one in sharding for group in one.shard_groups]
-    parameters = [*inner.parameters(), *buffers, *inner.buffers()]
-    stepping = [one.optim if isinstance(one, OSS) else one for one in optimizers]
-    stepped = [param for one in stepping for group in one.param_groups for param in group["params"]]
-    state = [
-        leaf
-        for one in stepping
-        for entries in one.state.values()
-        for leaf in leaves.opened(dict(entries)).values()
-        if isinstance(leaf, torch.Tensor)
-    ]
-    masters = nbytes([*parameters, *stepped]) - nbytes(parameters)
-    both = [*inner.parameters(), *stepped]
-    return {
-        "parameters": nbytes(parameters),
-        "gradients": nbytes(grad for param in both if (grad := full_gradient(param)) is not None),
-        "optimizer": nbytes(state) + masters,
-    }
 
 
 def _stage(units: Sequence[Unit], sharding: Sequence[OSS]) -> str:

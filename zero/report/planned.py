@@ -73,22 +73,20 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _without_values(units: Sequence[Unit], inner: nn.Module) -> Sizes:
     """A module with the same parameters, full, and the same buffers and units, so that the model itself, which trains,
     is not touched. Modules that stay in float32 because of their class are planned like the others."""
-    params = [(param.shape, param) for param in inner.parameters()]
-    of_units = [
-        [pair for group in unit.groups for pair in zip(group.shapes.full, group.params, strict=True)] for unit in units
-    ]
-    root = nn.Module()
-    modules = {"": root}
-    for number, held in enumerate(of_units or [params]):
-        if number:
-            modules[f"unit {number}"] = nn.Module()
-            root.add_module(f"unit {number}", modules[f"unit {number}"])
-        for place, (shape, param) in enumerate(held):
-            made = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
-            modules[f"unit {number}" if number else ""].register_parameter(f"parameter {place}", made)
+
+    def made(shape: torch.Size, param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
+
+    params = [[made(param.shape, param) for param in inner.parameters()]]
+    if units:
+        params = [
+            [made(*one) for group in unit.groups for one in zip(group.shapes.full, group.params, strict=True)]
+            for unit in units
+        ]
+    sizes = Sizes.of_params(params, units[0].precision if units else None)
     for number, buffer in enumerate(inner.buffers()):
-        root.register_buffer(f"buffer {number}", torch.empty_like(buffer, device="meta"))
-    return Sizes(root, modules, units[0].precision if units else Options().precision)
+        sizes.module.register_buffer(f"buffer {number}", torch.empty_like(buffer, device="meta"))
+    return sizes
 
 
 def _master_dtype(optimizer: Optimizer) -> torch.dtype | None:
