@@ -12,26 +12,28 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.comm import Comm
+from zero.fsdp.events import ModelEvents
+from zero.fsdp.model import Model
 from zero.shards.shard_group import ShardGroup
 
 
-class Overflow:
+class Overflow(ModelEvents):
     """Spreads overflows in shard groups that compute in float16; in all groups once autocast to float16 was seen."""
 
-    def __init__(self, groups: Sequence[ShardGroup], comm: Comm) -> None:
-        self._comm, self._groups = comm, groups
-        self._in_float16: Sequence[ShardGroup] = [group for group in groups if group.full.dtype == torch.float16]
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._comm, self._groups = model.comm, model.index.groups
+        self._in_float16: Sequence[ShardGroup] = [one for one in self._groups if one.full.dtype == torch.float16]
 
-    def before_forward(self) -> None:
+    def forward_begins(self) -> None:
         """Notices autocast to float16, which must be enabled on every rank or none."""
         device = self._groups[0].full.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
             self._in_float16 = self._groups
 
-    def spread(self) -> None:
+    def backward_ends(self, reduced: bool) -> None:
         """Collective. If any rank has gradients that are not finite, writes an inf into a gradient of every rank."""
-        if not self._in_float16 or self._comm.world == 1:
+        if not reduced or not self._in_float16 or self._comm.world == 1:
             return
         params = [param for group in self._in_float16 for param in group.params]
         gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]

@@ -6,7 +6,7 @@ before it communicates, so all ranks can still refuse there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -16,20 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import averaged_by, join_mark, living_joins_of
 from zero.checks.step_checks import NO_GRADIENT
+from zero.fsdp.model import sharded_params
+from zero.sdp import ShardedDDP
 from zero.shards.refusals import Wrapping, refusals
 from zero.shards.steps import StepCheck, checks
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
-_refusals: list[Callable[[nn.Module, Collection[str]], str | None]] = []
-
-
-def refuse_within_ddp(refusal: Callable[[nn.Module, Collection[str]], str | None]) -> None:
-    """Makes every later constructor of DistributedDataParallel call `refusal` first.
-
-    refusal: called with the module and the names of the parameters that DistributedDataParallel ignores. Returns an
-        error message, which the constructor raises as RuntimeError, or None.
-    """
-    _refusals.append(refusal)
 
 
 class DDPChecks(StepCheck):
@@ -105,15 +97,33 @@ def _averaged(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if not isinstance(module, DistributedDataParallel) or name != "module" or submodule is None:
         return
-    for refusal in _refusals:
-        problem = refusal(submodule, module.parameters_to_ignore)
-        if problem is not None:
-            raise RuntimeError(problem)
+    problem = _sharded_within(submodule, module.parameters_to_ignore)
+    if problem is not None:
+        raise RuntimeError(problem)
     _alive.add(module)
 
 
-register_module_module_registration_hook(_registered)
+def _sharded_within(module: nn.Module, left_out: Collection[str]) -> str | None:
+    """The error message if DistributedDataParallel would wrap what is sharded, else None. left_out: ignored names."""
+    reduced = {param for child in module.modules() if isinstance(child, ShardedDDP) for param in child.parameters()}
+    sharded = sharded_params()
+    for name, param in module.named_parameters() if reduced or sharded else ():
+        if name in left_out:
+            continue
+        if param in reduced and param.requires_grad:
+            return (
+                f"DistributedDataParallel wraps {name!r}, whose gradient ShardedDDP reduces to its owner. Remove "
+                "DistributedDataParallel: ShardedDDP averages gradients itself."
+            )
+        if param in sharded:
+            return (
+                f"DistributedDataParallel wraps {name!r}, of which FSDP keeps another shard on each rank. Remove "
+                "DistributedDataParallel: FSDP averages gradients itself."
+            )
+    return None
 
+
+register_module_module_registration_hook(_registered)
 
 refusals.append(_ddp_within)
 checks.append(DDPChecks)
