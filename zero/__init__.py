@@ -71,3 +71,6 @@ if not TYPE_CHECKING:  # mypy would take any name for one of zero's
         if name in features.NAMES:
             raise AttributeError(features.missing(features.NAMES[name], f"zero.{name}"))
         raise AttributeError(f"module 'zero' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__
