@@ -2,17 +2,22 @@
 
 The code that unshards and reshards units is never traced. A model that is compiled as a whole is therefore compiled
 unit by unit, in graphs that break where a unit begins and ends.
+
+torch.compile examines the gradient of every parameter that it meets, and refuses a gradient of another shape, dtype or
+device than the parameter. `param.grad` is the shard's gradient even if the parameter is unsharded while it is traced.
+So gradients of shards are hidden while torch.compile traces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zero._torch import is_compiled
+from zero._torch import call_around_compiling, is_compiled
 from zero.features.compile.compiled import (
     BETWEEN_UNITS,
     compiled_in_pieces,
@@ -20,7 +25,6 @@ from zero.features.compile.compiled import (
     compiling_problem,
     refuse_capture,
 )
-from zero.features.compile.tracing import Gradients, watch
 from zero.fsdp.events import ModelEvents
 from zero.fsdp.forward import Forward
 from zero.fsdp.model import Model
@@ -141,3 +145,49 @@ def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any
         return hook(*args)
 
     return unless_traced
+
+
+class Gradients:
+    """Hides the gradients of these parameters from torch.compile, as long as this object exists."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        _alive.add(self)
+
+    def hide(self) -> None:
+        for param in self._params:
+            gradient = param.grad
+            if gradient is not None and not _alike(param, gradient):
+                self._hidden.append((param, gradient))
+                param.grad = None
+
+    def show(self) -> None:
+        for param, gradient in self._hidden:
+            data = param.data
+            param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
+            param.grad = gradient
+            param.data = data
+        self._hidden.clear()
+
+
+_alive: WeakSet[Gradients] = WeakSet()
+
+
+def watch() -> None:
+    """Registers `_hide` and `_show` with torch.compile. Call it again after torch.compiler.reset()."""
+    call_around_compiling(_hide, _show)
+
+
+def _alike(param: nn.Parameter, gradient: Tensor) -> bool:
+    return (param.shape, param.dtype, param.device) == (gradient.shape, gradient.dtype, gradient.device)
+
+
+def _hide(_: object) -> None:
+    for gradients in [*_alive]:
+        gradients.hide()
+
+
+def _show(_: object) -> None:
+    for gradients in [*_alive]:
+        gradients.show()
