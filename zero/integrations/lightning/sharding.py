@@ -24,6 +24,17 @@ REST = "lightning.ckpt"
 """The file in a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
 
 
+_LIGHTNINGS = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend"),
+    *("timeout", "start_method"),
+)
+
+
+def taken_by_lightning(options: dict[str, Any], *more: str) -> dict[str, Any]:
+    """Takes out of the options those of Lightning's own DDPStrategy. more: further ones by which it is called."""
+    return {name: options.pop(name) for name in (*_LIGHTNINGS, *more) if name in options}
+
+
 @dataclass(frozen=True)
 class Sharding:
     """How a model is sharded.
@@ -65,12 +76,9 @@ class Sharding:
             return wrapped
         if self.stage == 2:
             return ShardedDDP(module, [one for one in optimizers if isinstance(one, OSS)], **self.options)
-        return DistributedDataParallel(module, **self.of_ddp(device))
-
-    def of_ddp(self, device: torch.device) -> dict[str, Any]:
-        """DistributedDataParallel's options. Without views it would hold every gradient twice."""
         ids = None if device.type == "cpu" else [device.index]
-        return {"device_ids": ids, "gradient_as_bucket_view": True, **self.options}
+        # Without views it would hold every gradient twice.
+        return DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self.options})
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()
@@ -94,13 +102,11 @@ def sharded_before(module: nn.Module) -> FSDP | None:
     return wrapper
 
 
-def fsdp_of(param: Tensor | None) -> FSDP | None:
-    """The FSDP of a strategy that holds the parameter."""
+def fsdp_of(optimizer: Optimizer) -> FSDP | None:
+    """The FSDP of a strategy that holds the optimizer's parameters."""
+    params = {param for group in optimizer.param_groups for param in group["params"]}
     wrappers = (known() for known in _sharded.values())
-    for one in wrappers:
-        if one is not None and any(param is held for held in one.module.parameters()):
-            return one
-    return None
+    return next((one for one in wrappers if one is not None and not params.isdisjoint(one.module.parameters())), None)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -158,18 +164,6 @@ def scale_for_shards(plugin: Any) -> None:
             plugin.scaler.load_state_dict(scaler.state_dict())
 
 
-# ----------------------------------------------------------------------------------------------------- checkpoints
-
-
-def save_in_shards(path: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Collective. Saves weights and optimizer state into a directory, which keeps one checkpoint."""
-    zero.checkpoint.save(path, model, [*optimizers] or None, keep=1)
-
-
-def load_from_shards(path: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Collective."""
-    zero.checkpoint.load(path, model, [*optimizers] or None)
-
-
 def is_in_shards(path: Any) -> bool:
+    """Whether a checkpoint is a directory that zero.checkpoint has written."""
     return Path(path, REST).is_file()
