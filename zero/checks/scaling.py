@@ -38,18 +38,6 @@ class _Sample:
         now = self.param.grad
         return None if now is None or now.data_ptr() != self.address else now
 
-    @property
-    def touched(self) -> bool:
-        """Whether the gradient was written into since backward."""
-        now = self.current
-        return now is not None and writes_so_far([now]) != self.version
-
-    def factors(self) -> Tensor:
-        """The number that each element was multiplied by since; not finite if it cannot be known."""
-        now = self.current
-        assert now is not None
-        return _first(now).double() / self.values.double()
-
 
 class Scaling:
     """Compares the scaling of gradients between ranks. remedy: the call that replaces clip_grad_norm_."""
@@ -70,14 +58,14 @@ class Scaling:
     @contextmanager
     def alike(self) -> Iterator[None]:
         """A context in which writes scale all gradients by one number that is the same on every rank."""
-        untouched = {sample for sample in self._samples if not sample.touched}
-        yield
-        self._samples = [
-            replace(sample, version=writes_so_far([now]))
-            if sample in untouched and (now := sample.current) is not None
-            else sample
-            for sample in self._samples
+        untouched = [
+            (now := sample.current) is None or writes_so_far([now]) == sample.version for sample in self._samples
         ]
+        yield
+        for number, sample in enumerate(self._samples):
+            now = sample.current
+            if untouched[number] and now is not None:
+                self._samples[number] = replace(sample, version=writes_so_far([now]))
 
     def compare(self, problem: str | None, more: Tensor | None = None) -> Tensor | None:
         """Collective. Raises RuntimeError on every rank if ranks scaled their gradients differently, or if any rank has
@@ -108,13 +96,13 @@ class Scaling:
 
     def _factor(self) -> float | None:
         """The number that all samples were multiplied by; None if they were not, or if it cannot be known."""
-        here = [sample for sample in self._samples if sample.current is not None]
+        here = [(sample, now) for sample in self._samples if (now := sample.current) is not None]
         if self._comm.world == 1 or len(here) < _NEEDED:
             return None
-        if not any(sample.touched for sample in here):
+        if all(writes_so_far([now]) == sample.version for sample, now in here):
             return 1.0
-        lengths = [len(sample.values) for sample in here]
-        of_each = torch.cat([sample.factors() for sample in here]).cpu().split(lengths)
+        factors = [_first(now).double() / sample.values.double() for sample, now in here]  # not finite if not known
+        of_each = torch.cat(factors).cpu().split([len(sample.values) for sample, _ in here])
         known = [finite for factors in of_each if len(finite := factors[factors.isfinite()])]
         if len(known) < _NEEDED:
             return None

@@ -68,17 +68,8 @@ def _unfit(optimizer: object) -> str | None:
 
 def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
     """The arguments that the optimizer was built with and stores, and the names of those that it does not store."""
-    names = [*_named_arguments(type(optimizer))]
-    kept = {name: _value(optimizer, name) for name in names if _keeps(optimizer, name)}
-    return kept, [name for name in names if name not in kept]
-
-
-def _keeps(optimizer: Optimizer, name: str) -> bool:
-    return name in optimizer.defaults or name in vars(optimizer)
-
-
-def _value(optimizer: Optimizer, name: str) -> Any:
-    return optimizer.defaults[name] if name in optimizer.defaults else vars(optimizer)[name]
+    names, held = [*_named_arguments(type(optimizer))], {**vars(optimizer), **optimizer.defaults}
+    return {name: held[name] for name in names if name in held}, [name for name in names if name not in held]
 
 
 def _named_arguments(kind: type) -> Iterable[str]:

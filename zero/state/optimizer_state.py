@@ -277,10 +277,20 @@ def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
 
 
 def _described(optimizer: Sharded, settle: bool) -> str:
-    """`_describe` as JSON. Raises ValueError on every rank if the state of any cannot be written as JSON."""
+    """Descriptions of this rank's state as JSON: {number of the parameter: {key of the leaf: description}}.
+
+    Raises ValueError on every rank if the state of any cannot be written so.
+    """
     text, problem = "", _wrapped(optimizer)
     try:
-        text = json.dumps(_describe(optimizer, settle)) if problem is None else ""
+        if problem is None:
+            text = json.dumps(
+                {
+                    owned.number: {key: leaves.described(leaf) for key, leaf in leaves.opened(state).items()}
+                    for owned in _shards_of(optimizer, optimizer.comm.rank)
+                    for state in [_state_of(optimizer, owned, settle)]
+                }
+            )
     except TypeError as error:
         problem = (
             f"{type(optimizer.optim).__name__} keeps something in its state that is neither a tensor nor a plain value "
@@ -303,15 +313,6 @@ def _wrapped(optimizer: Sharded) -> str | None:
                     "instead, which loads into the same model on as many ranks."
                 )
     return None
-
-
-def _describe(optimizer: Sharded, settle: bool) -> dict[int, dict[str, Any]]:
-    """Descriptions of this rank's state: {number of the parameter: {key of the leaf: description}}."""
-    return {
-        owned.number: {key: leaves.described(leaf) for key, leaf in leaves.opened(state).items()}
-        for owned in _shards_of(optimizer, optimizer.comm.rank)
-        for state in [_state_of(optimizer, owned, settle)]
-    }
 
 
 def _state_of(optimizer: Sharded, owned: ParamShard, settle: bool) -> dict[str, Any]:

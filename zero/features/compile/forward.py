@@ -10,7 +10,7 @@ So gradients of shards are hidden while torch.compile traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -51,8 +51,10 @@ class Compiling(ModelEvents):
         self._enters_by_units = False
         self._inner = {unit.module for unit in model.units[1:]}
         self._freed = {group.full.device for unit in model.units for group in unit.groups if group.frees}
-        self._gradients = Gradients([*model.index])
-        watch()
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        """Gradients that are hidden from torch.compile."""
+        _alive.add(self)
+        _watch()
 
     # ------------------------------------------------------------------------------------------ the hooks of units
 
@@ -106,7 +108,7 @@ class Compiling(ModelEvents):
 
     def _begin(self, run: Forward, traced: bool) -> bool:
         """Begins a forward. Returns whether the module is to run uncompiled although it is compiled."""
-        watch()
+        _watch()
         refuse_capture(self._freed)
         if self._searches_next:
             problem = compiling_problem(self.model.module, self._inner, self._freed)
@@ -135,6 +137,28 @@ class Compiling(ModelEvents):
         finally:
             self._uncompiled = False
 
+    # ------------------------------------------------------------------------------------------ gradients
+
+    def hide_gradients(self) -> None:
+        """Hides the gradients that torch.compile would refuse."""
+        for param in self.model.index:
+            gradient = param.grad
+            if gradient is not None and _kind(gradient) != _kind(param):
+                self._hidden.append((param, gradient))
+                param.grad = None
+
+    def show_gradients(self) -> None:
+        for param, gradient in self._hidden:
+            data = param.data
+            param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
+            param.grad = gradient
+            param.data = data
+        self._hidden.clear()
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
 
 def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the hook, hidden from torch.compile while the unit runs."""
@@ -147,47 +171,19 @@ def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any
     return unless_traced
 
 
-class Gradients:
-    """Hides the gradients of these parameters from torch.compile, as long as this object exists."""
-
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._params = params
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
-        _alive.add(self)
-
-    def hide(self) -> None:
-        for param in self._params:
-            gradient = param.grad
-            if gradient is not None and not _alike(param, gradient):
-                self._hidden.append((param, gradient))
-                param.grad = None
-
-    def show(self) -> None:
-        for param, gradient in self._hidden:
-            data = param.data
-            param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
-            param.grad = gradient
-            param.data = data
-        self._hidden.clear()
+_alive: WeakSet[Compiling] = WeakSet()
 
 
-_alive: WeakSet[Gradients] = WeakSet()
-
-
-def watch() -> None:
+def _watch() -> None:
     """Registers `_hide` and `_show` with torch.compile. Call it again after torch.compiler.reset()."""
     call_around_compiling(_hide, _show)
 
 
-def _alike(param: nn.Parameter, gradient: Tensor) -> bool:
-    return (param.shape, param.dtype, param.device) == (gradient.shape, gradient.dtype, gradient.device)
-
-
 def _hide(_: object) -> None:
-    for gradients in [*_alive]:
-        gradients.hide()
+    for one in [*_alive]:
+        one.hide_gradients()
 
 
 def _show(_: object) -> None:
-    for gradients in [*_alive]:
-        gradients.show()
+    for one in [*_alive]:
+        one.show_gradients()

@@ -63,7 +63,7 @@ class HostMemory(Transport):
             addresses = self._notes(channel, buffers)
             with Transfer(self._order, channel, buffers):
                 result = read(addresses)
-                self._peers.finish()()
+                self._peers.finish()
             return result
 
         return Handle(finish, self._order.queue)

@@ -31,9 +31,6 @@ class CPUOffload:
 
     pin_memory: bool = True
 
-    def home(self) -> Home:
-        return HostHome(self.pin_memory)
-
 
 @dataclass(frozen=True)
 class DiskOffload:
@@ -53,9 +50,6 @@ class DiskOffload:
     """
 
     path: str | Path
-
-    def home(self) -> Home:
-        return Disk(Path(self.path), self)
 
 
 def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
@@ -81,7 +75,9 @@ def home_of(given: Any) -> Home:
     if isinstance(given, Home):
         return given
     offload = as_offload(given)
-    return DEVICE if offload is None else offload.home()
+    if isinstance(offload, DiskOffload):
+        return Disk(Path(offload.path), offload)
+    return DEVICE if offload is None else HostHome(offload.pin_memory)
 
 
 class HostHome(Home):

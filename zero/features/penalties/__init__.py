@@ -72,7 +72,7 @@ class ReadsAtRest(ModelEvents):
     def _record_full_nodes(self, unit: Unit) -> None:
         """Records the nodes of the last forward, which exist if its graph does."""
         nodes = self._full_nodes.setdefault(unit, [])
-        nodes += [_node(param) for group in unit.groups for param in _trained(group)]
+        nodes += [_node(param) for group in unit.groups for param in group.params if param.requires_grad]
         self._reread.discard(unit)
 
     def backward_begins(self) -> None:
@@ -102,10 +102,6 @@ class ReadsAtRest(ModelEvents):
         self._reread.clear()
         self._skipped.clear()
         self._reached.clear()
-
-
-def _trained(group: ShardGroup) -> Iterator[nn.Parameter]:
-    return (param for param in group.params if param.requires_grad)
 
 
 def _node(param: nn.Parameter) -> Node:
@@ -140,7 +136,9 @@ def _before_accumulation(unit: Unit, param: nn.Parameter, name: str, _: tuple[Te
 def _renew_nodes(group: ShardGroup) -> None:
     """Makes torch drop the nodes of the parameters."""
     dtype = torch.float16 if group.shard.dtype != torch.float16 else torch.float32
-    for param in _trained(group):
+    for param in group.params:
+        if not param.requires_grad:
+            continue
         data = param.data
         param.data = data.new_empty(0, dtype=dtype)
         param.data = data

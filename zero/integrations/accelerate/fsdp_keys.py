@@ -68,24 +68,12 @@ def of_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
     return fields(given, "FSDP_... in the environment", launched=True)
 
 
-LAUNCHED = [
-    "version",
-    "sharding_strategy",
-    "reshard_after_forward",
-    "offload_params",
-    "min_num_params",
-    "auto_wrap_policy",
-    "transformer_cls_to_wrap",
-    "backward_prefetch",
-    "state_dict_type",
-    "forward_prefetch",
-    "use_orig_params",
-    "cpu_ram_efficient_loading",
-    "sync_module_states",
-    "activation_checkpointing",
-    "activation_checkpointing_offload",
-    "ignored_modules",
-]
+LAUNCHED = (
+    *("version", "sharding_strategy", "reshard_after_forward", "offload_params", "min_num_params", "auto_wrap_policy"),
+    *("transformer_cls_to_wrap", "backward_prefetch", "state_dict_type", "forward_prefetch", "use_orig_params"),
+    *("cpu_ram_efficient_loading", "sync_module_states", "activation_checkpointing"),
+    *("activation_checkpointing_offload", "ignored_modules"),
+)
 """The keys that `accelerate launch` 1.15 sets in the environment."""
 
 
