@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zero.checks.overflow import Overflow
-from zero.checks.scaling import Scaling
+from zero.checks.scaling import Overflow, Scaling
 from zero.fsdp.events import ModelEvents, makers
 from zero.fsdp.model import Model, models
 from zero.fsdp.unit import TrainingState, Unit
 from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import Finding, Kind, known, title
 from zero.measure.numbers import NOTHING, Written, differs
-from zero.measure.param_groups import SHARD_MARK
+from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.sdp.wrapper import refuse_steps
 from zero.shards.home import Home
 from zero.shards.partition import optimizer_problem
@@ -81,12 +80,15 @@ class Guard(ModelEvents):
             self._before[optimizer] = Written(optimizer)
         for home, own in self._by_home(params).items():
             home.before_step(optimizer, own, closure=closure is not None)
-        return None if closure is None else partial(self._call_and_check, closure, optimizer, params)
+        if closure is None:
+            return None
 
-    def _call_and_check(self, closure: Callable[[], Any], optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Any:
-        loss = closure()
-        self._check(optimizer, params)
-        return loss
+        def call_and_check() -> Any:
+            loss = closure()
+            self._check(optimizer, params)
+            return loss
+
+        return call_and_check
 
     def after_step(self, optimizer: Optimizer) -> None:
         before = self._before.pop(optimizer, None)
@@ -108,7 +110,7 @@ class Guard(ModelEvents):
             home.step(optimizer, own)
 
     def _sharded_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        return [param for group in optimizer.param_groups for param in group["params"] if param in self._index]
+        return [param for param in params_of(optimizer) if param in self._index]
 
     def _by_home(self, params: Sequence[nn.Parameter]) -> dict[Home, Sequence[nn.Parameter]]:
         homes = {group.home for group in self._index.groups}

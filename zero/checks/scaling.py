@@ -1,15 +1,19 @@
-"""Detects gradients that ranks scaled by different numbers between backward and step.
+"""Gradients that ranks scaled by different numbers between backward and step, and gradients that overflowed.
 
 torch.nn.utils.clip_grad_norm_ does so with sharded gradients: it computes the norm of this rank's shards only. A few
 elements of the gradients are copied after backward. If all of them were multiplied by one number since, that number
 must be the same on every rank. torch counts writes into a tensor, except through `.data`; only after a write are
 elements compared, for which the host waits for a GPU.
+
+Loss scaling skips a step whose gradients are not finite (P. Micikevicius et al., Mixed Precision Training, 2018,
+section 3.2). With DistributedDataParallel all ranks see the same gradients and skip the same steps. With shards only
+the owner of the overflowed elements would see them, and torch.amp.GradScaler checks each rank's gradients only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -18,6 +22,9 @@ from torch import Tensor, nn
 
 from zero._torch import writes_so_far
 from zero.comm import Comm
+from zero.fsdp.events import ModelEvents
+from zero.fsdp.model import Model
+from zero.shards.shard_group import ShardGroup
 
 _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
 """Gradients that are sampled, elements of each, and the number of samples that are needed to find a factor."""
@@ -37,6 +44,12 @@ class _Sample:
         """The gradient, if it is still the same tensor."""
         now = self.param.grad
         return None if now is None or now.data_ptr() != self.address else now
+
+    @property
+    def touched(self) -> bool:
+        """Whether the gradient was written into since backward."""
+        now = self.current
+        return now is not None and writes_so_far([now]) != self.version
 
 
 class Scaling:
@@ -58,13 +71,10 @@ class Scaling:
     @contextmanager
     def alike(self) -> Iterator[None]:
         """A context in which writes scale all gradients by one number that is the same on every rank."""
-        untouched = [
-            (now := sample.current) is None or writes_so_far([now]) == sample.version for sample in self._samples
-        ]
+        untouched = {sample for sample in self._samples if not sample.touched}
         yield
         for number, sample in enumerate(self._samples):
-            now = sample.current
-            if untouched[number] and now is not None:
+            if sample in untouched and (now := sample.current) is not None:
                 self._samples[number] = replace(sample, version=writes_so_far([now]))
 
     def compare(self, problem: str | None, more: Tensor | None = None) -> Tensor | None:
@@ -99,7 +109,7 @@ class Scaling:
         here = [(sample, now) for sample in self._samples if (now := sample.current) is not None]
         if self._comm.world == 1 or len(here) < _NEEDED:
             return None
-        if all(writes_so_far([now]) == sample.version for sample, now in here):
+        if not any(sample.touched for sample, _ in here):
             return 1.0
         factors = [_first(now).double() / sample.values.double() for sample, now in here]  # not finite if not known
         of_each = torch.cat(factors).cpu().split([len(sample.values) for sample, _ in here])
@@ -114,3 +124,33 @@ class Scaling:
 
 def _first(gradient: Tensor) -> Tensor:
     return gradient.detach().reshape(-1)[:_ELEMENTS]
+
+
+class Overflow(ModelEvents):
+    """Spreads overflows in shard groups that compute in float16; in all groups once autocast to float16 was seen."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._comm, self._groups = model.comm, model.index.groups
+        self._in_float16: Sequence[ShardGroup] = [one for one in self._groups if one.full.dtype == torch.float16]
+
+    def forward_begins(self) -> None:
+        """Notices autocast to float16, which must be enabled on every rank or none."""
+        device = self._groups[0].full.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            self._in_float16 = self._groups
+
+    def backward_ends(self, reduced: bool) -> None:
+        """Collective. If any rank has gradients that are not finite, writes an inf into a gradient of every rank."""
+        if not reduced or not self._in_float16 or self._comm.world == 1:
+            return
+        params = [param for group in self._in_float16 for param in group.params]
+        gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+        overflow = torch.zeros((), device=params[0].device)
+        if gradients:
+            sums = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients])
+            overflow = 1 - sums.isfinite().all().float()
+        self._comm.all_reduce(overflow, maximum=True)
+        if gradients:  # `overflow` is not read on the host, which would have to wait for a GPU
+            first = gradients[0].view(-1)[:1]
+            first.copy_(torch.where(overflow > 0, math.inf, first))

@@ -32,10 +32,13 @@ def from_torch(given: dict[str, Any], asked: Asked) -> None:
     if not isinstance(own.get("use_orig_params"), bool | None):
         raise ValueError(f"use_orig_params={own['use_orig_params']!r}: leave it out. Parameters are always original.")
     for ignored in own.get("ignored_states") or ():
-        if not isinstance(ignored, nn.Module | nn.Parameter):
+        if isinstance(ignored, nn.Module):
+            asked.ignored_modules.append(ignored)
+        elif isinstance(ignored, nn.Parameter):
+            asked.ignored_parameters.append(ignored)
+        else:
             got = type(ignored).__name__
             raise ValueError(f"ignored_states holds a {got}. Pass modules and parameters of the model.")
-        (asked.ignored_modules if isinstance(ignored, nn.Module) else asked.ignored_parameters).append(ignored)
     asked.prefetch = _prefetch(own, asked.prefetch)
     device = _device(own.get("device_id"))
     if device is not None:

@@ -1,8 +1,6 @@
 """Optimizer state: this rank's shards, and the full state in the plain optimizer's format.
 
-The state tensors of a cut parameter are cut with it (`ParamShard`). The state of a parameter that one rank owns alone
-is not cut. Lists and tuples in the state are handled item by item (`leaves`).
-
+The state tensors of a cut parameter are cut with it (`ParamShard`), their lists and tuples item by item (`leaves`).
 Master weights are an entry of the state, "master", with the values for the next step (`settled`).
 
     full   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
@@ -246,8 +244,7 @@ def numbered(
     optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Converts a state by parameters to the format of state_dict()."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = {param: number for number, param in enumerate(params)}
+    numbers = {param: number for number, param in enumerate(param_groups.params_of(optimizer))}
     return {
         "state": {numbers[param]: state for param, state in taken.items()},
         "param_groups": [

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from zero._torch import asked_by_torch_checkpoint
+from zero.measure.param_groups import params_of
 from zero.oss.saved import SavedState, makers
 from zero.state import optimizer_state as state
 
@@ -31,7 +32,7 @@ class Saved(SavedState):
         self._full = state.consolidate(self.optimizer, to)
 
     def of_params(self) -> dict[nn.Parameter, dict[str, Any]]:
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = params_of(self.optimizer)
         return {params[number]: kept for number, kept in self._for_torch()["state"].items()}
 
     def state_dict(self) -> dict[str, Any]:

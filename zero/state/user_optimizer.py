@@ -17,7 +17,7 @@ from zero._torch import asked_by_torch_checkpoint, takes_state_hooks
 from zero.comm import Comm
 from zero.fsdp.model import Model, models
 from zero.fsdp.saved import OptimizerState, states
-from zero.measure.param_groups import SHARD_MARK
+from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.shard_group import ShardGroup
 from zero.state import optimizer_state as state
 from zero.state.shard_mark import ShardMark, texts_of
@@ -87,8 +87,8 @@ class Stepped(OptimizerState):
         if model.comm.world == 1 or not takes_state_hooks(optimizer):
             return
         shard_groups, comm = model.index.groups, model.comm
-        params = {param for group in optimizer.param_groups for param in group["params"]}
-        alone = all(params.isdisjoint(other.index) for other in models() if other is not model)
+        others = (other.index for other in models() if other is not model)
+        alone = all({*params_of(optimizer)}.isdisjoint(index) for index in others)
 
         def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
             stepped = SteppedShards(optimizer, shard_groups, comm)

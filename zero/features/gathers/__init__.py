@@ -7,7 +7,7 @@ first. Other forwards, state dicts and listings of parameters wait for all gathe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import is_compiled
+from zero._torch import is_compiled, leaves
 from zero.oss.optimizer import OSS
 from zero.sdp.sharded_ddp import Reading, readings
 from zero.shards.shard_group import ShardGroup
@@ -105,7 +105,6 @@ class _Guard:
 
 
 def _finish_all(optimizers: Sequence[OSS]) -> None:
-    """Waits for all gathers of the optimizers."""
     for optimizer in optimizers:
         optimizer.finish_gathers()
 
@@ -127,23 +126,13 @@ class _FinishAsRead(TorchFunctionMode):
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._pending:
-            self._finish_for(args)
-            self._finish_for(kwargs)
-        return function(*args, **kwargs)
-
-    def _finish_for(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            if value in self._pending:
+        for value in leaves((args, kwargs)) if self._pending else ():
+            if isinstance(value, Tensor) and value in self._pending:
                 optimizer, group = self._pending[value]
                 optimizer.finish_gathers([group])
                 for param in group.params:
                     self._pending.pop(param)
-        elif isinstance(value, Mapping):
-            self._finish_for([*value.values()])
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                self._finish_for(item)
+        return function(*args, **kwargs)
 
 
 readings["overlap_param_gather"] = PendingGathers

@@ -106,7 +106,7 @@ class Peers:
                 self._by_descriptor[descriptor] = peer
         self.close = finalize(self, close, [*self._peers.values()], self._pid)
 
-    def announce(self, number: int, address: int) -> None:
+    def announce(self, number: int, address: int = 0) -> None:
         """Sends all ranks the channel of this rank's operation, and the address of its data.
 
         The data must not change until `finish` has returned for this operation.

@@ -6,13 +6,14 @@ in evaluation. From then on the other unit is unsharded with the one that reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from zero._torch import leaves
 from zero.fsdp.events import ModelEvents, makers
 from zero.fsdp.index import Index
 from zero.fsdp.model import Model
@@ -85,24 +86,17 @@ class ForeignReads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if _reads(func):
-            for param in _parameters((*args, *(kwargs or {}).values())):
-                unit = self._index.unit_of(param) if param in self._index else None
-                if unit is not None and not (unit.readable and (unit.users or unit.summoned)):
-                    self._on_read(unit)
+            for value in leaves((args, kwargs)):
+                if isinstance(value, nn.Parameter) and value in self._index:
+                    unit = self._index.unit_of(value)
+                    if not (unit.readable and (unit.users or unit.summoned)):
+                        self._on_read(unit)
         return func(*args, **(kwargs or {}))
 
 
 def _reads(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     return func in _GETTERS_THAT_READ if name == "__get__" else name not in _CALLS_THAT_DO_NOT
-
-
-def _parameters(values: Sequence[Any]) -> Iterator[nn.Parameter]:
-    for value in values:
-        if isinstance(value, nn.Parameter):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _parameters(value)
 
 
 makers.append(Reads)

@@ -20,6 +20,7 @@ from zero.checks.guard import guard_of
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 from zero.measure.kinds import ELEMENTWISE
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.shards.shard_group import ShardGroup
 from zero.shards.steps import Steps, stepped_by
@@ -125,7 +126,7 @@ class StepsOfUnits(StepsInBackward):
     """
 
     def __init__(self, optimizer: Optimizer, model: Model) -> None:
-        held = {param for group in optimizer.param_groups for param in group["params"]}
+        held = {*params_of(optimizer)}
         lacking = any(param.requires_grad and param not in held for param in model.index)
         problem = _problem_of(optimizer)
         if problem is None and lacking:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero._torch import uncompiled
 from zero.comm import Comm
 from zero.features.uneven.joined import Joined
-from zero.features.uneven.ranks import Ranks
+from zero.features.uneven.messages import Ranks
 from zero.fsdp import FSDP
 from zero.sdp import ShardedDDP
 
@@ -52,7 +52,10 @@ def join(
             f"zero.join was given a {type(model).__name__}. It needs the wrapped model first: a "
             "DistributedDataParallel, ShardedDDP or FSDP."
         )
-    ranks = Ranks(_comms_of(model))
+    if isinstance(model, FSDP):
+        ranks = Ranks(model.comms)
+    else:
+        ranks = Ranks([model.comm if isinstance(model, ShardedDDP) else Comm(model.process_group)])
     options = f"divide {divide_by_initial_world_size}, throw {throw_on_early_termination}, enable {enable}"
     ranks.compare([options, *(type(one).__name__ for one in (model, *others))], _unknown(others))
     if not enable or ranks.world == 1:
@@ -66,12 +69,6 @@ def join(
         except Exception as error:
             joined.announce_failure(error)
             raise
-
-
-def _comms_of(model: DistributedDataParallel | ShardedDDP | FSDP) -> list[Comm]:
-    if isinstance(model, FSDP):
-        return model.comms
-    return [model.comm if isinstance(model, ShardedDDP) else Comm(model.process_group)]
 
 
 def _unknown(others: Sequence[object]) -> str | None:

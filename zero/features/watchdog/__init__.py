@@ -87,11 +87,7 @@ class Watchdog:
         return comparisons, (length, tail)
 
     def _write_failure(self, reason: str) -> None:
-        def write() -> None:
-            if not self._store.check([_FAILURE]):
-                self._store.set(_FAILURE, reason)
-
-        self._ask(write)
+        self._ask(lambda: self._store.compare_set(_FAILURE, "", reason))  # unless another rank has written one
 
     def _absent(self) -> str:
         """Returns which ranks have not reported that they wait since the last comparison, in words for the user."""

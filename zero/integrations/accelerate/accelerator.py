@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from zero._torch import follow
 from zero.integrations.accelerate import states
 from zero.integrations.accelerate.choosing import (
+    THEIR_PLUGINS,
     agreed,
     agreed_steps,
     ask_for_ram_efficient_loading,
@@ -34,6 +35,7 @@ from zero.integrations.accelerate.choosing import (
 )
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
+from zero.measure.param_groups import params_of
 from zero.oss import GradScaler
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,8 +66,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
         plugin = chosen_plugin(zero_plugin, given)
-        for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins"):
-            given.pop(name, None)
+        given = {name: value for name, value in given.items() if name not in THEIR_PLUGINS}
         refuse_other_parallelism(given.get("parallelism_config"))
         given["mixed_precision"] = agreed("mixed_precision", given.get("mixed_precision"), plugin.mixed_precision)
         if given["mixed_precision"] == "fp8":
@@ -116,7 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, one in enumerate(args):
             if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
                 ready[number] = of[one] = self.sharding.shard(one)
-                self.sharding.remember_optimizer(of[one])
+                self.sharding.remember(of[one])
         for number, one in enumerate(ready):
             if isinstance(one, nn.Module):
                 if not self._is_sharded(one):
@@ -159,7 +160,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return model
 
     def _is_sharded(self, model: nn.Module) -> bool:
-        return isinstance(model, WRAPPERS) or any(model is one for one in self.sharding.wrapped)
+        return isinstance(model, WRAPPERS) or model in self.sharding.wrapped
 
     def _keep(self, model: nn.Module) -> None:
         if self._is_sharded(model):
@@ -172,6 +173,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         optimizer = self.sharding.shard(optimizer)
+        self.sharding.remember(optimizer)
         prepared = states.ShardedAcceleratedOptimizer(
             optimizer, self.scaler, self._before_step, self.sharding.wrapper_of
         )
@@ -235,8 +237,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if limit is not None:
             self.unscale_gradients(optimizer)
             holder = self.sharding.wrapper_of(optimizer)
-            of = [param for group in optimizer.param_groups for param in group["params"]]
-            self.clip_grad_norm_(of if holder is None else inside(holder).parameters(), limit)
+            self.clip_grad_norm_(params_of(optimizer) if holder is None else inside(holder).parameters(), limit)
         self._unscaled.discard(optimizer)
 
     # --------------------------------------------------------------------------------------------- weights
@@ -292,10 +293,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 states.save_sharded(folder, models, [one.optimizer for one in optimizers])
                 return
             each_node = self.project_configuration.save_on_each_node
-            for number, one in enumerate(weights):
-                states.save_weights(one, folder, number, safe=safe_serialization, each_node=each_node)
-            for number, optimizer in enumerate(optimizers):
-                states.save_optimizer(self.full_optimizer_state(optimizer), folder, number, each_node=each_node)
+            full = (self.full_optimizer_state(one) for one in optimizers)  # collective, one in memory at a time
+            states.save_full(folder, weights, full, safe=safe_serialization, each_node=each_node)
 
         with self._emptied("_save_model_state_pre_hook", write):
             location = super().save_state(output_dir, safe_serialization, **kwargs)

@@ -102,7 +102,7 @@ def fields(
     found["micro_batch_size"] = _micro_batch_size(keys, found["gradient_accumulation_steps"])
     travels_in = keys.take("communication_data_type", lambda name: _DTYPES[name])
     found["reduce_dtype"] = None if stage < 2 and travels_in is torch.float32 else travels_in
-    keys.rest(_REFUSED, _WITHOUT_EFFECT)
+    keys.done(_REFUSED, _WITHOUT_EFFECT)
     return found
 
 
@@ -190,7 +190,7 @@ def _zero(keys: Keys) -> dict[str, Any]:
             f"{keys.name}: ignore_unused_parameters=false is not available: unused parameters have no gradient at "
             "every stage. Remove it."
         )
-    keys.rest(_ZERO_REFUSED, _ZERO_WITHOUT_EFFECT)
+    keys.done(_ZERO_REFUSED, _ZERO_WITHOUT_EFFECT)
     return found
 
 

@@ -74,17 +74,15 @@ class Keys:
             if name in self._left and not _not_said(self._left.pop(name)):
                 self._without_effect.setdefault(reason, []).append(self._written[name])
 
-    def rest(self, refused: Mapping[str, str], without_effect: Mapping[str, str]) -> None:
-        """Handles all keys that are left: refused keys with their reasons, reasons with the keys that have no effect;
-        then calls `done`."""
-        for names, reason in refused.items():
-            self.refuse(names, reason)
-        for reason, names in without_effect.items():
-            self.without_effect(names, reason)
-        self.done()
+    def done(self, refused: Mapping[str, str] | None = None, without_effect: Mapping[str, str] | None = None) -> None:
+        """Raises ValueError for keys that were not read; warns once of those without an effect.
 
-    def done(self) -> None:
-        """Raises ValueError for keys that were not read; warns once of those without an effect."""
+        refused, without_effect: keys that are refused, with the reason; reasons with the keys that have no effect.
+        """
+        for names, reason in (refused or {}).items():
+            self.refuse(names, reason)
+        for reason, names in (without_effect or {}).items():
+            self.without_effect(names, reason)
         if self._left:
             raise ValueError(
                 f"{self.name}: {', '.join(self._written[name] for name in self._left)} is not known to zero. "

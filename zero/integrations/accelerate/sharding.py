@@ -23,8 +23,9 @@ from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.strategy import as_strategy
 from zero.fsdp.wrap import unit_modules
 from zero.integrations.accelerate.plugin import ZeroPlugin
-from zero.interop.averaging import average_by_reading
+from zero.interop.ddp import average_by_reading
 from zero.measure.built import finding_of_built
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.partition import Partition, cut_for
@@ -39,9 +40,9 @@ class Sharding:
 
     def __init__(self, plugin: ZeroPlugin, device: torch.device, ranks_of_a_host: int) -> None:
         self.plugin, self._device, self._ranks_of_a_host = plugin, device, ranks_of_a_host
-        self._wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self.wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        """The wrapped models that still exist, in the order of wrapping."""
         self._optimizers: WeakKeyDictionary[OSS, None] = WeakKeyDictionary()
-        """In the order in which they came."""
 
     # ------------------------------------------------------------------------------------------- wrapping
 
@@ -61,9 +62,7 @@ class Sharding:
                 f"an optimizer was prepared whose parameters are on {elsewhere[0].device}, not on {self._device}. "
                 "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
             )
-        sharded = OSS.from_optimizer(optimizer, partition=self.plugin.partition, offload=self.plugin.offload)
-        self._optimizers[sharded] = None
-        return sharded
+        return OSS.from_optimizer(optimizer, partition=self.plugin.partition, offload=self.plugin.offload)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> nn.Module:
         """Collective. The model, wrapped for this stage. ddp: arguments of DistributedDataParallel, for the stages that
@@ -81,14 +80,12 @@ class Sharding:
         self.remember(wrapped)
         return wrapped
 
-    def remember(self, wrapped: nn.Module) -> None:
-        """From now on includes this model in clipping and saving, as long as it exists."""
-        self._wrapped[wrapped] = None
-
-    @property
-    def wrapped(self) -> list[nn.Module]:
-        """The wrapped models that still exist, in the order of wrapping."""
-        return [*self._wrapped]
+    def remember(self, one: nn.Module | Optimizer) -> None:
+        """From now on includes a wrapped model, or an OSS, in clipping and saving, as long as it exists."""
+        if isinstance(one, OSS):
+            self._optimizers[one] = None
+        elif isinstance(one, nn.Module):
+            self.wrapped[one] = None
 
     def _ddp(self, model: nn.Module, ddp: dict[str, Any]) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": True, **ddp}  # without views DDP holds every gradient twice
@@ -106,7 +103,7 @@ class Sharding:
 
     def _sharded_ddp(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> ShardedDDP:
         known = dict.fromkeys([*optimizers, *self._optimizers])
-        own = [one for one in known if isinstance(one, OSS) and not params_of(one).isdisjoint(model.parameters())]
+        own = [one for one in known if isinstance(one, OSS) and not {*params_of(one)}.isdisjoint(model.parameters())]
         if not own:
             raise ValueError(
                 "a model was prepared at stage 2 without its optimizer, which owns the gradients. Prepare both in one "
@@ -157,7 +154,7 @@ class Sharding:
 
     def _partition(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Partition:
         """The partition that the optimizers need which exist already."""
-        own = [one for one in optimizers if not params_of(one).isdisjoint(model.parameters())]
+        own = [one for one in optimizers if not {*params_of(one)}.isdisjoint(model.parameters())]
         whole = any(cut_for("auto", finding_of_built(one)) == "whole" for one in own)
         return "whole" if whole and self.plugin.partition == "auto" else self.plugin.partition
 
@@ -197,7 +194,7 @@ class Sharding:
             if isinstance(wrapped, FSDP):
                 found.append(wrapped.clip_grad_norm_)
             else:
-                found += [one.clip_grad_norm for one in self._optimizers if params_of(one) & own]
+                found += [one.clip_grad_norm for one in self._optimizers if own.intersection(params_of(one))]
         if found and left:
             raise RuntimeError(
                 f"clip_grad_norm_ got the parameters of a prepared model and {len(left)} that are in no prepared "
@@ -205,15 +202,10 @@ class Sharding:
             )
         return found
 
-    def remember_optimizer(self, optimizer: Optimizer) -> None:
-        """Registers an OSS that the user has built."""
-        if isinstance(optimizer, OSS):
-            self._optimizers[optimizer] = None
-
     def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
         """The wrapper that holds the optimizer's parameters."""
-        params = params_of(optimizer)
-        return next((one for one in self._wrapped if not params.isdisjoint(inside(one).parameters())), None)
+        params = {*params_of(optimizer)}
+        return next((one for one in self.wrapped if not params.isdisjoint(inside(one).parameters())), None)
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -287,10 +279,6 @@ def _recompute(model: nn.Module, units: Sequence[nn.Module]) -> None:
         for name, child in children_of(parent).items():
             if child is not None and child in units:
                 children_of(parent)[name] = recomputed_in_backward(child)
-
-
-def params_of(optimizer: Optimizer) -> set[nn.Parameter]:
-    return {param for group in optimizer.param_groups for param in group["params"]}
 
 
 def _same(device: torch.device, other: torch.device) -> bool:

@@ -7,7 +7,7 @@ them. SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from zero import checkpoint
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
-from zero.integrations.accelerate.sharding import Sharding, inside, params_of
+from zero.integrations.accelerate.sharding import Sharding, inside
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.scripts import full_state_dict
 
@@ -103,14 +104,15 @@ def is_sharded(folder: str) -> bool:
     return Path(folder, _SHARDED).is_dir()
 
 
-def save_weights(weights: dict[str, Any], folder: str, number: int, *, safe: bool, each_node: bool) -> None:
-    """Writes a file, on the ranks that Accelerate has write."""
-    path = _numbered(folder, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
-    save(OrderedDict(weights), path, save_on_each_node=each_node, safe_serialization=safe)
-
-
-def save_optimizer(state: dict[str, Any] | None, folder: str, number: int, *, each_node: bool) -> None:
-    save(state, _numbered(folder, _OPTIMIZER, number), save_on_each_node=each_node)
+def save_full(
+    folder: str, weights: Iterable[dict[str, Any]], optimizers: Iterable[Any], *, safe: bool, each_node: bool
+) -> None:
+    """Writes a file for each model's weights and each optimizer's state, on the ranks that Accelerate has write."""
+    for number, one in enumerate(weights):
+        path = _numbered(folder, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
+        save(OrderedDict(one), path, save_on_each_node=each_node, safe_serialization=safe)
+    for number, state in enumerate(optimizers):
+        save(state, _numbered(folder, _OPTIMIZER, number), save_on_each_node=each_node)
 
 
 def load_weights(model: nn.Module, folder: str, number: int, **options: Any) -> None:
@@ -146,4 +148,4 @@ def _numbered(folder: str, name: str, number: int) -> Path:
 
 
 def _of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    return [one for one in optimizers if not params_of(one).isdisjoint(inside(model).parameters())]
+    return [one for one in optimizers if not {*params_of(one)}.isdisjoint(inside(model).parameters())]

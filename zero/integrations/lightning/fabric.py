@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -18,7 +18,7 @@ from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
 from zero.integrations.lightning.sharding import (
     REST,
-    Sharding,
+    ShardedStrategy,
     clip_by_norm,
     fsdp_of,
     is_in_shards,
@@ -26,11 +26,10 @@ from zero.integrations.lightning.sharding import (
     refuse_clipping_by_value,
     scale_for_shards,
     sharded_before,
-    taken_by_lightning,
 )
 
 
-class ZeroFabricStrategy(DDPStrategy):
+class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
     """ZeRO for Lightning Fabric. Numbers are those of strategy="ddp".
 
         fabric = Fabric(strategy=ZeroFabricStrategy(stage=3, mixed_precision=...), devices=8)
@@ -41,17 +40,10 @@ class ZeroFabricStrategy(DDPStrategy):
     checkpoint="sharded" they write and read a directory, for one model.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        *,
-        oss: Mapping[str, Any] | None = None,
-        checkpoint: Literal["full", "sharded"] = "full",
-        **options: Any,
-    ) -> None:
-        lightnings = taken_by_lightning(options, "precision")
-        self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
-        super().__init__(**lightnings)
+    lightnings = (*ShardedStrategy.lightnings, "precision")
+
+    def __init__(self, stage: int, **options: Any) -> None:
+        super().__init__(stage, **options)
         self._backward_sync_control: Any = _NoSync()
 
     # ------------------------------------------------------------------------------------------- setting up

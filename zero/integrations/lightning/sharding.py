@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -17,22 +17,12 @@ from torch.optim import Optimizer
 import zero
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 
 REST = "lightning.ckpt"
 """The file in a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
-
-
-_LIGHTNINGS = (
-    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend"),
-    *("timeout", "start_method"),
-)
-
-
-def taken_by_lightning(options: dict[str, Any], *more: str) -> dict[str, Any]:
-    """Takes out of the options those of Lightning's own DDPStrategy. more: further ones by which it is called."""
-    return {name: options.pop(name) for name in (*_LIGHTNINGS, *more) if name in options}
 
 
 @dataclass(frozen=True)
@@ -81,6 +71,27 @@ class Sharding:
         return DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self.options})
 
 
+class ShardedStrategy:
+    """The constructor of both strategies, before Lightning's own DDPStrategy; `lightnings` are the options of that."""
+
+    lightnings: tuple[str, ...] = (
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend"),
+        *("timeout", "start_method"),
+    )
+
+    def __init__(
+        self,
+        stage: int,
+        *,
+        oss: Mapping[str, Any] | None = None,
+        checkpoint: Literal["full", "sharded"] = "full",
+        **options: Any,
+    ) -> None:
+        theirs = {name: options.pop(name) for name in self.lightnings if name in options}
+        self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
+        super().__init__(**theirs)
+
+
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()
 """For each module the FSDP with which a strategy has wrapped it."""
 
@@ -104,7 +115,7 @@ def sharded_before(module: nn.Module) -> FSDP | None:
 
 def fsdp_of(optimizer: Optimizer) -> FSDP | None:
     """The FSDP of a strategy that holds the optimizer's parameters."""
-    params = {param for group in optimizer.param_groups for param in group["params"]}
+    params = {*params_of(optimizer)}
     wrappers = (known() for known in _sharded.values())
     return next((one for one in wrappers if one is not None and not params.isdisjoint(one.module.parameters())), None)
 
@@ -133,9 +144,8 @@ def clip_by_norm(model: nn.Module | None, optimizer: Optimizer, max_norm: float,
     if isinstance(optimizer, OSS):
         return optimizer.clip_grad_norm(max_norm, norm_type)
     if not isinstance(model, FSDP):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-    held = {param for group in optimizer.param_groups for param in group["params"]}
+        return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type)
+    held = {*params_of(optimizer)}
     for name, param in model.module.named_parameters():
         if param.requires_grad and param not in held:
             raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
@@ -24,21 +24,20 @@ from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.integrations.lightning.sharding import (
     REST,
-    Sharding,
+    ShardedStrategy,
     clip_by_norm,
     is_in_shards,
     no_sync,
     refuse_clipping_by_value,
     scale_for_shards,
     sharded_before,
-    taken_by_lightning,
     unwrap,
 )
 
 _IN_SHARDS = "zero_in_shards"
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(ShardedStrategy, DDPStrategy):
     """ZeRO for Lightning's Trainer. Numbers are those of strategy="ddp".
 
         trainer = Trainer(strategy=ZeroStrategy(stage=2, oss={"master_dtype": torch.float32}), devices=8)
@@ -54,19 +53,9 @@ class ZeroStrategy(DDPStrategy):
     `zero.unwrap(trainer.strategy.model)` returns the plain module.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        *,
-        oss: Mapping[str, Any] | None = None,
-        checkpoint: Literal["full", "sharded"] = "full",
-        **options: Any,
-    ) -> None:
-        lightnings = taken_by_lightning(options, "precision_plugin")
-        self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
-        self._wrapper: nn.Module | None = None
-        """The FSDP of stage 3. Between runs `model` is the plain module."""
-        super().__init__(**lightnings)
+    lightnings = (*ShardedStrategy.lightnings, "precision_plugin")
+    _wrapper: nn.Module | None = None
+    """The FSDP of stage 3. Between runs `model` is the plain module."""
 
     # ------------------------------------------------------------------------------------------- setting up
 
