@@ -1,7 +1,7 @@
 """What holds for every file of zero/, read from the source: no rank starts, nothing is imported.
 
-1. Imports go down only, _torch <- measure <- comm <- shards <- oss <- sdp <- fsdp <- all else, and a layer uses the
-   public names of those below.
+1. Imports go down only, _torch <- measure <- comm <- shards <- oss <- sdp <- fsdp <- state <- checks <- interop
+   <- features <- all else, and a layer uses the public names of those below.
 2. One folder talks to other ranks.
 3. One folder uses torch's private names.
 4. Nothing is attached to the user's parameters and modules, and no dictionary is keyed by `id(...)`.
@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["_torch", "measure", "comm", "shards", "oss", "sdp", "fsdp"]  # whatever else lies in zero/ is above them all
+CORE = ("comm", "shards", "oss", "sdp", "fsdp")
+LAYERS = ["_torch", "measure", *CORE, "state", "checks", "interop", "features"]  # all else in zero/ is above them
 COMMUNICATING = "zero/comm/"
 KNOWS_TORCH = "zero/_torch/"
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -39,7 +40,6 @@ COMMUNICATION = re.compile(
     "|new_group|new_subgroups|reduce|scatter|split_group|_coalescing_manager|ProcessGroup[A-Z]\\w*"
 )
 
-CORE = ("comm", "shards", "oss", "sdp", "fsdp")
 WORDS = re.compile(
     r"\b((?<!torch\.)int8|offload|disk|two levels|step_in_backward|penalt(y|ies)|compiled?|autocast|rehears(al|ed)"
     r"|host[_ ]memory)\b",

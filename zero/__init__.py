@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from zero import checkpoint, comm, features
+from zero import checkpoint, checks, comm, features, interop, state  # noqa: F401 - three register themselves
 from zero._torch import warn_if_untested
-from zero.checks import guard, state_dicts, step_checks  # noqa: F401 - they register themselves
 from zero.comm import Traffic, traffic
 from zero.fsdp import (
     FSDP,
@@ -15,7 +14,6 @@ from zero.fsdp import (
     Prefetch,
     ShardingStrategy,
 )
-from zero.interop import ddp, from_optimizer, torch_options, within_ddp  # noqa: F401 - they register themselves
 from zero.interop.grad_scaler import GradScaler
 from zero.oss import OSS
 from zero.plan import plan
@@ -24,7 +22,6 @@ from zero.scripts import ParameterCount, count_parameters, full_state_dict, grad
 from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.shards.log import show_as_asked
-from zero.state import saved  # noqa: F401 - it registers itself
 
 if TYPE_CHECKING:  # features bring these, unless their folders are missing
     from zero.features.int8 import Int8
@@ -75,3 +72,6 @@ if not TYPE_CHECKING:  # mypy would take any name for one of zero's
         if name in features.NAMES:
             raise AttributeError(features.missing(features.NAMES[name], f"zero.{name}"))
         raise AttributeError(f"module 'zero' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

@@ -17,6 +17,7 @@ from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import Recipient, full_weights
 from zero.fsdp.model import models_of
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.wrappers import unwrapped
@@ -65,18 +66,15 @@ class ParameterCount(NamedTuple):
 def count_parameters(model: nn.Module) -> ParameterCount:
     """How many parameters a model has, at any stage; `param.numel()` would count a shard. Sends nothing."""
     inner = model.module if isinstance(model, FSDP) else model
-    groups = [group for _, units in models_of(inner) for unit in units for group in unit.groups]
-    full = {param: numel for group in groups for param, numel in zip(group.params, group.layout.numels, strict=True)}
-    own = {
-        param: group.spans[index].numel if index in group.spans else 0
-        for group in groups
-        for index, param in enumerate(group.params)
-    }
-    params = [*inner.parameters()]
+    counts = {param: (param.numel(), param.numel()) for param in inner.parameters()}
+    for group in (group for _, units in models_of(inner) for unit in units for group in unit.groups):
+        for index, (param, numel) in enumerate(zip(group.params, group.layout.numels, strict=True)):
+            if param in counts:
+                counts[param] = numel, group.spans[index].numel if index in group.spans else 0
     return ParameterCount(
-        sum(full.get(param, param.numel()) for param in params),
-        sum(full.get(param, param.numel()) for param in params if param.requires_grad),
-        sum(own.get(param, param.numel()) for param in params),
+        sum(full for full, _ in counts.values()),
+        sum(full for param, (full, _) in counts.items() if param.requires_grad),
+        sum(here for _, here in counts.values()),
     )
 
 
@@ -93,7 +91,7 @@ def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) ->
         return wrapped.grad_norm(norm_type)
     if isinstance(optimizer, OSS):
         return optimizer.grad_norm(norm_type)
-    gradients = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    gradients = [param.grad for param in params_of(optimizer) if param.grad is not None]
     return get_total_norm(gradients, norm_type)
 
 
@@ -116,12 +114,6 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _without_wrapper(module: nn.Module) -> nn.Module:
-    while True:
-        if isinstance(module, (FSDP, ShardedDDP)):
-            module = module.unwrap()
-        elif isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif isinstance((inside := uncompiled(module)), (FSDP, ShardedDDP, DistributedDataParallel)):
-            module = inside
-        else:
-            return module
+    for wrapper in unwrapped(module)[1]:
+        module = wrapper.unwrap() if isinstance(wrapper, FSDP | ShardedDDP) else wrapper.module
+    return module

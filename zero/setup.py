@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.interop.averaging import average_by_reading
+from zero.interop.ddp import average_by_reading
 from zero.measure.kinds import finding_of, known, title
 from zero.measure.named import build
 from zero.oss import OSS

@@ -11,12 +11,14 @@ from zero.fsdp import FSDP
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 
+Wrapped = DistributedDataParallel | ShardedDDP | FSDP
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
     """The user's own module, and what wraps it, from the outside in. torch.compile is not among the wrappers."""
-    wrappers: list[nn.Module] = []
+    wrappers: list[Wrapped] = []
     while True:
-        if isinstance(model, DistributedDataParallel | ShardedDDP | FSDP):
+        if isinstance(model, Wrapped):
             wrappers.append(model)
             model = model.module
         elif (inside := uncompiled(model)) is not model:

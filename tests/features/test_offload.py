@@ -24,7 +24,7 @@ from models import CASES
 from sidebyside import SideBySide, sgd, stage_3
 from zero.comm.wire import PLAIN
 from zero.features.offload.disk import Disk
-from zero.features.writes.writes import GroupWrites
+from zero.features.writes import GroupWrites
 from zero.fsdp.full_weights import _Gradients
 
 

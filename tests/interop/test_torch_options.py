@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import ranks
 import zero
 from sidebyside import data
-from zero.features.offload.homes import as_offload
+from zero.features.offload import as_offload
 from zero.fsdp.options import Asked
 from zero.fsdp.prefetch import as_prefetch
 from zero.interop.torch_options import from_torch

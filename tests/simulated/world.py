@@ -20,7 +20,7 @@ from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
 from zero.comm.streams import Streams
 from zero.comm.transport import Local, Transport
-from zero.features.offload import homes as offload
+from zero.features import offload
 from zero.plan.transport import Rehearsal
 from zero.shards.masters import Masters
 

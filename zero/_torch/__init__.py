@@ -5,126 +5,82 @@ Supported is torch 2.11 and what came after it; the suite is run with 2.11, 2.13
 serves. To try `zero` with a newer torch, look through this folder. Other folders import from here, not from its files.
 """
 
-from zero._torch.autograd import at_end_of_backward, base_of, in_a_backward, keeps_graph, writes_into, writes_so_far
-from zero._torch.compiling import (
-    call_around_compiling,
-    called_by_cuda_graphs,
-    compiled_to_cuda_graphs,
-    compiled_without_breaks,
-    is_compiled,
-    name_without_compile,
-    named_as_compiled,
-    uncompiled,
-)
-from zero._torch.fake import NEEDS_VALUES, has_values, is_of_two_devices, without_values
-from zero._torch.joining import averaged_by, divides_by_ranks_with_data, join_mark, living_joins_of
-from zero._torch.modules import (
-    BATCH_NORM,
-    buffers_of,
-    children_of,
-    chosen_by_policy,
-    classes_to_ignore,
-    recomputed_in_backward,
-    state_dict_hooks_of,
-)
-from zero._torch.optimizers import (
-    GradScaler,
-    call_stepped,
-    follow,
-    takes_state_hooks,
-    without_optimizer_hooks,
-)
-from zero._torch.process_groups import (
-    abort,
-    all_gather_of_one_tensor,
-    all_to_all_of_one_tensor,
-    another_like,
-    backend_of,
-    in_stream_order,
-    reduce_scatter_of_one_tensor,
-    store_of,
-    timeout_of,
-)
-from zero._torch.recording import (
-    CPU_ATTENTION,
-    CPU_ATTENTION_BACKWARD,
-    DEVICE_OF,
-    VALUE_OF,
-    DispatchMode,
-    profiler_range,
-)
-from zero._torch.tensors import (
-    add_all,
-    copy_all,
-    leaves,
-    load_plain_values,
-    multiply_all,
-    norms_of,
-    without_memory,
-    wrap_others,
-    wraps_others,
-)
-from zero._torch.versions import NEWEST_TESTED, warn_if_untested
+import warnings
+from functools import cache
 
-__all__ = [
-    "BATCH_NORM",
-    "CPU_ATTENTION",
-    "CPU_ATTENTION_BACKWARD",
-    "DEVICE_OF",
-    "DispatchMode",
-    "GradScaler",
-    "NEEDS_VALUES",
-    "NEWEST_TESTED",
-    "VALUE_OF",
-    "abort",
-    "add_all",
-    "all_gather_of_one_tensor",
-    "all_to_all_of_one_tensor",
-    "another_like",
-    "at_end_of_backward",
-    "averaged_by",
-    "backend_of",
-    "base_of",
-    "buffers_of",
-    "call_around_compiling",
-    "call_stepped",
-    "called_by_cuda_graphs",
-    "children_of",
-    "chosen_by_policy",
-    "classes_to_ignore",
-    "compiled_to_cuda_graphs",
-    "compiled_without_breaks",
-    "copy_all",
-    "divides_by_ranks_with_data",
-    "follow",
-    "has_values",
-    "in_a_backward",
-    "in_stream_order",
-    "is_compiled",
-    "is_of_two_devices",
-    "join_mark",
-    "keeps_graph",
-    "leaves",
-    "living_joins_of",
-    "load_plain_values",
-    "multiply_all",
-    "name_without_compile",
-    "named_as_compiled",
-    "norms_of",
-    "profiler_range",
-    "recomputed_in_backward",
-    "reduce_scatter_of_one_tensor",
-    "state_dict_hooks_of",
-    "store_of",
-    "takes_state_hooks",
-    "timeout_of",
-    "uncompiled",
-    "warn_if_untested",
-    "without_memory",
-    "without_optimizer_hooks",
-    "without_values",
-    "wrap_others",
-    "wraps_others",
-    "writes_into",
-    "writes_so_far",
-]
+import torch
+
+from zero._torch.autograd import at_end_of_backward as at_end_of_backward
+from zero._torch.autograd import base_of as base_of
+from zero._torch.autograd import in_a_backward as in_a_backward
+from zero._torch.autograd import keeps_graph as keeps_graph
+from zero._torch.autograd import writes_into as writes_into
+from zero._torch.autograd import writes_so_far as writes_so_far
+from zero._torch.compiling import call_around_compiling as call_around_compiling
+from zero._torch.compiling import called_by_cuda_graphs as called_by_cuda_graphs
+from zero._torch.compiling import compiled_to_cuda_graphs as compiled_to_cuda_graphs
+from zero._torch.compiling import compiled_without_breaks as compiled_without_breaks
+from zero._torch.compiling import is_compiled as is_compiled
+from zero._torch.compiling import name_without_compile as name_without_compile
+from zero._torch.compiling import named_as_compiled as named_as_compiled
+from zero._torch.compiling import uncompiled as uncompiled
+from zero._torch.modules import BATCH_NORM as BATCH_NORM
+from zero._torch.modules import averaged_by as averaged_by
+from zero._torch.modules import buffers_of as buffers_of
+from zero._torch.modules import children_of as children_of
+from zero._torch.modules import chosen_by_policy as chosen_by_policy
+from zero._torch.modules import classes_to_ignore as classes_to_ignore
+from zero._torch.modules import divides_by_ranks_with_data as divides_by_ranks_with_data
+from zero._torch.modules import join_mark as join_mark
+from zero._torch.modules import living_joins_of as living_joins_of
+from zero._torch.modules import recomputed_in_backward as recomputed_in_backward
+from zero._torch.modules import state_dict_hooks_of as state_dict_hooks_of
+from zero._torch.optimizers import GradScaler as GradScaler
+from zero._torch.optimizers import asked_by_torch_checkpoint as asked_by_torch_checkpoint
+from zero._torch.optimizers import call_stepped as call_stepped
+from zero._torch.optimizers import follow as follow
+from zero._torch.optimizers import takes_state_hooks as takes_state_hooks
+from zero._torch.optimizers import without_optimizer_hooks as without_optimizer_hooks
+from zero._torch.process_groups import abort as abort
+from zero._torch.process_groups import all_gather_of_one_tensor as all_gather_of_one_tensor
+from zero._torch.process_groups import all_to_all_of_one_tensor as all_to_all_of_one_tensor
+from zero._torch.process_groups import another_like as another_like
+from zero._torch.process_groups import backend_of as backend_of
+from zero._torch.process_groups import in_stream_order as in_stream_order
+from zero._torch.process_groups import reduce_scatter_of_one_tensor as reduce_scatter_of_one_tensor
+from zero._torch.process_groups import store_of as store_of
+from zero._torch.process_groups import timeout_of as timeout_of
+from zero._torch.recording import CPU_ATTENTION as CPU_ATTENTION
+from zero._torch.recording import CPU_ATTENTION_BACKWARD as CPU_ATTENTION_BACKWARD
+from zero._torch.recording import DEVICE_OF as DEVICE_OF
+from zero._torch.recording import VALUE_OF as VALUE_OF
+from zero._torch.recording import DispatchMode as DispatchMode
+from zero._torch.recording import profiler_range as profiler_range
+from zero._torch.tensors import NEEDS_VALUES as NEEDS_VALUES
+from zero._torch.tensors import add_all as add_all
+from zero._torch.tensors import copy_all as copy_all
+from zero._torch.tensors import has_values as has_values
+from zero._torch.tensors import is_of_two_devices as is_of_two_devices
+from zero._torch.tensors import leaves as leaves
+from zero._torch.tensors import load_plain_values as load_plain_values
+from zero._torch.tensors import multiply_all as multiply_all
+from zero._torch.tensors import norms_of as norms_of
+from zero._torch.tensors import without_memory as without_memory
+from zero._torch.tensors import without_values as without_values
+from zero._torch.tensors import wrap_others as wrap_others
+from zero._torch.tensors import wraps_others as wraps_others
+
+NEWEST_TESTED = (2, 15)
+
+
+@cache
+def warn_if_untested() -> None:
+    """Warns, once a process, where the running torch is of a newer minor version than any that was tested."""
+    minor = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    if minor > NEWEST_TESTED:
+        tested = ".".join(map(str, NEWEST_TESTED))
+        warnings.warn(
+            f"torch {torch.__version__} is newer than {tested}, the newest that this version of zero was tested with. "
+            "Compare a few steps with DistributedDataParallel, and look for a newer zero.",
+            stacklevel=2,
+        )

@@ -1,10 +1,13 @@
-"""Modules: their children, buffers and hooks, and torch's wrap policies."""
+"""Modules: their children, buffers and hooks, torch's wrap policies, and what DistributedDataParallel and Join keep."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -56,3 +59,24 @@ def recomputed_in_backward(module: nn.Module) -> nn.Module:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     return checkpoint_wrapper(module)
+
+
+def join_mark(joinable: Joinable) -> Any:
+    """How a Join last marked the object: `enable`, whether it may end early; `is_first_joinable`. Stays afterwards."""
+    return joinable._join_config
+
+
+def living_joins_of(joinable: Joinable) -> list[Join]:
+    """The Joins that the object is in. Goes through every object of the process."""
+    joins = [one for one in gc.get_objects() if type(one) is Join]
+    return [one for one in joins if any(joinable is other for other in one._joinables)]
+
+
+def averaged_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters whose gradients DistributedDataParallel averages: those of its module when it was built."""
+    return list(ddp._module_parameters)
+
+
+def divides_by_ranks_with_data(model: nn.Module | None) -> bool:
+    """Whether DistributedDataParallel does so, as after Join(divide_by_initial_world_size=False)."""
+    return not getattr(model, "_divide_by_initial_world_size", True)

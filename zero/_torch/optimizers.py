@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -13,6 +14,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 from torch.optim.lr_scheduler import LRScheduler
+
+_FRAMES = 10
+"""Frames that are searched for torch.distributed.checkpoint, below hooks and decorators of torch.optim.Optimizer."""
+
+
+def asked_by_torch_checkpoint() -> bool:
+    """Whether torch.distributed.checkpoint is among the callers. torch has no public sign of such a call.
+
+    torch.distributed.checkpoint.state_dict calls an optimizer's state_dict() on every rank and saves the result of one
+    rank, so it must get the full state. Its calls are collective, so the answer may be.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def takes_state_hooks(optimizer: Optimizer) -> bool:

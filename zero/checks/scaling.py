@@ -1,15 +1,19 @@
-"""Detects gradients that ranks scaled by different numbers between backward and step.
+"""Gradients that ranks scaled by different numbers between backward and step, and gradients that overflowed.
 
 torch.nn.utils.clip_grad_norm_ does so with sharded gradients: it computes the norm of this rank's shards only. A few
 elements of the gradients are copied after backward. If all of them were multiplied by one number since, that number
 must be the same on every rank. torch counts writes into a tensor, except through `.data`; only after a write are
 elements compared, for which the host waits for a GPU.
+
+Loss scaling skips a step whose gradients are not finite (P. Micikevicius et al., Mixed Precision Training, 2018,
+section 3.2). With DistributedDataParallel all ranks see the same gradients and skip the same steps. With shards only
+the owner of the overflowed elements would see them, and torch.amp.GradScaler checks each rank's gradients only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -18,6 +22,9 @@ from torch import Tensor, nn
 
 from zero._torch import writes_so_far
 from zero.comm import Comm
+from zero.fsdp.events import ModelEvents
+from zero.fsdp.model import Model
+from zero.shards.shard_group import ShardGroup
 
 _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
 """Gradients that are sampled, elements of each, and the number of samples that are needed to find a factor."""
@@ -44,12 +51,6 @@ class _Sample:
         now = self.current
         return now is not None and writes_so_far([now]) != self.version
 
-    def factors(self) -> Tensor:
-        """The number that each element was multiplied by since; not finite if it cannot be known."""
-        now = self.current
-        assert now is not None
-        return _first(now).double() / self.values.double()
-
 
 class Scaling:
     """Compares the scaling of gradients between ranks. remedy: the call that replaces clip_grad_norm_."""
@@ -72,12 +73,9 @@ class Scaling:
         """A context in which writes scale all gradients by one number that is the same on every rank."""
         untouched = {sample for sample in self._samples if not sample.touched}
         yield
-        self._samples = [
-            replace(sample, version=writes_so_far([now]))
-            if sample in untouched and (now := sample.current) is not None
-            else sample
-            for sample in self._samples
-        ]
+        for number, sample in enumerate(self._samples):
+            if sample in untouched and (now := sample.current) is not None:
+                self._samples[number] = replace(sample, version=writes_so_far([now]))
 
     def compare(self, problem: str | None, more: Tensor | None = None) -> Tensor | None:
         """Collective. Raises RuntimeError on every rank if ranks scaled their gradients differently, or if any rank has
@@ -108,13 +106,13 @@ class Scaling:
 
     def _factor(self) -> float | None:
         """The number that all samples were multiplied by; None if they were not, or if it cannot be known."""
-        here = [sample for sample in self._samples if sample.current is not None]
+        here = [(sample, now) for sample in self._samples if (now := sample.current) is not None]
         if self._comm.world == 1 or len(here) < _NEEDED:
             return None
-        if not any(sample.touched for sample in here):
+        if not any(sample.touched for sample, _ in here):
             return 1.0
-        lengths = [len(sample.values) for sample in here]
-        of_each = torch.cat([sample.factors() for sample in here]).cpu().split(lengths)
+        factors = [_first(now).double() / sample.values.double() for sample, now in here]  # not finite if not known
+        of_each = torch.cat(factors).cpu().split([len(sample.values) for sample, _ in here])
         known = [finite for factors in of_each if len(finite := factors[factors.isfinite()])]
         if len(known) < _NEEDED:
             return None
@@ -126,3 +124,33 @@ class Scaling:
 
 def _first(gradient: Tensor) -> Tensor:
     return gradient.detach().reshape(-1)[:_ELEMENTS]
+
+
+class Overflow(ModelEvents):
+    """Spreads overflows in shard groups that compute in float16; in all groups once autocast to float16 was seen."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._comm, self._groups = model.comm, model.index.groups
+        self._in_float16: Sequence[ShardGroup] = [one for one in self._groups if one.full.dtype == torch.float16]
+
+    def forward_begins(self) -> None:
+        """Notices autocast to float16, which must be enabled on every rank or none."""
+        device = self._groups[0].full.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            self._in_float16 = self._groups
+
+    def backward_ends(self, reduced: bool) -> None:
+        """Collective. If any rank has gradients that are not finite, writes an inf into a gradient of every rank."""
+        if not reduced or not self._in_float16 or self._comm.world == 1:
+            return
+        params = [param for group in self._in_float16 for param in group.params]
+        gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+        overflow = torch.zeros((), device=params[0].device)
+        if gradients:
+            sums = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients])
+            overflow = 1 - sums.isfinite().all().float()
+        self._comm.all_reduce(overflow, maximum=True)
+        if gradients:  # `overflow` is not read on the host, which would have to wait for a GPU
+            first = gradients[0].view(-1)[:1]
+            first.copy_(torch.where(overflow > 0, math.inf, first))

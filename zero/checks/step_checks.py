@@ -50,14 +50,15 @@ class Gradients(StepCheck):
     def _wrapped(self) -> str | None:
         """Returns an error message for an optimizer around OSS that keeps state of parameters. Looks once."""
         self._looked_around = True
-        for one in working_by(self.optimizer):
-            name, kind = type(one).__name__, type(self.optimizer.optim).__name__
-            return (
-                f"{name} steps by OSS and keeps state of its own for the parameters. With ShardedDDP gradients are "
-                f"with their owners only, so ranks would do different things. Put {name} inside: "
-                f"OSS(params, lambda params, **options: {name}({kind}(params, **options)))."
-            )
-        return None
+        one = next(working_by(self.optimizer), None)
+        if one is None:
+            return None
+        name, kind = type(one).__name__, type(self.optimizer.optim).__name__
+        return (
+            f"{name} steps by OSS and keeps state of its own for the parameters. With ShardedDDP gradients are with "
+            f"their owners only, so ranks would do different things. Put {name} inside: "
+            f"OSS(params, lambda params, **options: {name}({kind}(params, **options)))."
+        )
 
 
 NO_GRADIENT = (

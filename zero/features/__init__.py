@@ -3,13 +3,14 @@ that is deleted is missed by nothing but what it brings. Whoever asks for that i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
 from zero.comm import link
 from zero.shards import home
-from zero.shards.placement import Placement, optimizer_shardings
+from zero.shards.placement import optimizer_shardings
 
 NAMES = {
     "CPUOffload": "offload",
@@ -25,9 +26,9 @@ def plug_in() -> dict[str, Any]:
     """Imports every feature that is there; each registers itself at the seams that it needs. Returns what `zero` is to
     have by name."""
     features = {name: import_module(f"{__name__}.{name}") for name in present()}
-    for feature, refuse in _REFUSALS.items():
+    for feature, (registry, refusals) in _REFUSALS.items():
         if feature not in features:
-            refuse()
+            registry.update(refusals)
     return {name: vars(features[feature])[name] for name, feature in NAMES.items() if feature in features}
 
 
@@ -50,29 +51,22 @@ def missing(feature: str, what: str) -> str | None:
 # ------------------------------------------------------------------------------- options of features that are missing
 
 
-def _refuse_homes() -> None:
-    def refuse(given: Any) -> home.Home:
-        if given in (None, False):
-            return home.DEVICE
-        raise ValueError(missing("offload", f"offload={given!r}"))
+def _refusal(feature: str, option: str, *nothing: Any, otherwise: Any = None) -> Callable[..., Any]:
+    """A function that returns `otherwise` for values which ask for nothing, and raises ValueError for others."""
 
-    home.homes.update(dict.fromkeys(["offload", "cpu_offload"], refuse))
+    def refuse(given: Any) -> Any:
+        if given not in nothing:
+            raise ValueError(missing(feature, f"{option}={given!r}"))
+        return otherwise
 
-
-def _refuse_placement() -> None:
-    def refuse(given: Placement, strategy: str) -> Placement:
-        raise ValueError(missing("two_levels", "optimizer_sharding='all'"))
-
-    optimizer_shardings["all"] = refuse
+    return refuse
 
 
-def _refuse_setting() -> None:
-    def refuse(given: Any) -> None:
-        if given not in (None, "off"):
-            raise ValueError(missing("host_memory", f"host_memory={given!r}"))
-
-    link.settings["host_memory"] = refuse
-
-
-_REFUSALS = {"offload": _refuse_homes, "two_levels": _refuse_placement, "host_memory": _refuse_setting}
-"""By feature: has its options refused, with the name of the folder."""
+_NO_HOME = _refusal("offload", "offload", None, False, otherwise=home.DEVICE)
+_NO_PLACEMENT = _refusal("two_levels", "optimizer_sharding")
+_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Callable[..., Any]]]] = {
+    "offload": (home.homes, {"offload": _NO_HOME, "cpu_offload": _NO_HOME}),
+    "two_levels": (optimizer_shardings, {"all": lambda placement, strategy: _NO_PLACEMENT("all")}),
+    "host_memory": (link.settings, {"host_memory": _refusal("host_memory", "host_memory", None, "off")}),
+}
+"""By feature: a registry, and what stands there for its options if the folder is missing."""

@@ -127,7 +127,7 @@ class ZeroTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state: Any = {"in": "zero"}
-        if self._sharded and self._saves_shards:
+        if self._sharded and self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT":
             states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer.optimizer])
         elif self._sharded:
             state = states.full_state(self.accelerator.sharding, self.optimizer.optimizer, self._writer)
@@ -141,10 +141,6 @@ class ZeroTrainerMixin:
         states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer.optimizer])
         with self._optimizer_is(_StandIn(None)):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-
-    @property
-    def _saves_shards(self) -> bool:
-        return bool(self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT")
 
     @contextmanager
     def _optimizer_is(self, optimizer: Any) -> Iterator[None]:

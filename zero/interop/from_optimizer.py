@@ -42,7 +42,13 @@ def from_optimizer(
     problem = _unfit(optimizer)
     if problem is None and optim is None:
         kept, missing = arguments(optimizer)
-        problem = _not_kept(optimizer, missing) if missing else None
+        name = called(type(optimizer))
+        if missing:
+            problem = (
+                f"{name} does not keep what it was built with: {', '.join(missing)} is neither in its defaults nor an "
+                f"attribute. Pass optim={name}, or a functools.partial of it with the arguments that are not its "
+                "defaults."
+            )
     states = len(optimizer.state) if problem is None else 0
     signature = [f"optimizer {type(optimizer).__name__} with state of {states} parameters"]
     Comm(group).compare("the optimizers given to OSS.from_optimizer", signature, problem)
@@ -68,17 +74,8 @@ def _unfit(optimizer: object) -> str | None:
 
 def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
     """The arguments that the optimizer was built with and stores, and the names of those that it does not store."""
-    names = [*_named_arguments(type(optimizer))]
-    kept = {name: _value(optimizer, name) for name in names if _keeps(optimizer, name)}
-    return kept, [name for name in names if name not in kept]
-
-
-def _keeps(optimizer: Optimizer, name: str) -> bool:
-    return name in optimizer.defaults or name in vars(optimizer)
-
-
-def _value(optimizer: Optimizer, name: str) -> Any:
-    return optimizer.defaults[name] if name in optimizer.defaults else vars(optimizer)[name]
+    names, held = [*_named_arguments(type(optimizer))], {**vars(optimizer), **optimizer.defaults}
+    return {name: held[name] for name in names if name in held}, [name for name in names if name not in held]
 
 
 def _named_arguments(kind: type) -> Iterable[str]:
@@ -92,14 +89,6 @@ def _named_arguments(kind: type) -> Iterable[str]:
         yield from [one.name for one in named if one.name not in positional[:2]]  # self and the parameters
         if not any(one.kind is one.VAR_KEYWORD for one in signature.values()):
             return
-
-
-def _not_kept(optimizer: Optimizer, missing: list[str]) -> str:
-    name = called(type(optimizer))
-    return (
-        f"{name} does not keep what it was built with: {', '.join(missing)} is neither in its defaults nor an "
-        f"attribute. Pass optim={name}, or a functools.partial of it with the arguments that are not its defaults."
-    )
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -31,10 +31,15 @@ def from_torch(given: dict[str, Any], asked: GivenOptions) -> None:
     own = {name: given.pop(name) for name in NAMES if name in given}
     if not isinstance(own.get("use_orig_params"), bool | None):
         raise ValueError(f"use_orig_params={own['use_orig_params']!r}: leave it out. Parameters are always original.")
-    modules, params = _ignored(own.get("ignored_states"))
+    for ignored in own.get("ignored_states") or ():
+        if isinstance(ignored, nn.Module):
+            asked.ignored_modules.append(ignored)
+        elif isinstance(ignored, nn.Parameter):
+            asked.ignored_parameters.append(ignored)
+        else:
+            got = type(ignored).__name__
+            raise ValueError(f"ignored_states holds a {got}. Pass modules and parameters of the model.")
     asked.prefetch = _prefetch(own, asked.prefetch)
-    asked.ignored_modules += modules
-    asked.ignored_parameters += params
     device = _device(own.get("device_id"))
     if device is not None:
         asked.before.append(partial(_move, device))
@@ -67,15 +72,6 @@ def _prefetch(given: Mapping[str, Any], own: Any) -> Any:
         forward_prefetch=given.get("forward_prefetch", default.forward_prefetch),
         limit=None if given.get("limit_all_gathers", True) else 3,
     )
-
-
-def _ignored(states: Iterable[Any] | None) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    states = [*(states or ())]
-    for state in states:
-        if not isinstance(state, nn.Module | nn.Parameter):
-            got = type(state).__name__
-            raise ValueError(f"ignored_states holds a {got}. Pass modules and parameters of the model.")
-    return [each for each in states if isinstance(each, nn.Module)], [p for p in states if isinstance(p, nn.Parameter)]
 
 
 def _device(given: Any) -> torch.device | None:

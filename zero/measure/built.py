@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero.measure.kinds import Finding, known, measured
-from zero.measure.param_groups import described_options, options
+from zero.measure.param_groups import described_options, options, params_of
 
 
 def finding_of_built(optimizer: Optimizer) -> Finding:
@@ -84,7 +84,7 @@ def working_by(optimizer: Optimizer) -> Iterator[Optimizer]:
 
     Takes as long as `around`.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     for each in gc.get_objects():
         if issubclass(type(each), Optimizer) and any(one is optimizer for one in vars(each).values()):
             own = vars(each).get("state", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +25,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
 )
 """torch's optimizers whose step of one element reads no other element: a shard is stepped as in the full parameter."""
 
-_TENSORWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+_TENSORWISE = (torch.optim.Adafactor, torch.optim.Muon)
 
 _found: WeakKeyDictionary[Any, dict[tuple[str, int | None], Finding]] = WeakKeyDictionary()
 
@@ -100,9 +101,11 @@ def measured(
             findings[key] = _remembered(source, (key, granularity), build, group)
     kinds = {finding.kind: finding for finding in findings.values()}
     worst = next(kinds[kind] for kind in _WORST_FIRST if kind in kinds)
-    writes_numbers = any(finding.writes_numbers for finding in findings.values())
-    return Finding(
-        worst.kind, worst.reason, writes_numbers, any(finding.writes_frozen for finding in findings.values())
+    found = findings.values()
+    return replace(
+        worst,
+        writes_numbers=any(one.writes_numbers for one in found),
+        writes_frozen=any(one.writes_frozen for one in found),
     )
 
 

@@ -1,13 +1,19 @@
-"""The options of parameter groups."""
+"""Parameter groups: their parameters and options."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 SHARD_MARK = "zero_shard"
 """Key that marks one rank's shard, in a state_dict or its groups."""
+
+
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of all groups, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:

@@ -76,8 +76,8 @@ class Finding:
     writes_frozen: bool = False
 
 
-class _LateError(Exception):
-    """The time limit has passed."""
+class _LateError(BaseException):
+    """The time limit has passed. No optimizer's error: what these are caught by does not catch it."""
 
 
 class _DifferenceError(Exception):
@@ -120,8 +120,6 @@ class _Measure:
     def find(self, granularity: int | None) -> Finding:
         try:
             shapes, full = self._first()
-        except _LateError:
-            raise
         except Exception as error:  # the optimizer is foreign code, and may raise anything
             return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(error)}", writes_numbers=True)
         writes = any(each != full.numbers[0] for each in full.numbers)
@@ -129,8 +127,6 @@ class _Measure:
             self._compare_lists(shapes, full)
         except _DifferenceError as difference:
             return Finding(Kind.COUPLED, str(difference), writes)
-        except _LateError:
-            raise
         except Exception as error:
             return Finding(Kind.UNKNOWN, f"a step of some of its tensors raised {_text(error)}", writes_numbers=True)
         try:
@@ -141,8 +137,6 @@ class _Measure:
                 self._compare_shards([(max(_LONG, (granularity or 0) + _LONG // 5),)], granularity)
         except _DifferenceError as difference:
             return Finding(Kind.TENSORWISE, str(difference), writes)
-        except _LateError:
-            raise
         except Exception as error:
             return Finding(Kind.TENSORWISE, f"a step of shards of tensors raised {_text(error)}", writes)
         return Finding(Kind.ELEMENTWISE, writes_numbers=writes)
@@ -152,8 +146,6 @@ class _Measure:
         (value, gradient), (frozen, _) = _values([_MATRIX, _MATRIX])
         try:
             return not torch.equal(self._run([(value, gradient), (frozen, None)]).values[1], frozen)
-        except _LateError:
-            raise
         except Exception:  # not measured, so it may write
             return True
 
@@ -173,8 +165,6 @@ class _Measure:
                     if any(torch.equal(value, old) for value, (old, _) in zip(full.values, given, strict=True)):
                         raise RuntimeError("it left a tensor as it was")
                     return shapes, full
-                except _LateError:
-                    raise
                 except Exception as error:
                     first = first or error
         assert first is not None
@@ -339,8 +329,7 @@ def _same(one: Any, other: Any) -> bool:
             return False
         with suppress(RuntimeError, NotImplementedError):  # tensor classes of other libraries
             return bool(((one == other) | ((one != one) & (other != other))).all())
-        return True
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+    elif isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return one == other or (one != one and other != other)
     return True
 

@@ -1,8 +1,6 @@
 """Optimizer state: this rank's shards, and the full state in the plain optimizer's format.
 
-The state tensors of a cut parameter are cut with it (`ParamShard`). The state of a parameter that one rank owns alone
-is not cut. Lists and tuples in the state are handled item by item (`leaves`).
-
+The state tensors of a cut parameter are cut with it (`ParamShard`), their lists and tuples item by item (`leaves`).
 Master weights are an entry of the state, "master", with the values for the next step (`settled`).
 
     full   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
@@ -246,8 +244,7 @@ def numbered(
     optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Converts a state by parameters to the format of state_dict()."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = {param: number for number, param in enumerate(params)}
+    numbers = {param: number for number, param in enumerate(param_groups.params_of(optimizer))}
     return {
         "state": {numbers[param]: state for param, state in taken.items()},
         "param_groups": [
@@ -277,10 +274,20 @@ def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
 
 
 def _described(optimizer: Sharded, settle: bool) -> str:
-    """`_describe` as JSON. Raises ValueError on every rank if the state of any cannot be written as JSON."""
+    """Descriptions of this rank's state as JSON: {number of the parameter: {key of the leaf: description}}.
+
+    Raises ValueError on every rank if the state of any cannot be written so.
+    """
     text, problem = "", _wrapped(optimizer)
     try:
-        text = json.dumps(_describe(optimizer, settle)) if problem is None else ""
+        if problem is None:
+            text = json.dumps(
+                {
+                    owned.number: {key: leaves.described(leaf) for key, leaf in leaves.opened(state).items()}
+                    for owned in _shards_of(optimizer, optimizer.comm.rank)
+                    for state in [_state_of(optimizer, owned, settle)]
+                }
+            )
     except TypeError as error:
         problem = (
             f"{type(optimizer.optim).__name__} keeps something in its state that is neither a tensor nor a plain value "
@@ -303,15 +310,6 @@ def _wrapped(optimizer: Sharded) -> str | None:
                     "instead, which loads into the same model on as many ranks."
                 )
     return None
-
-
-def _describe(optimizer: Sharded, settle: bool) -> dict[int, dict[str, Any]]:
-    """Descriptions of this rank's state: {number of the parameter: {key of the leaf: description}}."""
-    return {
-        owned.number: {key: leaves.described(leaf) for key, leaf in leaves.opened(state).items()}
-        for owned in _shards_of(optimizer, optimizer.comm.rank)
-        for state in [_state_of(optimizer, owned, settle)]
-    }
 
 
 def _state_of(optimizer: Sharded, owned: ParamShard, settle: bool) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""The shard of one parameter that one rank owns, and its slice of the optimizer's state.
-
-The state of a cut parameter is cut with it: an entry with the parameter's shape by elements, and an entry with a row
-for each block of elements (whose size divides the granularity) by rows. A single value, such as a step count, is the
-same for all shards.
+"""The shard of one parameter that one rank owns, and its slice of the optimizer's state: elements of an entry with the
+parameter's shape, rows of an entry with one for each block of elements (whose size divides the granularity), and single
+values, such as a step count, which are the same for all shards.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The state of an OSS, cached until the next step, and of the user's optimizer of an FSDP: saved and loaded."""
+"""The state of an OSS, cached until the next step."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from zero.checks.guard import guard_of
-from zero.fsdp.model import Model
-from zero.fsdp.weights import states
-from zero.interop.torch_checkpoint import asked_by_torch_checkpoint
+from zero._torch import asked_by_torch_checkpoint
+from zero.measure.param_groups import params_of
 from zero.oss.saved import makers
 from zero.state import optimizer_state as state
-from zero.state.user_optimizer import SteppedShards, refuse_other_shards
 
 
 class Saved:
@@ -36,7 +32,7 @@ class Saved:
         self._full = state.consolidate(self.optimizer, to)
 
     def of_params(self) -> dict[nn.Parameter, dict[str, Any]]:
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = params_of(self.optimizer)
         return {params[number]: kept for number, kept in self._for_torch()["state"].items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,26 +65,4 @@ class Saved:
         self.forget()
 
 
-class Stepped:
-    """See OptimizerState."""
-
-    def full(self, model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
-        return state.consolidate(_shards(model, optimizer), None if to is None else model.placement.owner(to))
-
-    def load(self, model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        stepped = _shards(model, optimizer)
-        if refuse_other_shards(stepped, state_dict["param_groups"]):
-            optimizer.load_state_dict(state_dict)
-        else:
-            state.load(stepped, state_dict)
-
-    def register(self, model: Model, optimizer: Optimizer) -> None:
-        guard_of(model).track(optimizer)
-
-
-def _shards(model: Model, optimizer: Optimizer) -> SteppedShards:
-    return SteppedShards(optimizer, model.index.groups, model.comm)
-
-
 makers.append(Saved)
-states.append(Stepped())

@@ -1,4 +1,4 @@
-"""The state of a user's optimizer that steps shards, in the form that the functions of OSS expect.
+"""The state of a user's optimizer that steps shards of an FSDP, in the form that the functions of OSS expect.
 
 `optimizer.state_dict()` is this rank's shard. Hooks mark it, so that no other rank loads it as its own, and convert to
 and from full state where full state is asked for or given.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import takes_state_hooks
+from zero._torch import asked_by_torch_checkpoint, takes_state_hooks
 from zero.comm import Comm
-from zero.interop.torch_checkpoint import asked_by_torch_checkpoint
-from zero.measure.param_groups import SHARD_MARK
+from zero.fsdp.model import Model, models
+from zero.fsdp.weights import OptimizerState, states
+from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.shard_group import ShardGroup
 from zero.state import optimizer_state as state
 from zero.state.shard_mark import ShardMark, texts_of
@@ -50,52 +52,92 @@ class SteppedShards:
     def master(self, flat: ShardGroup) -> Tensor | None:
         return None
 
+    def has_own_marks(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
+        marks = _marks_of(groups)
+        remedy = "Save state that loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
+        state.refuse_other_shard(self, marks, remedy)
+        return bool(marks)
 
-class StateHooks:
-    """Hooks on the state_dict() and load_state_dict() of one optimizer with parameters of these shard groups.
 
-    state_dict() marks each parameter group. Called by torch's distributed checkpoint, it is collective and returns the
-    full state. load_state_dict() cuts a full state, and raises ValueError for another rank's shard.
+class Stepped(OptimizerState):
+    """The state of the user's optimizer of an FSDP."""
 
-    alone: whether all its parameters are of this FSDP. If not, torch's distributed checkpoint is refused.
-    """
+    def full(self, model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
+        return state.consolidate(_shards(model, optimizer), None if to is None else model.placement.owner(to))
 
-    def __init__(self, optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm, *, alone: bool) -> None:
-        self._shard_groups, self._comm, self._alone = shard_groups, comm, alone
-        if comm.world > 1 and takes_state_hooks(optimizer):
-            optimizer.register_state_dict_post_hook(self._mark)
-            optimizer.register_load_state_dict_pre_hook(self._cut)
+    def load(self, model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        stepped = _shards(model, optimizer)
+        if stepped.has_own_marks(state_dict["param_groups"]):
+            optimizer.load_state_dict(state_dict)
+        else:
+            state.load(stepped, state_dict)
 
-    def _mark(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        stepping = SteppedShards(optimizer, self._shard_groups, self._comm)
-        if asked_by_torch_checkpoint():
-            if not self._alone:
-                raise RuntimeError(
-                    "torch.distributed.checkpoint was given an optimizer that holds parameters of several FSDPs. Build "
-                    "one optimizer for each, or save with zero.checkpoint."
-                )
-            return state.consolidate(stepping, None)
-        groups = state_dict["param_groups"]
-        mark = ShardMark([*_marks_of(groups), state.fingerprint(stepping)])  # one, which warns once
-        for group in groups:
-            group[SHARD_MARK] = mark
-        return None
+    def register(self, model: Model, optimizer: Optimizer) -> None:
+        """Registers hooks on the optimizer's state_dict() and load_state_dict(). The second time does nothing.
 
-    def _cut(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
-        if given.get(SHARD_MARK) == state.OWN:
+        state_dict() marks each parameter group. Called by torch's distributed checkpoint, it is collective and returns
+        the full state; it refuses that where parameters are of several FSDPs. load_state_dict() cuts a full state, and
+        raises ValueError for another rank's shard.
+        """
+        known = _registered.setdefault(model, WeakSet())
+        if optimizer in known:
+            return
+        known.add(optimizer)
+        if model.comm.world == 1 or not takes_state_hooks(optimizer):
+            return
+        shard_groups, comm = model.index.groups, model.comm
+        others = (other.index for other in models() if other is not model)
+        alone = all({*params_of(optimizer)}.isdisjoint(index) for index in others)
+
+        def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+            stepped = SteppedShards(optimizer, shard_groups, comm)
+            if asked_by_torch_checkpoint():
+                if not alone:
+                    raise RuntimeError(
+                        "torch.distributed.checkpoint was given an optimizer that holds parameters of several FSDPs. "
+                        "Build one optimizer for each, or save with zero.checkpoint."
+                    )
+                return state.consolidate(stepped, None)
+            groups = state_dict["param_groups"]
+            shard_mark = ShardMark([*_marks_of(groups), state.fingerprint(stepped)])  # one, which warns once
+            for group in groups:
+                group[SHARD_MARK] = shard_mark
             return None
-        stepping = SteppedShards(optimizer, self._shard_groups, self._comm)
-        if refuse_other_shards(stepping, given["param_groups"]):
-            return None
-        return state.numbered(optimizer, *state.own_shard(stepping, given))
+
+        def cut(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+            stepped = SteppedShards(optimizer, shard_groups, comm)
+            if given.get(SHARD_MARK) == state.OWN or stepped.has_own_marks(given["param_groups"]):
+                return None
+            return state.numbered(optimizer, *state.own_shard(stepped, given))
+
+        optimizer.register_state_dict_post_hook(mark)
+        optimizer.register_load_state_dict_pre_hook(cut)
 
 
-def refuse_other_shards(stepping: SteppedShards, groups: list[dict[str, Any]]) -> bool:
-    """Returns whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
-    marks = _marks_of(groups)
-    remedy = "Save state that loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
-    state.refuse_other_shard(stepping, marks, remedy)
-    return bool(marks)
+_registered: WeakKeyDictionary[Model, WeakSet[Optimizer]] = WeakKeyDictionary()
+"""By model: the optimizers that have hooks, all that have stepped its parameters."""
+
+SAVED = Stepped()
+states.append(SAVED)
+
+
+def registered(model: Model) -> list[Optimizer]:
+    """The optimizers that have stepped parameters of the model."""
+    return [*_registered.get(model, ())]
+
+
+def problem_of_state(model: Model, optimizer: Optimizer) -> str | None:
+    """The error message for an optimizer that has loaded another rank's shard; None for others."""
+    try:
+        _shards(model, optimizer).has_own_marks(optimizer.param_groups)
+    except ValueError as error:
+        return f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
+    return None
+
+
+def _shards(model: Model, optimizer: Optimizer) -> SteppedShards:
+    return SteppedShards(optimizer, model.index.groups, model.comm)
 
 
 def _marks_of(groups: list[dict[str, Any]]) -> set[str]:

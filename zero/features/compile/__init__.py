@@ -1,7 +1,6 @@
 """torch.compile: hooks that are not traced, models compiled as a whole or in pieces, and what is refused.
 
-forward    the forward of a model, and the hooks of units
-tracing    gradients that are hidden while code is traced
+forward    the forward of a model, the hooks of units, and gradients that are hidden while code is traced
 compiled   which modules were compiled, and how
 
 torch.compile accepts units, the module or the FSDP. Graphs break where units begin and end, so only units can be

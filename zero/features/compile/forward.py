@@ -2,17 +2,22 @@
 
 The code that unshards and reshards units is never traced. A model that is compiled as a whole is therefore compiled
 unit by unit, in graphs that break where a unit begins and ends.
+
+torch.compile examines the gradient of every parameter that it meets, and refuses a gradient of another shape, dtype or
+device than the parameter. `param.grad` is the shard's gradient even if the parameter is unsharded while it is traced.
+So gradients of shards are hidden while torch.compile traces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zero._torch import is_compiled
+from zero._torch import call_around_compiling, is_compiled
 from zero.features.compile.compiled import (
     BETWEEN_UNITS,
     compiled_in_pieces,
@@ -20,7 +25,6 @@ from zero.features.compile.compiled import (
     compiling_problem,
     refuse_capture,
 )
-from zero.features.compile.tracing import Gradients, watch
 from zero.fsdp.events import ModelEvents
 from zero.fsdp.model import Forward, Model
 from zero.fsdp.unit import Unit
@@ -46,8 +50,10 @@ class Compiling(ModelEvents):
         self._enters_by_units = False
         self._inner = {unit.module for unit in model.units[1:]}
         self._freed = {group.full.device for unit in model.units for group in unit.groups if group.frees}
-        self._gradients = Gradients([*model.index])
-        watch()
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        """Gradients that are hidden from torch.compile."""
+        _alive.add(self)
+        _watch()
 
     # ------------------------------------------------------------------------------------------ the hooks of units
 
@@ -101,7 +107,7 @@ class Compiling(ModelEvents):
 
     def _begin(self, run: Forward, traced: bool) -> bool:
         """Begins a forward. Returns whether the module is to run uncompiled although it is compiled."""
-        watch()
+        _watch()
         refuse_capture(self._freed)
         if self._searches_next:
             problem = compiling_problem(self.model.module, self._inner, self._freed)
@@ -130,6 +136,28 @@ class Compiling(ModelEvents):
         finally:
             self._uncompiled = False
 
+    # ------------------------------------------------------------------------------------------ gradients
+
+    def hide_gradients(self) -> None:
+        """Hides the gradients that torch.compile would refuse."""
+        for param in self.model.index:
+            gradient = param.grad
+            if gradient is not None and _kind(gradient) != _kind(param):
+                self._hidden.append((param, gradient))
+                param.grad = None
+
+    def show_gradients(self) -> None:
+        for param, gradient in self._hidden:
+            data = param.data
+            param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
+            param.grad = gradient
+            param.data = data
+        self._hidden.clear()
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
 
 def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the hook, hidden from torch.compile while the unit runs."""
@@ -140,3 +168,21 @@ def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any
         return hook(*args)
 
     return unless_traced
+
+
+_alive: WeakSet[Compiling] = WeakSet()
+
+
+def _watch() -> None:
+    """Registers `_hide` and `_show` with torch.compile. Call it again after torch.compiler.reset()."""
+    call_around_compiling(_hide, _show)
+
+
+def _hide(_: object) -> None:
+    for one in [*_alive]:
+        one.hide_gradients()
+
+
+def _show(_: object) -> None:
+    for one in [*_alive]:
+        one.show_gradients()

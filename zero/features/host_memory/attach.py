@@ -31,14 +31,8 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _process_vm_readv = getattr(_libc, "process_vm_readv", None)
 if _process_vm_readv is not None:
     _process_vm_readv.restype = ctypes.c_ssize_t
-    _process_vm_readv.argtypes = [
-        ctypes.c_int,
-        ctypes.POINTER(_Range),
-        ctypes.c_ulong,
-        ctypes.POINTER(_Range),
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    ]
+    _ranges = [ctypes.POINTER(_Range), ctypes.c_ulong]
+    _process_vm_readv.argtypes = [ctypes.c_int, *_ranges, *_ranges, ctypes.c_ulong]
 
 
 def read(pid: int, address: int, into: int, nbytes: int) -> None:

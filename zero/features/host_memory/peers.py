@@ -109,7 +109,7 @@ class Peers:
     def announce(self, number: int, address: int = 0) -> None:
         """Sends all ranks the channel of this rank's operation, and the address of its data.
 
-        The data must not change until the function that `finish` returns for this operation has returned.
+        The data must not change until `finish` has returned for this operation.
         """
         self._send(_NOTE.pack(number, address))
 
@@ -129,16 +129,12 @@ class Peers:
         self.read(rank, address, ctypes.addressof(table), ctypes.sizeof(table))
         return list(table)
 
-    def finish(self) -> Callable[[], None]:
-        """Tells all ranks that this rank has read its data. Returns a function that waits until all others have."""
+    def finish(self) -> None:
+        """Tells all ranks that this rank has read its data, and waits until all others have."""
         self._send(_NOTE.pack(_DONE, 0))
-
-        def wait() -> None:
-            self._wait(lambda peer: peer.done > 0)
-            for peer in self._peers.values():
-                peer.done -= 1
-
-        return wait
+        self._wait(lambda peer: peer.done > 0)
+        for peer in self._peers.values():
+            peer.done -= 1
 
     def _send(self, note: bytes) -> None:
         if os.getpid() != self._pid:

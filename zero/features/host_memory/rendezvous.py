@@ -16,15 +16,14 @@ from collections.abc import Callable
 from zero.comm.link import StoreExchange
 from zero.features.host_memory import attach
 from zero.features.host_memory.peers import Peer, Peers, close
-from zero.features.host_memory.settings import HostMemory
 
 _TOKEN = 16
 """Bytes of the token by which a rank proves that another rank can read its memory."""
 
 
-def rendezvous(exchange: StoreExchange, how: HostMemory) -> Peers | None:
+def rendezvous(exchange: StoreExchange, how: str) -> Peers | None:
     """Collective. Returns this rank's peers; None, on every rank, unless all ranks run on one host and each may read
-    the memory of all others."""
+    the memory of all others. how: "auto", "off" or "ptracer"."""
     all_gather, rank = exchange.all_gather, exchange.rank
     hosts = all_gather(_or_empty(lambda: b"" if how == "off" else attach.host().encode()))
     if not hosts[0] or len(set(hosts)) > 1:

@@ -61,7 +61,7 @@ class HostMemory(Transport):
             addresses = self._notes(channel, buffers)
             with Transfer(self._order, channel, buffers):
                 result = read(addresses)
-                self._peers.finish()()
+                self._peers.finish()
             return result
 
         return Handle(finish, self._order.queue)
@@ -100,12 +100,8 @@ class HostMemory(Transport):
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         shares = _Shares(messages, self._rank, self._peers)
-        return self._launch(
-            channel,
-            shares.address,
-            lambda addresses: shares.sum(addresses, times, into),
-            (messages, shares, into),
-        )
+        buffers = messages, shares, into
+        return self._launch(channel, shares.address, lambda addresses: shares.sum(addresses, times, into), buffers)
 
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         shares = _Shares(messages, self._rank, self._peers)
@@ -175,11 +171,7 @@ class _Shares:
         self._messages, self._rank, self._peers = [message for message, _ in messages], rank, peers
         self._bounds = [[0, *accumulate(counts)][rank : rank + 2] for _, counts in messages]
         self._table = _address_table(self._messages)
-
-    @property
-    def address(self) -> int:
-        """The address of the table of the messages' addresses."""
-        return ctypes.addressof(self._table)
+        self.address = ctypes.addressof(self._table)
 
     def sum(self, addresses: Addresses, times: float, into: Tensor | None) -> Tensor:
         """Returns the sums of Transport.reduce for this rank. addresses: those of the other ranks' tables."""

@@ -1,13 +1,102 @@
-"""Shards and optimizer state in the memory of the CPU or in files, by the option `offload` of OSS and FSDP.
+"""Shards and optimizer state in the memory of the CPU or in files (disk.py): the option `offload` of OSS and FSDP.
 
-homes   CPUOffload, DiskOffload, and the memory of the CPU
-disk    files that are mapped into memory
+At stage 3 the parameters' shards are offloaded, at stages 1 and 2 the tensors that the optimizer steps in their place
+(zero/shards/masters.py). Only all-gathers and steps read them.
+
+(S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5; J. Ren et al., ZeRO-Offload, 2021.)
 """
 
-from zero.features.offload.homes import CPUOffload, DiskOffload, home_of
-from zero.shards import home
+from __future__ import annotations
 
-home.homes["offload"] = home_of
-home.homes["cpu_offload"] = lambda given: home_of(given or None)  # PyTorch's name; it takes False for none
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-__all__ = ["CPUOffload", "DiskOffload"]
+import torch
+from torch import Tensor
+
+from zero.features.offload.disk import Disk
+from zero.shards.home import DEVICE, Home, homes
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Shards, their gradients and the optimizer's state lie in the memory of the CPU, where the optimizer steps them.
+
+    torch steps a parameter on its device, with a gradient and state on the same device. Without a GPU this changes
+    nothing. torch.optim.Adam(fused=True) is fast on the CPU.
+
+    pin_memory: keep shards in pinned memory, which a GPU reads asynchronously.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DiskOffload:
+    """Shards and the optimizer's state lie in files, mapped into memory; gradients stay in the memory of the CPU.
+
+    The optimizer steps one parameter after another, so that the state of one parameter is resident at a time. An
+    optimizer that does not treat each element by itself, and a step with a closure, step all parameters at once.
+
+    path: a directory on this rank's machine, created if it is missing. The files are unnamed and vanish when the
+        process ends; save checkpoints to keep the state.
+
+    glibc keeps much of the memory of freed tensors, unless MALLOC_MMAP_THRESHOLD_=262144 is in the environment when the
+    process starts.
+
+    Raises ValueError on every rank if a rank cannot create its files or its disk is full; OSError in the first step if
+    the disk has no room for the state.
+    """
+
+    path: str | Path
+
+
+def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
+    """Converts the option: zero's classes, PyTorch's CPUOffload and policies, None. Raises ValueError otherwise."""
+    if given is None or isinstance(given, CPUOffload | DiskOffload):
+        return given
+    from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
+
+    if isinstance(given, fsdp.CPUOffload):
+        return CPUOffload() if given.offload_params else None
+    if isinstance(given, fsdp.CPUOffloadPolicy):
+        return CPUOffload(pin_memory=given.pin_memory)
+    if type(given) is fsdp.OffloadPolicy:  # PyTorch's word for none
+        return None
+    raise ValueError(
+        f"offload={given!r}: pass zero.CPUOffload(), zero.DiskOffload(path), torch.distributed.fsdp.CPUOffload or "
+        "CPUOffloadPolicy, or None, which offloads nothing."
+    )
+
+
+def home_of(given: Any) -> Home:
+    """The home for the option's value, which may be a home itself. Raises ValueError for unknown values."""
+    if isinstance(given, Home):
+        return given
+    offload = as_offload(given)
+    if isinstance(offload, DiskOffload):
+        return Disk(Path(offload.path), offload)
+    return DEVICE if offload is None else HostHome(offload.pin_memory)
+
+
+class HostHome(Home):
+    """The memory of the CPU."""
+
+    apart, alike = True, "offload CPUOffload"
+
+    def __init__(self, pin_memory: bool) -> None:
+        self._pin_memory = pin_memory
+
+    def place(self, shard: Tensor) -> Tensor:
+        if shard.device.type == "cpu":
+            return shard.clone()
+        there = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=self._pin_memory)
+        return there.copy_(shard)
+
+    def has(self, shard: Tensor) -> bool:
+        return shard.device.type == "cpu"
+
+
+homes["offload"] = home_of
+homes["cpu_offload"] = lambda given: home_of(given or None)  # PyTorch's name; it takes False for none

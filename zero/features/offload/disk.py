@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.measure.kinds import ELEMENTWISE
+from zero.measure.param_groups import params_of
 from zero.shards.home import Home, only, unhooked
 
 
@@ -80,8 +81,7 @@ class Disk(Home):
         if closure or type(optimizer) not in ELEMENTWISE:
             return
         step = unhooked(optimizer)  # hooks and schedulers are to see one step
-        everything = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients = {param: param.grad for param in everything if param.grad is not None}
+        gradients = {param: param.grad for param in params_of(optimizer) if param.grad is not None}
         try:
             for param in gradients:
                 param.grad = None

@@ -1,6 +1,101 @@
-"""Modules that read parameters of other units; see reads.py."""
+"""Units that read parameters of other units, such as an embedding's weight that the output layer uses.
 
-from zero.features.reads.reads import Reads
-from zero.fsdp.events import makers
+No hook is called for such a read, so every call of torch is examined during the first forward in training and the first
+in evaluation. From then on the other unit is unsharded with the one that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zero._torch import leaves
+from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.model import Index, Model
+from zero.fsdp.unit import Unit
+
+_GETTERS_THAT_READ = {
+    attribute.__get__
+    for attribute in (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.data, Tensor.shape)
+    if hasattr(attribute, "__get__")
+}
+"""The getters of attributes that differ between shard and full parameter. dtype and device, for example, do not."""
+
+_CALLS_THAT_DO_NOT = {"__set__", "register_hook", "requires_grad_", "is_floating_point", "is_complex"}
+
+
+class Reads(ModelEvents):
+    """Which units read parameters of which others."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._reads: dict[Unit, list[Unit]] = {}
+        self._read: set[Unit] = set()
+        self._searched_modes: set[bool] = set()
+        """The modes (`module.training`) in which a forward has been searched."""
+        self._search = ExitStack()
+
+    def companions(self, unit: Unit) -> Iterable[Unit]:
+        return self._reads.get(unit, ())
+
+    def late(self, unit: Unit) -> bool:
+        return unit in self._read
+
+    def entering(self, unit: Unit) -> None:
+        if unit is not self.model.root or unit.entry_module is not None or self.model.backward.active:
+            return
+        training = unit.module.training
+        if training not in self._searched_modes:
+            self._searched_modes.add(training)
+            if not self.model.schedule.traced:
+                self._search.enter_context(ForeignReads(self.model.index, self._found))
+
+    def leaving(self, unit: Unit) -> None:
+        if unit is self.model.root:
+            self._search.close()
+
+    def abandoned(self) -> None:
+        self._search.close()
+
+    def _found(self, other: Unit) -> None:
+        """Notes that the innermost running unit reads parameters of `other`."""
+        if other in self.model.schedule.running:
+            return  # its forward is ending, and returns its output
+        reader = self.model.schedule.also_unshard(other)
+        self._read.add(other)
+        if other not in self._reads.setdefault(reader, []):
+            self._reads[reader].append(other)
+
+
+class ForeignReads(TorchFunctionMode):
+    """While active, calls `on_read` with the unit of each parameter that is read while no running forward unshards it.
+
+    A unit that stays unsharded from forward to backward is reported, too: in another forward it may be sharded.
+    """
+
+    def __init__(self, index: Index, on_read: Callable[[Unit], None]) -> None:
+        super().__init__()
+        self._index, self._on_read = index, on_read
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _reads(func):
+            for value in leaves((args, kwargs)):
+                if isinstance(value, nn.Parameter) and value in self._index:
+                    unit = self._index.unit_of(value)
+                    if not (unit.readable and (unit.users or unit.summoned)):
+                        self._on_read(unit)
+        return func(*args, **(kwargs or {}))
+
+
+def _reads(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return func in _GETTERS_THAT_READ if name == "__get__" else name not in _CALLS_THAT_DO_NOT
+
 
 makers.append(Reads)

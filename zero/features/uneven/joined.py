@@ -26,10 +26,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch import at_end_of_backward, keeps_graph, writes_into, writes_so_far
-from zero.features.uneven.calls import METHODS, as_plain, from_plain, plain_options, replace, sends, take_options
-from zero.features.uneven.ranks import Message, Ranks, problem_in
+from zero.features.uneven.messages import (
+    METHODS,
+    Message,
+    Ranks,
+    as_plain,
+    from_plain,
+    plain_options,
+    problem_in,
+    replace,
+    sends,
+    take_options,
+)
 from zero.features.uneven.repeat import Call, Repeat, outputs_in
 from zero.fsdp import FSDP
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.oss.gradients import full_gradient
 
@@ -153,7 +164,7 @@ class Joined:
             gradient
             for one in self._optimizers
             for optimizer in ((one, one.optim) if isinstance(one, OSS) else (one,))
-            for param in _params(optimizer)
+            for param in params_of(optimizer)
             if (gradient := full_gradient(param)) is not None
         ]
         return len(found), sum(gradient.data_ptr() for gradient in found), writes_so_far(found)
@@ -173,7 +184,7 @@ class Joined:
         if self._ranks.agree(act, flag=problem is not None):
             return self._ranks.world
         shown = {"cleared": cleared, "changed": self._changed, "kind": self._kind, "alive": [*self._pending]}
-        message = {"act": act, "later": later, "problem": problem, "options": self._options(), **shown}
+        message = {"act": act, "later": later, "problem": problem, "options": plain_options(self._optimizers), **shown}
         return len(self._hear(self._ranks.gather(message)))
 
     def announce_failure(self, error: Exception) -> None:
@@ -186,9 +197,6 @@ class Joined:
             with suppress(RuntimeError):  # other ranks may have failed by now, too
                 self._ranks.agree(None)
                 self._ranks.gather({"problem": f"left zero.join by {type(error).__name__}: {error}"})
-
-    def _options(self) -> list[Any]:
-        return [plain_options(optimizer.param_groups) for optimizer in self._optimizers]
 
     def _hear(self, messages: Sequence[Message]) -> list[int]:
         """Collective. Returns the ranks that have data. Raises RuntimeError, on every rank, where they cannot go on."""
@@ -211,7 +219,7 @@ class Joined:
             for buffer, copy in zip(buffers, copies, strict=True) if self._ranks.rank == 0 else ():
                 buffer.data.copy_(copy)
         if do == "call" and any(messages[rank]["changed"] for rank in active):
-            params = [param for optimizer in self._optimizers for param in _params(optimizer)]
+            params = [param for optimizer in self._optimizers for param in params_of(optimizer)]
             self._ranks.broadcast([param.grad for param in params if param.grad is not None], source)
 
     # -------------------------------------------------------------------------- a rank whose data has ended
@@ -227,7 +235,7 @@ class Joined:
         done, self._later = self._later, []
         own = {"later": done, "ended_before": self._ended_before, "forwards": self._forwards}
         self._ranks.agree(None)
-        messages = self._ranks.gather({**own, "options": self._options()})
+        messages = self._ranks.gather({**own, "options": plain_options(self._optimizers)})
         active = self._hear(messages)
         last = active or [rank for rank, message in enumerate(messages) if not message["ended_before"]]
         source = messages[last[0]]
@@ -263,11 +271,6 @@ class Joined:
             args = [from_plain(value, self._all) for value in act["args"]]
             kwargs = {key: from_plain(value, self._all) for key, value in act["kwargs"].items()}
             getattr(self._all[act["on"]], act["name"])(*args, **kwargs)
-
-
-def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _changed_problem(model: nn.Module) -> str | None:

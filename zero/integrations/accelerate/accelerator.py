@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from zero._torch import follow
 from zero.integrations.accelerate import states
 from zero.integrations.accelerate.choosing import (
+    THEIR_PLUGINS,
     agreed,
     agreed_steps,
     ask_for_ram_efficient_loading,
@@ -32,10 +33,10 @@ from zero.integrations.accelerate.choosing import (
     refuse_other_parallelism,
     refuse_ranks_apart,
 )
-from zero.integrations.accelerate.optimizer import ShardedAcceleratedOptimizer
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
 from zero.interop.grad_scaler import GradScaler
+from zero.measure.param_groups import params_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,8 +66,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
         plugin = chosen_plugin(zero_plugin, given)
-        for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins"):
-            given.pop(name, None)
+        given = {name: value for name, value in given.items() if name not in THEIR_PLUGINS}
         refuse_other_parallelism(given.get("parallelism_config"))
         given["mixed_precision"] = agreed("mixed_precision", given.get("mixed_precision"), plugin.mixed_precision)
         if given["mixed_precision"] == "fp8":
@@ -117,13 +117,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, one in enumerate(args):
             if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
                 ready[number] = of[one] = self.sharding.shard(one)
-                self.sharding.remember_optimizer(of[one])
+                self.sharding.remember(of[one])
         for number, one in enumerate(ready):
             if isinstance(one, nn.Module):
                 if not self._is_sharded(one):
-                    one = ready[number] = self.sharding.wrap(
-                        one, [*of.values()], ddp_options(self.ddp_handler, self.zero_plugin.stage)
-                    )
+                    one = ready[number] = self._wrapped(one, [*of.values()])
                 self._keep(one)
             elif isinstance(one, LRScheduler) and one.optimizer in of:
                 follow(one, of[one.optimizer])
@@ -136,12 +134,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.zero_plugin.stage == 0:
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
         if not self._is_sharded(model) and not evaluation_mode:
-            inner = self._prepared_inside(model, device_placement)
-            model = self.sharding.wrap(inner, [], ddp_options(self.ddp_handler, self.zero_plugin.stage))
+            model = self._wrapped(self._prepared_inside(model, device_placement), [])
         elif evaluation_mode:
             model = self._prepared_inside(model, device_placement)
         self._keep(model)
         return model
+
+    def _wrapped(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+        return self.sharding.wrap(model, optimizers, ddp_options(self.ddp_handler, self.zero_plugin.stage))
 
     def _prepared_inside(self, model: nn.Module, device_placement: bool | None) -> nn.Module:
         """The model on its device, with autocast and compilation, which belong inside the sharding wrapper."""
@@ -160,7 +160,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return model
 
     def _is_sharded(self, model: nn.Module) -> bool:
-        return isinstance(model, WRAPPERS) or any(model is one for one in self.sharding.wrapped)
+        return isinstance(model, WRAPPERS) or model in self.sharding.wrapped
 
     def _keep(self, model: nn.Module) -> None:
         if self._is_sharded(model):
@@ -173,7 +173,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         optimizer = self.sharding.shard(optimizer)
-        prepared = ShardedAcceleratedOptimizer(optimizer, self.scaler, self._before_step, self.sharding.wrapper_of)
+        self.sharding.remember(optimizer)
+        prepared = states.ShardedAcceleratedOptimizer(
+            optimizer, self.scaler, self._before_step, self.sharding.wrapper_of
+        )
         self._optimizers.append(prepared)
         return prepared
 
@@ -234,8 +237,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if limit is not None:
             self.unscale_gradients(optimizer)
             holder = self.sharding.wrapper_of(optimizer)
-            of = [param for group in optimizer.param_groups for param in group["params"]]
-            self.clip_grad_norm_(of if holder is None else inside(holder).parameters(), limit)
+            self.clip_grad_norm_(params_of(optimizer) if holder is None else inside(holder).parameters(), limit)
         self._unscaled.discard(optimizer)
 
     # --------------------------------------------------------------------------------------------- weights
@@ -280,63 +282,52 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Collective. As Accelerate's; the ZeroPlugin's state_dict_type chooses the format."""
-        write = partial(self._write_state, safe=safe_serialization, hooks=[*self._save_model_state_pre_hook.values()])
-        models, optimizers, hooks = self._models, self._optimizers, self._save_model_state_pre_hook
-        self._models, self._optimizers = [], []
-        self._save_model_state_pre_hook = OrderedDict(zero=lambda _, __, folder: write(models, optimizers, folder))
-        try:
+        models, optimizers, hooks = self._models, self._optimizers, [*self._save_model_state_pre_hook.values()]
+
+        def write(_: Any, __: Any, folder: str) -> None:
+            sharded = self.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
+            weights = [] if sharded else [states.full_weights(model, self._writer) for model in models]
+            for hook in hooks:
+                hook(models, weights, folder)
+            if sharded:
+                states.save_sharded(folder, models, [one.optimizer for one in optimizers])
+                return
+            each_node = self.project_configuration.save_on_each_node
+            full = (self.full_optimizer_state(one) for one in optimizers)  # collective, one in memory at a time
+            states.save_full(folder, weights, full, safe=safe_serialization, each_node=each_node)
+
+        with self._emptied("_save_model_state_pre_hook", write):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
-        finally:
-            self._models, self._optimizers, self._save_model_state_pre_hook = models, optimizers, hooks
         self.wait_for_everyone()
         return location
 
-    def _write_state(
-        self, models: list[nn.Module], optimizers: list[Any], folder: str, *, safe: bool, hooks: list[Any]
-    ) -> None:
-        sharded = self.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
-        weights = [] if sharded else [states.full_weights(model, self._writer) for model in models]
-        for hook in hooks:
-            hook(models, weights, folder)
-        if sharded:
-            states.save_sharded(folder, models, [one.optimizer for one in optimizers])
-            return
-        each_node = self.project_configuration.save_on_each_node
-        for number, one in enumerate(weights):
-            states.save_weights(one, folder, number, safe=safe, each_node=each_node)
-        for number, optimizer in enumerate(optimizers):
-            states.save_optimizer(self.full_optimizer_state(optimizer), folder, number, each_node=each_node)
-
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Collective. As Accelerate's. Loads what `save_state` wrote at any stage, or Accelerate without zero."""
-        read = partial(self._read_state, hooks=[*self._load_model_state_pre_hook.values()], options=load_kwargs or {})
+        models, optimizers, hooks = self._models, self._optimizers, [*self._load_model_state_pre_hook.values()]
         strict = {name: kwargs[name] for name in ("strict",) if name in kwargs}
-        models, optimizers, hooks = self._models, self._optimizers, self._load_model_state_pre_hook
-        self._models, self._optimizers = [], []
-        self._load_model_state_pre_hook = OrderedDict(zero=lambda _, folder: read(models, optimizers, folder, strict))
-        try:
-            super().load_state(input_dir, load_kwargs, **kwargs)
-        finally:
-            self._models, self._optimizers, self._load_model_state_pre_hook = models, optimizers, hooks
 
-    def _read_state(
-        self,
-        models: list[nn.Module],
-        optimizers: list[Any],
-        folder: str,
-        strict: dict[str, bool],
-        *,
-        hooks: list[Any],
-        options: dict[str, Any],
-    ) -> None:
-        left = [*models]
-        for hook in hooks:
-            hook(left, folder)
-        if states.is_sharded(folder):
-            states.load_sharded(folder, left, [one.optimizer for one in optimizers])
-            return
-        for number, model in enumerate(models):
-            if any(model is one for one in left):
-                states.load_weights(model, folder, number, **strict)
-        for number, optimizer in enumerate(optimizers):
-            states.load_optimizer(optimizer, folder, number, **options)
+        def read(_: Any, folder: str) -> None:
+            left = [*models]
+            for hook in hooks:
+                hook(left, folder)
+            if states.is_sharded(folder):
+                states.load_sharded(folder, left, [one.optimizer for one in optimizers])
+                return
+            for number, model in enumerate(models):
+                if any(model is one for one in left):
+                    states.load_weights(model, folder, number, **strict)
+            for number, optimizer in enumerate(optimizers):
+                states.load_optimizer(optimizer, folder, number, **(load_kwargs or {}))
+
+        with self._emptied("_load_model_state_pre_hook", read):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+
+    @contextmanager
+    def _emptied(self, hooks: str, hook: Callable[..., None]) -> Iterator[None]:
+        """In this context Accelerate knows no models and optimizers, to save or load, but calls the hook."""
+        known = {name: self.__dict__[name] for name in ("_models", "_optimizers", hooks)}
+        self.__dict__.update({"_models": [], "_optimizers": [], hooks: OrderedDict(zero=hook)})
+        try:
+            yield
+        finally:
+            self.__dict__.update(known)

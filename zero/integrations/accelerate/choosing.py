@@ -15,6 +15,8 @@ from zero.comm.comm import launched_ranks
 from zero.integrations.accelerate.plugin import ZeroPlugin
 
 _ASKS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+THEIR_PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
+"""Arguments of Accelerate's Accelerator that say how to shard."""
 _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
@@ -23,11 +25,7 @@ def chosen_plugin(given: ZeroPlugin | int | None, arguments: Mapping[str, Any]) 
 
     given: a plugin or a stage.
     """
-    passed = {
-        name: arguments[name]
-        for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
-        if arguments.get(name) is not None
-    }
+    passed = {name: arguments[name] for name in THEIR_PLUGINS if arguments.get(name) is not None}
     if (given is not None and passed) or len(passed) > 1:
         names = " and ".join([*(["zero_plugin"] if given is not None else []), *passed])
         raise ValueError(f"{names} both say how to shard. Pass one of them.")

@@ -21,19 +21,14 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat1
 
 _FLAT = "parameters, gradients and state are in flat buffers"
 _ENGINE = "zero has no engine that measures or logs"
-_ALWAYS = "always so"
+_OF_STAGE_3 = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
+    "use_all_reduce_for_fetch_params allgather_sequential partition_stream_chunk_size"
+)
 _OTHER_NAMES = {
-    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-    "param_persistence_threshold": "stage3_param_persistence_threshold",
-    "model_persistence_threshold": "stage3_model_persistence_threshold",
-    "max_live_parameters": "stage3_max_live_parameters",
-    "max_reuse_distance": "stage3_max_reuse_distance",
-    "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    **{name: f"stage3_{name}" for name in _OF_STAGE_3.split()},
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-    "module_granularity_threshold": "stage3_module_granularity_threshold",
-    "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
-    "allgather_sequential": "stage3_allgather_sequential",
-    "partition_stream_chunk_size": "stage3_partition_stream_chunk_size",
 }
 _ZERO_WITHOUT_EFFECT = {
     _FLAT: "contiguous_gradients allgather_partitions allgather_bucket_size reduce_scatter sub_group_size "
@@ -94,21 +89,20 @@ def fields(
     init_flag, as_one_unit: `zero3_init_flag` and the classes of experts, which only Accelerate's own keys have.
     """
     keys = Keys(given, section)
-    zero = keys.take("zero_optimization", _mapping, {})
-    found = _zero(zero, f"{section}, zero_optimization")
+    found = _zero(keys.section("zero_optimization", _OTHER_NAMES))
     stage = found["stage"]
     found["as_one_unit"] = (*found.get("as_one_unit", ()), *as_one_unit)
     if init_flag and stage != 3:
         warnings.warn(f"{section}: zero3_init_flag is for stage 3, and without an effect at {stage}.", stacklevel=2)
     found["cpu_ram_efficient_loading"] = init_flag and stage == 3
-    found |= _precision(keys, section)
+    found |= _precision(keys)
     clipping = keys.take("gradient_clipping", float, 0.0)
     found["gradient_clipping"] = clipping or None
     found["gradient_accumulation_steps"] = keys.take("gradient_accumulation_steps", count)
     found["micro_batch_size"] = _micro_batch_size(keys, found["gradient_accumulation_steps"])
     travels_in = keys.take("communication_data_type", lambda name: _DTYPES[name])
     found["reduce_dtype"] = None if stage < 2 and travels_in is torch.float32 else travels_in
-    keys.rest(_REFUSED, _WITHOUT_EFFECT)
+    keys.done(_REFUSED, _WITHOUT_EFFECT)
     return found
 
 
@@ -173,10 +167,9 @@ def of_plugin(plugin: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- sections
 
 
-def _zero(given: Mapping[str, Any], section: str) -> dict[str, Any]:
-    keys = Keys(given, section, _OTHER_NAMES)
+def _zero(keys: Keys) -> dict[str, Any]:
     stage = keys.take("stage", count, 0)
-    found: dict[str, Any] = {"stage": stage, "offload": _offload(keys, stage, section)}
+    found: dict[str, Any] = {"stage": stage, "offload": _offload(keys, stage)}
     found["prefetch"] = _prefetch(keys, stage)
     keep = keys.take("stage3_gather_16bit_weights_on_model_save", flag, False)
     found["save_16bit_model"] = keep and stage == 3
@@ -188,43 +181,41 @@ def _zero(given: Mapping[str, Any], section: str) -> dict[str, Any]:
             keys.without_effect("reduce_bucket_size", "stage 0 is DistributedDataParallel as it is")
         found["reduce_bucket_size"] = keys.take("reduce_bucket_size", count)
         keys.without_effect("zero_hpz_partition_size mics_shard_size", "it is for stage 3")
-    leaf = Keys(keys.take("leaf_module", _mapping, {}), f"{section}, leaf_module")
+    leaf = keys.section("leaf_module")
     found["as_one_unit"] = leaf.take("classes", names, ())
     leaf.refuse("names name_suffixes", "name the classes.")
     leaf.done()
     if not keys.take("ignore_unused_parameters", flag, True):
         raise ValueError(
-            f"{section}: ignore_unused_parameters=false is not available: unused parameters have no gradient at every "
-            "stage. Remove it."
+            f"{keys.name}: ignore_unused_parameters=false is not available: unused parameters have no gradient at "
+            "every stage. Remove it."
         )
-    keys.rest(_ZERO_REFUSED, _ZERO_WITHOUT_EFFECT)
+    keys.done(_ZERO_REFUSED, _ZERO_WITHOUT_EFFECT)
     return found
 
 
-def _offload(keys: Keys, stage: int, section: str) -> zero.CPUOffload | zero.DiskOffload | None:
+def _offload(keys: Keys, stage: int) -> zero.CPUOffload | zero.DiskOffload | None:
     """The further of the two offloads: shards, their gradients and the optimizer's state are offloaded together."""
     pinned = keys.take("cpu_offload_use_pin_memory", flag, False)
     offloads: dict[str, tuple[str, str | None, bool]] = {}
     for name, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
-        given = dict(keys.take(name, _mapping, {}))
-        if keys.take(old, flag, False):
-            given.setdefault("device", "cpu")
-        its_keys = Keys(given, f"{section}, {name}")
-        device = (its_keys.take("device", one_of("NONE", "CPU", "NVME")) or "NONE").lower()
+        its_keys = keys.section(name)
+        default = "CPU" if keys.take(old, flag, False) else "NONE"
+        device = its_keys.take("device", one_of("NONE", "CPU", "NVME"), default).lower()
         offloads[name] = (device, its_keys.take("nvme_path", str), its_keys.take("pin_memory", flag, pinned))
         if its_keys.take("ratio", float, 1.0) != 1.0:
-            raise ValueError(f"{section}, {name}: ratio is not available: all state is offloaded. Remove it.")
+            raise ValueError(f"{its_keys.name}: ratio is not available: all state is offloaded. Remove it.")
         its_keys.refuse("super_offload", "state is offloaded as torch does it. Remove it.")
         its_keys.without_effect(_OFFLOAD_WITHOUT_EFFECT, "the operating system buffers files")
         its_keys.done()
     if stage < 3 and offloads["offload_param"][0] != "none":
-        warnings.warn(f"{section}: offload_param is for stage 3, and without an effect at {stage}.", stacklevel=2)
+        warnings.warn(f"{keys.name}: offload_param is for stage 3, and without an effect at {stage}.", stacklevel=2)
         del offloads["offload_param"]
     asked = [offload for offload in offloads.values() if offload[0] != "none"]
     for device, path, _ in asked:
         if device == "nvme":
             if path is None:
-                raise ValueError(f"{section}: device nvme needs a folder: set nvme_path.")
+                raise ValueError(f"{keys.name}: device nvme needs a folder: set nvme_path.")
             return zero.DiskOffload(path)
     return zero.CPUOffload(pin_memory=any(pin for _, _, pin in asked)) if asked else None
 
@@ -257,14 +248,13 @@ def _hybrid(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _precision(keys: Keys, section: str) -> dict[str, Any]:
+def _precision(keys: Keys) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    bf16 = Keys(keys.take("bf16", _mapping, {}), f"{section}, bf16")
-    fp16 = Keys(keys.take("fp16", _mapping, {}), f"{section}, fp16")
+    bf16, fp16 = keys.section("bf16"), keys.section("fp16")
     for name, dtype_keys in (("bf16", bf16), ("fp16", fp16)):
         if dtype_keys.take("enabled", flag, False):
             if found:
-                raise ValueError(f"{section}: bf16 and fp16 are both enabled. Enable one of them.")
+                raise ValueError(f"{keys.name}: bf16 and fp16 are both enabled. Enable one of them.")
             found["mixed_precision"] = name
     fp16.refuse("loss_scale", "zero.GradScaler finds the scale. Set it to 0.")
     scaler = {
@@ -293,9 +283,3 @@ def _micro_batch_size(keys: Keys, accumulated: int | None) -> int | None:
             f"gradient_accumulation_steps={accumulated} times {ranks} ranks. Set it to 'auto'."
         )
     return size
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError("expected a section with keys of its own")
-    return value

@@ -22,7 +22,7 @@ OTHER_NAMES = {
     "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
 }
 _PREFIX = "fsdp_"
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_STRATEGY = one_of("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", numbered=True)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -68,24 +68,12 @@ def of_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
     return fields(given, "FSDP_... in the environment", launched=True)
 
 
-LAUNCHED = [
-    "version",
-    "sharding_strategy",
-    "reshard_after_forward",
-    "offload_params",
-    "min_num_params",
-    "auto_wrap_policy",
-    "transformer_cls_to_wrap",
-    "backward_prefetch",
-    "state_dict_type",
-    "forward_prefetch",
-    "use_orig_params",
-    "cpu_ram_efficient_loading",
-    "sync_module_states",
-    "activation_checkpointing",
-    "activation_checkpointing_offload",
-    "ignored_modules",
-]
+LAUNCHED = (
+    *("version", "sharding_strategy", "reshard_after_forward", "offload_params", "min_num_params", "auto_wrap_policy"),
+    *("transformer_cls_to_wrap", "backward_prefetch", "state_dict_type", "forward_prefetch", "use_orig_params"),
+    *("cpu_ram_efficient_loading", "sync_module_states", "activation_checkpointing"),
+    *("activation_checkpointing_offload", "ignored_modules"),
+)
 """The keys that `accelerate launch` 1.15 sets in the environment."""
 
 
@@ -120,7 +108,7 @@ def _version(value: Any) -> int:
 
 def _strategy(keys: Keys, *, launched: bool) -> str:
     """The sharding strategy, which both versions of FSDP give by one of two keys, or by both."""
-    named = keys.take("sharding_strategy", _named_strategy)
+    named = keys.take("sharding_strategy", _STRATEGY)
     reshard = keys.take("reshard_after_forward", _reshard)
     if launched and isinstance(reshard, str) and named == "FULL_SHARD":
         named = None  # the launcher's default, which would win over the value in the file
@@ -144,20 +132,11 @@ def _strategy(keys: Keys, *, launched: bool) -> str:
 _TWO_STRATEGIES = "{}={} and fsdp_reshard_after_forward={} say different things. Keep one of them."
 
 
-def _named_strategy(value: Any) -> str:
-    if isinstance(value, int) or (isinstance(value, str) and value.isdigit()):
-        if not 1 <= int(value) <= len(_STRATEGIES):
-            raise ValueError(f"expected 1 to {len(_STRATEGIES)}, or one of {', '.join(_STRATEGIES)}")
-        return _STRATEGIES[int(value) - 1]
-    name = getattr(value, "name", value)
-    return one_of(*_STRATEGIES)(name.removeprefix("_") if isinstance(name, str) else name)
-
-
 def _reshard(value: Any) -> bool | str:
     try:
         return flag(value)
     except ValueError:
-        return _named_strategy(value)
+        return _STRATEGY(value)
 
 
 def _offload(value: Any) -> zero.CPUOffload | None:
@@ -171,13 +150,8 @@ def _offload(value: Any) -> zero.CPUOffload | None:
 
 
 def _wrapping(keys: Keys, *, launched: bool) -> dict[str, Any]:
-    policy = keys.take("auto_wrap_policy")
-    if isinstance(policy, str):
-        known = one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-        try:
-            policy = known(policy)
-        except ValueError as error:
-            raise ValueError(f"{keys.title('auto_wrap_policy')}={policy!r}: {error}") from error
+    known = one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+    policy = keys.take("auto_wrap_policy", lambda value: known(value) if isinstance(value, str) else value)
     found = {"auto_wrap_policy": policy}
     if policy == "TRANSFORMER_BASED_WRAP":
         found["transformer_cls_names_to_wrap"] = keys.take("transformer_layer_cls_to_wrap", names) or None
@@ -194,7 +168,7 @@ def _wrapping(keys: Keys, *, launched: bool) -> dict[str, Any]:
 
 def _prefetch(keys: Keys) -> Prefetch | None:
     """None where nothing is said of it."""
-    backward = keys.take("backward_prefetch", _backward_prefetch)
+    backward = keys.take("backward_prefetch", one_of(*_BACKWARD, numbered=True))
     forward = keys.take("forward_prefetch", flag, False)
     limited = keys.take("limit_all_gathers", flag, True)
     if backward is None and not forward and limited:
@@ -208,12 +182,6 @@ _BACKWARD = {
     "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
     "NO_PREFETCH": None,
 }
-
-
-def _backward_prefetch(value: Any) -> str:
-    if isinstance(value, int) or (isinstance(value, str) and value.isdigit()):
-        return [*_BACKWARD][int(value) - 1]
-    return one_of(*_BACKWARD)(value)
 
 
 def _ignored(value: Any) -> Iterable[Any] | str:

@@ -18,23 +18,23 @@ NOT_SAID = (None, "auto", "none", "None", "")
 class Keys:
     """The keys of one section.
 
-    section: its name, for messages. others: for each other name of a key the name by which it is read.
+    name: of the section, for messages. others: for each other name of a key the name by which it is read.
     Raises ValueError for a key that is given under two names with two values.
     """
 
-    def __init__(self, given: Mapping[str, Any], section: str, others: Mapping[str, str] | None = None) -> None:
-        self._section = section
+    def __init__(self, given: Mapping[str, Any], name: str, others: Mapping[str, str] | None = None) -> None:
+        self.name = name
         self._left: dict[str, Any] = {}
         self._written: dict[str, str] = {}
         self._without_effect: dict[str, list[str]] = {}
         for written, value in given.items():
-            name = (others or {}).get(written, written)
-            if name in self._left and self._left[name] != value:
+            read = (others or {}).get(written, written)
+            if read in self._left and self._left[read] != value:
                 raise ValueError(
-                    f"{section}: {self._written[name]}={self._left[name]!r} and {written}={value!r} are two names of "
+                    f"{name}: {self._written[read]}={self._left[read]!r} and {written}={value!r} are two names of "
                     "one option. Keep one of them."
                 )
-            self._left[name], self._written[name] = value, written
+            self._left[read], self._written[read] = value, written
 
     def take(self, name: str, read: Callable[[Any], Any] = lambda value: value, default: Any = None) -> Any:
         """A key's value, converted; `default` if it is not given. Raises ValueError if it cannot be converted."""
@@ -46,9 +46,13 @@ class Keys:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self.title(name)}={value!r}: {error}") from error
 
+    def section(self, name: str, others: Mapping[str, str] | None = None) -> Keys:
+        """The keys of a section inside of this one."""
+        return Keys(self.take(name, _mapping, {}), f"{self.name}, {name}", others)
+
     def title(self, name: str) -> str:
         """The key as it was written, with its section."""
-        return f"{self._section}: {self._written.get(name, name)}"
+        return f"{self.name}: {self._written.get(name, name)}"
 
     def says(self, name: str) -> bool:
         """Whether the key is given, with a value that switches something on."""
@@ -70,25 +74,29 @@ class Keys:
             if name in self._left and not _not_said(self._left.pop(name)):
                 self._without_effect.setdefault(reason, []).append(self._written[name])
 
-    def rest(self, refused: Mapping[str, str], without_effect: Mapping[str, str]) -> None:
-        """Handles all keys that are left: refused keys with their reasons, reasons with the keys that have no effect;
-        then calls `done`."""
-        for names, reason in refused.items():
-            self.refuse(names, reason)
-        for reason, names in without_effect.items():
-            self.without_effect(names, reason)
-        self.done()
+    def done(self, refused: Mapping[str, str] | None = None, without_effect: Mapping[str, str] | None = None) -> None:
+        """Raises ValueError for keys that were not read; warns once of those without an effect.
 
-    def done(self) -> None:
-        """Raises ValueError for keys that were not read; warns once of those without an effect."""
+        refused, without_effect: keys that are refused, with the reason; reasons with the keys that have no effect.
+        """
+        for names, reason in (refused or {}).items():
+            self.refuse(names, reason)
+        for reason, names in (without_effect or {}).items():
+            self.without_effect(names, reason)
         if self._left:
             raise ValueError(
-                f"{self._section}: {', '.join(self._written[name] for name in self._left)} is not known to zero. "
+                f"{self.name}: {', '.join(self._written[name] for name in self._left)} is not known to zero. "
                 "Remove it, or use an option of zero.integrations.accelerate.ZeroPlugin instead."
             )
         if self._without_effect and int(os.environ.get("RANK", 0)) == 0:
             listed = [f"{', '.join(names)} ({reason})" for reason, names in self._without_effect.items()]
-            warnings.warn(f"{self._section}: without an effect here: {'; '.join(listed)}.", stacklevel=2)
+            warnings.warn(f"{self.name}: without an effect here: {'; '.join(listed)}.", stacklevel=2)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("expected a section with keys of its own")
+    return value
 
 
 def _not_said(value: Any) -> bool:
@@ -118,11 +126,16 @@ def names(value: Any) -> tuple[str, ...]:
     return tuple(name.strip() for name in given if name.strip())
 
 
-def one_of(*known: str) -> Callable[[Any], str]:
-    """A reader of text, or of an enum's member, that is one of these names in any case."""
+def one_of(*known: str, numbered: bool = False) -> Callable[[Any], str]:
+    """A reader of text, or of an enum's member, that is one of these names in any case. numbered: or its number, from 1
+    on."""
 
     def read(value: Any) -> str:
-        name = str(getattr(value, "name", value)).upper()
+        if numbered and (isinstance(value, int) or (isinstance(value, str) and value.isdigit())):
+            if not 1 <= int(value) <= len(known):
+                raise ValueError(f"expected 1 to {len(known)}, or one of {', '.join(known)}")
+            return known[int(value) - 1]
+        name = str(getattr(value, "name", value)).upper().removeprefix("_")
         if name not in known:
             raise ValueError(f"expected one of {', '.join(known)}")
         return name

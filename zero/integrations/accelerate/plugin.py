@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,21 @@ from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.options import as_strategy
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
-from zero.integrations.accelerate import deepspeed_keys, files, fsdp_keys
+from zero.integrations.accelerate import deepspeed_keys, fsdp_keys
 from zero.shards.home import take_home
 from zero.shards.partition import Partition, partition_problem
 
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+_REFUSED = ("parallelism_config", "megatron_lm_config", "fp8_config")
+_LAUNCHERS = {
+    *("compute_environment", "distributed_type", "debug", "use_cpu", "num_processes", "num_machines", "machine_rank"),
+    *("main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network", "gpu_ids"),
+    *("enable_cpu_affinity", "enable_numa_affinity", "dynamo_config", "dynamo_backend", "mpirun_config"),
+    *("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "downcast_bf16", "tpu_vm"),
+    *("command_file", "commands"),
+}
+"""Keys for `accelerate launch` itself, on how to start processes, and keys that it passes on to Accelerate."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +144,14 @@ class ZeroPlugin:
         Every key is applied or refused by name; a warning names the keys without an effect here. Keys for
         `accelerate launch` itself, on how to start processes, are not read. Raises ValueError for what is refused.
         """
-        return cls(**files.of_yaml(Path(path)))
+        return cls(**_of_yaml(Path(path)))
 
     @classmethod
     def from_json(cls, path: str | Path | Mapping[str, Any]) -> ZeroPlugin:
         """The plugin for a DeepSpeed configuration: a file, or its contents. Otherwise as `from_yaml`."""
-        return cls(**files.of_json(path))
+        if isinstance(path, Mapping):
+            return cls(**deepspeed_keys.fields(path))
+        return cls(**deepspeed_keys.fields(json.loads(Path(path).read_text()), str(path)))
 
     @classmethod
     def from_fsdp_plugin(cls, plugin: Any) -> ZeroPlugin:
@@ -156,3 +168,42 @@ class ZeroPlugin:
         """The plugin for the environment that `accelerate launch` sets; None if it asks for no sharding."""
         found = fsdp_keys.of_environment(environment) or deepspeed_keys.of_environment(environment)
         return cls(**found) if found else None
+
+
+def _of_yaml(path: Path) -> dict[str, Any]:
+    """The fields for one of Accelerate's files, which is read here because the launcher leaves sections of it out: with
+    `distributed_type: DEEPSPEED` it stops where DeepSpeed is not installed, and with another it drops that section."""
+    import yaml  # a dependency of Accelerate
+
+    given = yaml.safe_load(path.read_text())
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{path} holds no keys. Pass one of Accelerate's configuration files.")
+    sections = {name: given.get(name) or {} for name in ("fsdp_config", "deepspeed_config", *_REFUSED)}
+    for name in _REFUSED:
+        if sections[name]:
+            raise ValueError(
+                f"{path}: {name} is not available. Shard over the data-parallel ranks only: remove it; for hybrid "
+                "sharding use fsdp_sharding_strategy: HYBRID_SHARD."
+            )
+    unknown = [name for name in given if name not in (*sections, *_LAUNCHERS, "mixed_precision", "fp16")]
+    if unknown:
+        raise ValueError(f"{path}: {', '.join(unknown)} is not known to zero. Remove it.")
+    asked = [name for name in ("fsdp_config", "deepspeed_config") if sections[name]]
+    if len(asked) != 1:
+        raise ValueError(f"{path} has {' and '.join(asked) or 'neither fsdp_config nor deepspeed_config'}. Keep one.")
+    if asked == ["fsdp_config"]:
+        found = fsdp_keys.fields(sections["fsdp_config"], f"{path}, fsdp_config")
+    else:
+        found = deepspeed_keys.of_flat(sections["deepspeed_config"], f"{path}, deepspeed_config")
+    return _with_precision(found, given, path)
+
+
+def _with_precision(found: dict[str, Any], given: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    said = given.get("mixed_precision", "fp16" if given.get("fp16") else None)
+    said = "no" if said is False else said  # YAML reads `no` as false
+    known = found.get("mixed_precision")
+    if said is not None and known not in (None, said):
+        raise ValueError(
+            f"{path}: mixed_precision={said!r}, but the DeepSpeed configuration enables {known}. Keep one."
+        )
+    return {**found, "mixed_precision": known or said}

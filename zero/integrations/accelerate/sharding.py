@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.options import as_strategy
 from zero.fsdp.units import unit_modules
 from zero.integrations.accelerate.plugin import ZeroPlugin
-from zero.interop.averaging import average_by_reading
+from zero.interop.ddp import average_by_reading
 from zero.measure.built import finding_of_built
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.partition import Partition, cut_for
@@ -39,32 +40,29 @@ class Sharding:
 
     def __init__(self, plugin: ZeroPlugin, device: torch.device, ranks_of_a_host: int) -> None:
         self.plugin, self._device, self._ranks_of_a_host = plugin, device, ranks_of_a_host
-        self._wrapped: list[ref[nn.Module]] = []
-        self._optimizers: list[ref[OSS]] = []
+        self.wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        """The wrapped models that still exist, in the order of wrapping."""
+        self._optimizers: WeakKeyDictionary[OSS, None] = WeakKeyDictionary()
 
     # ------------------------------------------------------------------------------------------- wrapping
 
     def place(self, model: nn.Module) -> None:
         """Moves parameters and buffers of other devices. Others stay: `.to("cpu:0")` would copy tensors on "cpu"."""
         tensors = [*model.parameters(), *model.buffers()]
-        there = [tensor.is_meta or _same(tensor.device, self._device) for tensor in tensors]
-        if not all(there):
+        if not all(tensor.is_meta or _same(tensor.device, self._device) for tensor in tensors):
             model.to(self._device)
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
         """Collective at stages 1 and 2. The optimizer that this stage steps."""
         if isinstance(optimizer, OSS) or self.plugin.stage in (0, 3):
             return optimizer
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        elsewhere = [param for param in params if not _same(param.device, self._device)]
+        elsewhere = [param for param in params_of(optimizer) if not _same(param.device, self._device)]
         if elsewhere:
             raise ValueError(
                 f"an optimizer was prepared whose parameters are on {elsewhere[0].device}, not on {self._device}. "
                 "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
             )
-        sharded = OSS.from_optimizer(optimizer, partition=self.plugin.partition, offload=self.plugin.offload)
-        self._optimizers.append(ref(sharded))
-        return sharded
+        return OSS.from_optimizer(optimizer, partition=self.plugin.partition, offload=self.plugin.offload)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> nn.Module:
         """Collective. The model, wrapped for this stage. ddp: arguments of DistributedDataParallel, for the stages that
@@ -82,15 +80,12 @@ class Sharding:
         self.remember(wrapped)
         return wrapped
 
-    def remember(self, wrapped: nn.Module) -> None:
-        """From now on includes this model in clipping and saving, as long as it exists."""
-        if all(wrapped is not other for other in self.wrapped):
-            self._wrapped.append(ref(wrapped))
-
-    @property
-    def wrapped(self) -> list[nn.Module]:
-        """The wrapped models that still exist, in the order of wrapping."""
-        return [model for one in self._wrapped if (model := one()) is not None]
+    def remember(self, one: nn.Module | Optimizer) -> None:
+        """From now on includes a wrapped model, or an OSS, in clipping and saving, as long as it exists."""
+        if isinstance(one, OSS):
+            self._optimizers[one] = None
+        elif isinstance(one, nn.Module):
+            self.wrapped[one] = None
 
     def _ddp(self, model: nn.Module, ddp: dict[str, Any]) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": True, **ddp}  # without views DDP holds every gradient twice
@@ -107,9 +102,8 @@ class Sharding:
         return wrapped
 
     def _sharded_ddp(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> ShardedDDP:
-        params = {*model.parameters()}
-        known = [*optimizers, *(one for held in self._optimizers if (one := held()) is not None)]
-        own = [one for one in dict.fromkeys(known) if isinstance(one, OSS) and _params(one) & params]
+        known = dict.fromkeys([*optimizers, *self._optimizers])
+        own = [one for one in known if isinstance(one, OSS) and not {*params_of(one)}.isdisjoint(model.parameters())]
         if not own:
             raise ValueError(
                 "a model was prepared at stage 2 without its optimizer, which owns the gradients. Prepare both in one "
@@ -160,7 +154,7 @@ class Sharding:
 
     def _partition(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Partition:
         """The partition that the optimizers need which exist already."""
-        own = [one for one in optimizers if _params(one) & {*model.parameters()}]
+        own = [one for one in optimizers if not {*params_of(one)}.isdisjoint(model.parameters())]
         whole = any(cut_for("auto", finding_of_built(one)) == "whole" for one in own)
         return "whole" if whole and self.plugin.partition == "auto" else self.plugin.partition
 
@@ -184,7 +178,7 @@ class Sharding:
         Raises RuntimeError for only some parameters of a model whose gradients are sharded.
         """
         given = {param for param in params if param.requires_grad}
-        left, found = set(given), []
+        left, found = set(given), list[Clip]()
         for wrapped in self.wrapped:
             if not isinstance(wrapped, WRAPPERS):
                 continue
@@ -197,7 +191,10 @@ class Sharding:
                     "and 3 the norm is that of the full model: pass all of model.parameters()."
                 )
             left -= own
-            found += _clips_of(wrapped, own, self._all_optimizers())
+            if isinstance(wrapped, FSDP):
+                found.append(wrapped.clip_grad_norm_)
+            else:
+                found += [one.clip_grad_norm for one in self._optimizers if own.intersection(params_of(one))]
         if found and left:
             raise RuntimeError(
                 f"clip_grad_norm_ got the parameters of a prepared model and {len(left)} that are in no prepared "
@@ -205,32 +202,15 @@ class Sharding:
             )
         return found
 
-    def _all_optimizers(self) -> list[OSS]:
-        return [one for held in self._optimizers if (one := held()) is not None]
-
-    def remember_optimizer(self, optimizer: Optimizer) -> None:
-        """Registers an OSS that the user has built."""
-        if isinstance(optimizer, OSS) and all(optimizer is not other for other in self._all_optimizers()):
-            self._optimizers.append(ref(optimizer))
-
     def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
         """The wrapper that holds the optimizer's parameters."""
-        params = _params(optimizer)
-        for wrapped in self.wrapped:
-            if any(param in params for param in inside(wrapped).parameters()):
-                return wrapped
-        return None
+        params = {*params_of(optimizer)}
+        return next((one for one in self.wrapped if not params.isdisjoint(inside(one).parameters())), None)
 
 
 def inside(model: nn.Module) -> nn.Module:
     """The module that a wrapper of any stage holds; of other modules the module itself."""
     return model.module if isinstance(model, (*WRAPPERS, DistributedDataParallel)) else model
-
-
-def _clips_of(wrapped: nn.Module, own: set[nn.Parameter], optimizers: Iterable[OSS]) -> list[Clip]:
-    if isinstance(wrapped, FSDP):
-        return [wrapped.clip_grad_norm_]
-    return [one.clip_grad_norm for one in optimizers if _params(one) & own]
 
 
 def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> Tensor:
@@ -299,10 +279,6 @@ def _recompute(model: nn.Module, units: Sequence[nn.Module]) -> None:
         for name, child in children_of(parent).items():
             if child is not None and child in units:
                 children_of(parent)[name] = recomputed_in_backward(child)
-
-
-def _params(optimizer: Optimizer) -> set[nn.Parameter]:
-    return {param for group in optimizer.param_groups for param in group["params"]}
 
 
 def _same(device: torch.device, other: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""The files of sharded models and optimizers that `save_state` writes and `load_state` reads.
+"""Full weights and state of sharded models and optimizers, and the files that `save_state` writes.
 
 FULL_STATE_DICT: `model.safetensors` (or `pytorch_model.bin`) and `optimizer.bin`, as Accelerate without zero writes
 them. SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, in `zero`, `zero_1` and so on.
@@ -7,18 +7,13 @@ them. SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import (
-    OPTIMIZER_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_NAME,
-    load,
-    save,
-)
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, load, save
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,10 +22,43 @@ from zero import checkpoint
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
 from zero.integrations.accelerate.sharding import Sharding, inside
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.scripts import full_state_dict
 
-_SHARDED = "zero"
+_SHARDED, _OPTIMIZER = "zero", f"{OPTIMIZER_NAME}.bin"
+
+
+class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Loads full state, at every stage. Moves no state: it is on the shards' device.
+
+    before_step: called before each real step, and not before those that only accumulate.
+    holder: returns the wrapper that holds the parameters, if it is known.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: Any,
+        before_step: Callable[[Optimizer], None],
+        holder: Callable[[Optimizer], Any],
+    ) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
+        self._before_step, self._holder = before_step, holder
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Collective."""
+        if self.gradient_state.sync_gradients:
+            self._before_step(self.optimizer)
+        super().step(closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads full state, or this rank's own."""
+        holder = self._holder(self.optimizer)
+        if isinstance(holder, FSDP):
+            holder.load_optim_state_dict(self.optimizer, state_dict)
+        else:
+            self.optimizer.load_state_dict(state_dict)
 
 
 def full_weights(model: nn.Module, to: int | None, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -63,37 +91,34 @@ def full_state(sharding: Sharding, optimizer: Optimizer, to: int | None) -> dict
 def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Collective. Saves a checkpoint of each model and its optimizers, which replaces an existing one."""
     for number, model in enumerate(models):
-        checkpoint.save(_place(folder, number), model, _of(model, optimizers), keep=1)
+        checkpoint.save(_numbered(folder, _SHARDED, number), model, _of(model, optimizers), keep=1)
 
 
 def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Collective."""
     for number, model in enumerate(models):
-        checkpoint.load(_place(folder, number), model, _of(model, optimizers))
+        checkpoint.load(_numbered(folder, _SHARDED, number), model, _of(model, optimizers))
 
 
 def is_sharded(folder: str) -> bool:
-    return Path(_place(folder, 0)).is_dir()
+    return Path(folder, _SHARDED).is_dir()
 
 
-def save_weights(weights: dict[str, Any], folder: str, number: int, *, safe: bool, each_node: bool) -> None:
-    """Writes a file, on the ranks that Accelerate has write."""
-    name = SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
-    path = Path(folder, name.replace(".", f"_{number}.") if number else name)
-    save(OrderedDict(weights), path, save_on_each_node=each_node, safe_serialization=safe)
-
-
-def save_optimizer(state: dict[str, Any] | None, folder: str, number: int, *, each_node: bool) -> None:
-    save(state, _optimizer_file(folder, number), save_on_each_node=each_node)
+def save_full(
+    folder: str, weights: Iterable[dict[str, Any]], optimizers: Iterable[Any], *, safe: bool, each_node: bool
+) -> None:
+    """Writes a file for each model's weights and each optimizer's state, on the ranks that Accelerate has write."""
+    for number, one in enumerate(weights):
+        path = _numbered(folder, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
+        save(OrderedDict(one), path, save_on_each_node=each_node, safe_serialization=safe)
+    for number, state in enumerate(optimizers):
+        save(state, _numbered(folder, _OPTIMIZER, number), save_on_each_node=each_node)
 
 
 def load_weights(model: nn.Module, folder: str, number: int, **options: Any) -> None:
     """Collective at stage 3."""
-    safe = Path(folder, SAFE_WEIGHTS_NAME.replace(".", f"_{number}.") if number else SAFE_WEIGHTS_NAME)
-    if safe.exists():
-        weights = load_file(safe)
-    else:
-        weights = load(Path(folder, WEIGHTS_NAME.replace(".", f"_{number}.") if number else WEIGHTS_NAME))
+    safe = _numbered(folder, SAFE_WEIGHTS_NAME, number)
+    weights = load_file(safe) if safe.exists() else load(_numbered(folder, WEIGHTS_NAME, number))
     target = model if isinstance(model, FSDP) else inside(model)
     target.load_state_dict(with_ties(inside(model), weights), **options)
 
@@ -112,21 +137,15 @@ def with_ties(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def load_optimizer(optimizer: Any, folder: str, number: int, **options: Any) -> None:
-    """optimizer: a ShardedAcceleratedOptimizer."""
-    optimizer.load_state_dict(load(_optimizer_file(folder, number), map_location="cpu", **options))
+def load_optimizer(optimizer: ShardedAcceleratedOptimizer, folder: str, number: int, **options: Any) -> None:
+    optimizer.load_state_dict(load(_numbered(folder, _OPTIMIZER, number), map_location="cpu", **options))
 
 
-def _optimizer_file(folder: str, number: int) -> Path:
-    return Path(folder, f"{OPTIMIZER_NAME}_{number}.bin" if number else f"{OPTIMIZER_NAME}.bin")
-
-
-def _place(folder: str, number: int) -> str:
-    return str(Path(folder, f"{_SHARDED}_{number}" if number else _SHARDED))
+def _numbered(folder: str, name: str, number: int) -> Path:
+    """Accelerate's path of a file: all but the first have their number in the name."""
+    stem, dot, suffix = name.partition(".")
+    return Path(folder, f"{stem}_{number}{dot}{suffix}" if number else name)
 
 
 def _of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    params = {*inside(model).parameters()}
-    return [
-        one for one in optimizers if any(param in params for group in one.param_groups for param in group["params"])
-    ]
+    return [one for one in optimizers if not {*params_of(one)}.isdisjoint(inside(model).parameters())]

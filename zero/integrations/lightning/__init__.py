@@ -5,19 +5,17 @@ import zero.integrations.lightning
 trainer = lightning.Trainer(strategy="zero_stage_2", devices=8)
 fabric = lightning.Fabric(strategy="zero_stage_3", devices=8)
 
-sharding    wrapping, clipping, loss scaling and sharded checkpoints, for both
+sharding    wrapping, clipping and loss scaling, for both
 trainer     ZeroStrategy
 fabric      ZeroFabricStrategy
-memory      MemoryCallback
-norms       GradNormCallback
+callbacks   MemoryCallback, GradNormCallback
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from zero.integrations.lightning.callbacks import GradNormCallback, MemoryCallback
 from zero.integrations.lightning.fabric import ZeroFabricStrategy
-from zero.integrations.lightning.memory import MemoryCallback
-from zero.integrations.lightning.norms import GradNormCallback
 from zero.integrations.lightning.trainer import ZeroStrategy
 
 for _stage in (1, 2, 3):

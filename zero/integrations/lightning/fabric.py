@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,20 +18,18 @@ from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
 from zero.integrations.lightning.sharding import (
     REST,
-    Sharding,
+    ShardedStrategy,
     clip_by_norm,
     fsdp_of,
     is_in_shards,
-    load_from_shards,
     no_sync,
     refuse_clipping_by_value,
-    save_in_shards,
     scale_for_shards,
     sharded_before,
 )
 
 
-class ZeroFabricStrategy(DDPStrategy):
+class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
     """ZeRO for Lightning Fabric. Numbers are those of strategy="ddp".
 
         fabric = Fabric(strategy=ZeroFabricStrategy(stage=3, mixed_precision=...), devices=8)
@@ -44,33 +40,10 @@ class ZeroFabricStrategy(DDPStrategy):
     checkpoint="sharded" they write and read a directory, for one model.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        *,
-        oss: Mapping[str, Any] | None = None,
-        checkpoint: Literal["full", "sharded"] = "full",
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **options: Any,
-    ) -> None:
-        self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+    lightnings = (*ShardedStrategy.lightnings, "precision")
+
+    def __init__(self, stage: int, **options: Any) -> None:
+        super().__init__(stage, **options)
         self._backward_sync_control: Any = _NoSync()
 
     # ------------------------------------------------------------------------------------------- setting up
@@ -136,9 +109,7 @@ class ZeroFabricStrategy(DDPStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
         """Collective. Full weights: at stage 3 on rank 0, {} elsewhere."""
         wrapper = _wrapper(module)
-        if isinstance(wrapper, FSDP):
-            return zero.full_state_dict(wrapper, to=0)
-        return zero.full_state_dict(module)
+        return zero.full_state_dict(wrapper, to=0 if isinstance(wrapper, FSDP) else None)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Collective at stage 3."""
@@ -148,7 +119,7 @@ class ZeroFabricStrategy(DDPStrategy):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Collective. The full state in the plain optimizer's format, on rank 0; {} elsewhere."""
-        wrapper = _of_parameters(optimizer)
+        wrapper = fsdp_of(optimizer)
         if wrapper is not None:
             return wrapper.optim_state_dict(optimizer, to=0) or {}
         return super().get_optimizer_state(optimizer)
@@ -167,7 +138,7 @@ class ZeroFabricStrategy(DDPStrategy):
         if filter:
             raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
         model, optimizers, rest = _divided(state)
-        save_in_shards(Path(path), model, optimizers)
+        zero.checkpoint.save(path, model, optimizers or None, keep=1)
         super().save_checkpoint(Path(path, REST), rest, storage_options)
 
     def load_checkpoint(
@@ -180,7 +151,7 @@ class ZeroFabricStrategy(DDPStrategy):
         if not isinstance(given, dict):
             raise ValueError(f"{path} is a sharded checkpoint. Pass a dictionary with the model, or the model.")
         model, optimizers, rest = _divided(given)
-        load_from_shards(Path(path), model, optimizers)
+        zero.checkpoint.load(path, model, optimizers or None)
         remainder = super().load_checkpoint(Path(path, REST), rest, strict, weights_only)
         given.update(rest)
         return remainder
@@ -196,11 +167,6 @@ class _NoSync:
 def _wrapper(module: nn.Module) -> nn.Module:
     """The wrapper of a module that Fabric passes, which may be the module inside."""
     return sharded_before(module) or module
-
-
-def _of_parameters(optimizer: Optimizer) -> FSDP | None:
-    """The FSDP that holds the optimizer's parameters."""
-    return fsdp_of(next((param for group in optimizer.param_groups for param in group["params"]), None))
 
 
 def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import zero
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 
@@ -65,12 +66,30 @@ class Sharding:
             return wrapped
         if self.stage == 2:
             return ShardedDDP(module, [one for one in optimizers if isinstance(one, OSS)], **self.options)
-        return DistributedDataParallel(module, **self.of_ddp(device))
-
-    def of_ddp(self, device: torch.device) -> dict[str, Any]:
-        """DistributedDataParallel's options. Without views it would hold every gradient twice."""
         ids = None if device.type == "cpu" else [device.index]
-        return {"device_ids": ids, "gradient_as_bucket_view": True, **self.options}
+        # Without views it would hold every gradient twice.
+        return DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self.options})
+
+
+class ShardedStrategy:
+    """The constructor of both strategies, before Lightning's own DDPStrategy; `lightnings` are the options of that."""
+
+    lightnings: tuple[str, ...] = (
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend"),
+        *("timeout", "start_method"),
+    )
+
+    def __init__(
+        self,
+        stage: int,
+        *,
+        oss: Mapping[str, Any] | None = None,
+        checkpoint: Literal["full", "sharded"] = "full",
+        **options: Any,
+    ) -> None:
+        theirs = {name: options.pop(name) for name in self.lightnings if name in options}
+        self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
+        super().__init__(**theirs)
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()
@@ -94,13 +113,11 @@ def sharded_before(module: nn.Module) -> FSDP | None:
     return wrapper
 
 
-def fsdp_of(param: Tensor | None) -> FSDP | None:
-    """The FSDP of a strategy that holds the parameter."""
+def fsdp_of(optimizer: Optimizer) -> FSDP | None:
+    """The FSDP of a strategy that holds the optimizer's parameters."""
+    params = {*params_of(optimizer)}
     wrappers = (known() for known in _sharded.values())
-    for one in wrappers:
-        if one is not None and any(param is held for held in one.module.parameters()):
-            return one
-    return None
+    return next((one for one in wrappers if one is not None and not params.isdisjoint(one.module.parameters())), None)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -127,9 +144,8 @@ def clip_by_norm(model: nn.Module | None, optimizer: Optimizer, max_norm: float,
     if isinstance(optimizer, OSS):
         return optimizer.clip_grad_norm(max_norm, norm_type)
     if not isinstance(model, FSDP):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-    held = {param for group in optimizer.param_groups for param in group["params"]}
+        return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type)
+    held = {*params_of(optimizer)}
     for name, param in model.module.named_parameters():
         if param.requires_grad and param not in held:
             raise ValueError(
@@ -158,18 +174,6 @@ def scale_for_shards(plugin: Any) -> None:
             plugin.scaler.load_state_dict(scaler.state_dict())
 
 
-# ----------------------------------------------------------------------------------------------------- checkpoints
-
-
-def save_in_shards(path: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Collective. Saves weights and optimizer state into a directory, which keeps one checkpoint."""
-    zero.checkpoint.save(path, model, [*optimizers] or None, keep=1)
-
-
-def load_from_shards(path: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Collective."""
-    zero.checkpoint.load(path, model, [*optimizers] or None)
-
-
 def is_in_shards(path: Any) -> bool:
+    """Whether a checkpoint is a directory that zero.checkpoint has written."""
     return Path(path, REST).is_file()

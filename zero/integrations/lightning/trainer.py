@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 import zero
@@ -26,13 +24,11 @@ from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.integrations.lightning.sharding import (
     REST,
-    Sharding,
+    ShardedStrategy,
     clip_by_norm,
     is_in_shards,
-    load_from_shards,
     no_sync,
     refuse_clipping_by_value,
-    save_in_shards,
     scale_for_shards,
     sharded_before,
     unwrap,
@@ -41,7 +37,7 @@ from zero.integrations.lightning.sharding import (
 _IN_SHARDS = "zero_in_shards"
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(ShardedStrategy, DDPStrategy):
     """ZeRO for Lightning's Trainer. Numbers are those of strategy="ddp".
 
         trainer = Trainer(strategy=ZeroStrategy(stage=2, oss={"master_dtype": torch.float32}), devices=8)
@@ -57,35 +53,9 @@ class ZeroStrategy(DDPStrategy):
     `zero.unwrap(trainer.strategy.model)` returns the plain module.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        *,
-        oss: Mapping[str, Any] | None = None,
-        checkpoint: Literal["full", "sharded"] = "full",
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **options: Any,
-    ) -> None:
-        self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
-        self._wrapper: nn.Module | None = None
-        """The FSDP of stage 3. Between runs `model` is the plain module."""
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+    lightnings = (*ShardedStrategy.lightnings, "precision_plugin")
+    _wrapper: nn.Module | None = None
+    """The FSDP of stage 3. Between runs `model` is the plain module."""
 
     # ------------------------------------------------------------------------------------------- setting up
 
@@ -113,15 +83,11 @@ class ZeroStrategy(DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         if self._sharding.stage < 3:
-            self._wrap(fitting=fitting)
+            if fitting:
+                self.model = self._sharding.wrap(self.lightning_module, self.optimizers, self.root_device)
+            else:
+                Comm().broadcast([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
         self._setup_gradients()
-
-    def _wrap(self, *, fitting: bool) -> None:
-        assert self.lightning_module is not None
-        if fitting:
-            self.model = self._sharding.wrap(self.lightning_module, self.optimizers, self.root_device)
-        else:
-            Comm().broadcast([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Collective at stages 1 and 2. Shards the optimizers of configure_optimizers(), with their schedulers."""
@@ -141,13 +107,10 @@ class ZeroStrategy(DDPStrategy):
         scale_for_shards(plugin)
         plugin.clip_grad_by_norm = self._clip_by_norm
         if self._sharding.stage > 1:
-            plugin.clip_grad_by_value = self._refuse_clipping_by_value
+            plugin.clip_grad_by_value = lambda *_: refuse_clipping_by_value(self._sharding.stage)
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         clip_by_norm(self.model, getattr(optimizer, "optimizer", optimizer), float(clip_val))
-
-    def _refuse_clipping_by_value(self, optimizer: Any, clip_val: float) -> None:
-        refuse_clipping_by_value(self._sharding.stage)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -203,7 +166,7 @@ class ZeroStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(filepath))
-        save_in_shards(path, self._whole(), self.optimizers if "optimizer_states" in checkpoint else ())
+        zero.checkpoint.save(path, self._whole(), self._optimizers_in(checkpoint), keep=1)
         super().save_checkpoint({**checkpoint, _IN_SHARDS: True}, path / REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -211,7 +174,7 @@ class ZeroStrategy(DDPStrategy):
         if not is_in_shards(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         found = super().load_checkpoint(Path(checkpoint_path, REST), weights_only)
-        load_from_shards(Path(checkpoint_path), self._whole(), self.optimizers if "optimizer_states" in found else ())
+        zero.checkpoint.load(checkpoint_path, self._whole(), self._optimizers_in(found))
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -227,6 +190,9 @@ class ZeroStrategy(DDPStrategy):
         if not checkpoint.get(_IN_SHARDS):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)
+
+    def _optimizers_in(self, checkpoint: Mapping[str, Any]) -> list[Optimizer] | None:
+        return [*self.optimizers] or None if "optimizer_states" in checkpoint else None
 
     def _whole(self) -> Any:
         """The model as zero.checkpoint takes it."""
