@@ -58,8 +58,8 @@ OWN = """
     sdp/test_buffers sdp/test_indexed sdp/test_lifetimes sdp/test_messages sdp/test_sdp_errors
     sdp/test_sharded_ddp sdp/test_shown_gradients sdp/test_tensors
     fsdp/test_clip_grad_norm fsdp/test_closures fsdp/test_edges fsdp/test_experts fsdp/test_fsdp fsdp/test_fsdp_errors
-    checks/test_guard fsdp/test_meta_init fsdp/test_nested state/test_optim_state fsdp/test_partition_whole
-    fsdp/test_rebound fsdp/test_reentry fsdp/test_repeated checks/test_scaling fsdp/test_summation
+    checks/test_guard fsdp/test_nested state/test_optim_state fsdp/test_partition_whole
+    fsdp/test_rebound fsdp/test_reentry checks/test_scaling fsdp/test_summation
     fsdp/test_unit_sizes fsdp/test_wrap
 """
 """The core's own test files."""

@@ -136,7 +136,7 @@ class Probe(torch.autograd.Function):
 
 
 def whole_meanwhile(rank: int, world: int, options: dict[str, Any]) -> dict[str, list[list[str]]]:
-    model = zero.FSDP(Net(), **options)
+    model = zero.FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
     seen: dict[str, list[list[str]]] = {"forward": [], "backward": []}
 
     def look(phase: str) -> None:

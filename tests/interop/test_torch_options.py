@@ -16,7 +16,7 @@ import ranks
 import zero
 from sidebyside import data
 from zero.features.offload import as_offload
-from zero.fsdp.options import Asked
+from zero.fsdp.options import GivenOptions
 from zero.fsdp.prefetch import as_prefetch
 from zero.interop.torch_options import from_torch
 from zero.shards.home import take_home
@@ -165,7 +165,7 @@ def test_a_model_trains_with_the_names_of_fsdp1(rank, world):
     ids=str,
 )
 def test_names_of_fsdp1_say_what_is_gathered_ahead(given, own):
-    asked = Asked()
+    asked = GivenOptions()
     from_torch(dict(given), asked)
     assert asked.resolved_prefetch == own
 

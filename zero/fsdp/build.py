@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.choice import Choice
 from zero.fsdp.full_weights import restore_module
-from zero.fsdp.materialise import Materialiser
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import Unit
@@ -45,6 +44,40 @@ class Options:
         )
 
 
+class Values:
+    """The seam at which parameters get memory and values before they are sharded: those of models on the meta device.
+    By default all have values.
+
+    `gives_memory`: whether parameters on the meta device are given memory. `problem`: the error message if a module
+    could not be initialised.
+    """
+
+    gives_memory = False
+    problem: str | None = None
+
+    def __init__(
+        self, root: nn.Module, param_init_fn: Callable[[nn.Module], None] | None, *, initialises: bool
+    ) -> None: ...
+
+    @property
+    def pending(self) -> bool:
+        """Whether this rank has modules to initialise."""
+        return False
+
+    def materialise_buffers(self) -> None:
+        """Gives memory to all buffers."""
+
+    def materialise(self, params: Iterable[nn.Parameter]) -> None:
+        """Gives memory to these parameters, and values to the modules that hold them."""
+
+    def undo(self) -> None:
+        """Takes both back, after an error."""
+
+
+makers: list[type[Values]] = [Values]
+"""The last one is called for each FSDP."""
+
+
 class Builder:
     """Builds the units of one model one after another, so that at most one is unsharded.
 
@@ -63,7 +96,7 @@ class Builder:
         param_init_fn: Callable[[nn.Module], None] | None,
     ) -> None:
         self._choice, self._placement, self._options = choice, placement, options
-        self._materialiser = Materialiser(choice.module, param_init_fn, initialises=placement.first)
+        self._values = makers[-1](choice.module, param_init_fn, initialises=placement.first)
         self._loads = [0] * placement.comm.world
         self.cast_buffers: list[CastBuffer] = []
         self.hooks: list[RemovableHandle] = []
@@ -78,20 +111,20 @@ class Builder:
         """
         units: list[Unit] = []
         try:
-            self._can_fail = self._on_any_rank(self._options.home.apart or self._materialiser.pending)
-            self._materialiser.materialise_buffers()
+            self._can_fail = self._on_any_rank(self._options.home.apart or self._values.pending)
+            self._values.materialise_buffers()
             for name, owned in self._choice.owned().items():
                 units.append(self._unit(name, owned))
                 self._agree(units[-1].title)
             if self._options.synced:
-                self._materialiser.materialise(self._choice.ignored)
+                self._values.materialise(self._choice.ignored)
                 self._agree()
             self.cast_buffers, self.hooks = self._options.precision.prepare(self._choice.modules)
             if self._options.synced:
                 self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
         except ValueError:  # of all ranks
             restore_module(units, (), ())
-            self._materialiser.undo()
+            self._values.undo()
             raise
         except BaseException:  # perhaps of this rank alone: the others cannot be asked for their shards
             self._choice.mark_half_sharded()
@@ -101,7 +134,7 @@ class Builder:
     def _unit(self, name: str, owned: list[tuple[str, nn.Parameter]]) -> Unit:
         params = [param for _, param in owned]
         title = f"unit {name!r}" if name else "the root unit"
-        self._materialiser.materialise(params)
+        self._values.materialise(params)
         self._agree(title)
         if self._options.synced:
             self._placement.broadcast(params)
@@ -143,5 +176,5 @@ class Builder:
         """Collective, if building can fail. Raises ValueError on every rank if it has failed on any."""
         if not self._can_fail:
             return
-        problem = self._materialiser.problem or self._options.home.problem(f"the shards of {title}")
+        problem = self._values.problem or self._options.home.problem(f"the shards of {title}")
         self._placement.compare("the units of FSDP", [], problem)

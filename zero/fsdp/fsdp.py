@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero._torch import children_of
 from zero.comm import Comm
-from zero.fsdp.build import Builder, Options
+from zero.fsdp.build import Builder, Options, makers
 from zero.fsdp.choice import Choice
 from zero.fsdp.full_weights import restore_module
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
@@ -55,7 +55,7 @@ class FSDP(Weights):
         the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
     auto_wrap_policy: chooses the modules that become units; a policy of torch.distributed.fsdp.wrap. By default these
-        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.fsdp.units.
+        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.features.blocks.
     as_one_unit: modules, or classes of modules, that become one unit each with everything inside them, such as a
         mixture of experts where ranks run different experts.
     ignored_modules, ignored_parameters: are not sharded, and their gradients are not averaged. Quantised parameters
@@ -123,6 +123,8 @@ class FSDP(Weights):
         nested = _nested_in(module)
         choice = Choice(module, nested, _parameters_of(nested), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
+        if param_init_fn is not None and not makers[-1].gives_memory:
+            problem = problem or "param_init_fn needs a feature that is missing: zero/features/meta."
         problem = problem or _problem(choice, nested, options, placement)
         signature = f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.signature()}"
         placement.compare(_GIVEN, [signature, *choice.signature()], problem)
@@ -297,7 +299,7 @@ def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placemen
         partition_problem(options.partition)
         or _nesting_problem(nested, placement)
         or refusal(Wrapping(choice.module, choice.ignored, units, choice.devices() if frees else []))
-        or choice.unusable(synced=options.synced, sharded=sharded_params())
+        or choice.unusable(synced=options.synced and makers[-1].gives_memory, sharded=sharded_params())
         or choice.wire_problem(options.precision)
         or placement.comm.device_problem(choice.devices())
     )

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import buffers_of
+from zero.fsdp.build import Values, makers
 
 
-class Materialiser:
+class Materialiser(Values):
     """Turns meta parameters into real ones in place, so that optimizers still hold them.
 
     One rank initialises the values; the other ranks receive them.
@@ -20,8 +21,9 @@ class Materialiser:
         `reset_parameters` is called. Each module is initialised once, when the first of its parameters gets memory. Of
         the modules that share a parameter, the first in the model is initialised last.
     initialises: whether this rank initialises values.
-    `problem`: the error message if a module could not be initialised.
     """
+
+    gives_memory = True
 
     def __init__(
         self,
@@ -39,7 +41,6 @@ class Materialiser:
         self._materialised: list[tuple[nn.Parameter, nn.Parameter]] = []
         """Parameters that were given memory, and the meta parameters that they were swapped with."""
         self._materialised_buffers: list[tuple[nn.Module, dict[str, Tensor]]] = []
-        self.problem: str | None = None
         for prefix, module in root.named_modules():
             own = [*module.parameters(recurse=False)]
             for param in own:
@@ -50,7 +51,6 @@ class Materialiser:
 
     @property
     def pending(self) -> bool:
-        """Whether this rank has modules to initialise."""
         return self._initialises and bool(self._uninitialised)
 
     def materialise_buffers(self) -> None:
@@ -119,3 +119,6 @@ class Materialiser:
 
 def _own(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+makers.append(Materialiser)

@@ -1,0 +1,126 @@
+"""Chooses the units of FSDP where no policy does: the blocks that a model repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import nn
+
+from zero._torch import children_of
+from zero.fsdp.units import choosers, only_holds
+
+_SMALL = 1 << 20
+"""Bytes below which a layer, or a block inside a block, is not worth an all-gather of its own."""
+
+
+def blocks(root: nn.Module, policy: Any, *, apart: Sequence[nn.Module], small: bool) -> set[nn.Module] | None:
+    """See Chooser. small: chooses other large modules, such as embeddings and output layers, too."""
+    if policy is not None:
+        return None
+    chosen = repeated_blocks(root, apart)
+    return chosen | _large_leaves(root, chosen) if small else chosen
+
+
+def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
+    """Returns childless modules outside the blocks with a quarter of the largest block's bytes or more, untied ones."""
+    inside = {module for block in blocks for module in block.modules()}
+    holders: dict[nn.Parameter, int] = {}
+    for module in root.modules():
+        for param in module.parameters(recurse=False):
+            holders[param] = holders.get(param, 0) + 1
+    largest = max((sum(param.nbytes for param in block.parameters()) for block in blocks), default=0)
+    chosen = set()
+    for module in root.modules():
+        own = [*module.parameters(recurse=False)]
+        calls = module not in inside and module is not root and not only_holds(module)
+        leaf = calls and own and not [*module.children()]
+        if leaf and all(holders[param] == 1 for param in own) and 4 * sum(param.nbytes for param in own) >= largest:
+            chosen.add(module)
+    return chosen
+
+
+def repeated_blocks(root: nn.Module, apart: Collection[nn.Module] = ()) -> set[nn.Module]:
+    """Returns modules with parameters of which one container has several of the same class:
+
+        in an nn.ModuleList     those that have submodules
+        in an nn.Sequential     those that have submodules; and layers, which have none, of 1 MiB or more
+
+    An nn.Sequential inside such a block does not count: layers repeat inside most blocks. If the block holds more than
+    a quarter of the model's bytes, as a stage of many blocks may, those of 1 MiB or more that have submodules do count.
+    Containers in a container stand for their members; an nn.Sequential does if blocks repeat in it.
+
+    apart: modules whose parameters may be shards, of which each rank has others.
+    """
+    search = _Search(root, apart)
+    search.look_into(root, None)
+    return search.blocks
+
+
+class _Search:
+    """`blocks`: those that were found."""
+
+    def __init__(self, root: nn.Module, apart: Collection[nn.Module]) -> None:
+        self.blocks: set[nn.Module] = set()
+        self._seen: set[nn.Module] = set()
+        self._left_out = {param for module in apart for param in module.parameters()}
+        self._much = self._nbytes(root) // 4
+
+    def look_into(self, module: nn.Module, around: nn.Module | None) -> None:
+        """around: the innermost block around the module."""
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        self.blocks |= self._found_in(module, around)
+        for child in module.children():
+            self.look_into(child, child if child in self.blocks else around)
+
+    def _found_in(self, container: nn.Module, around: nn.Module | None) -> set[nn.Module]:
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            return set()
+        members = _members(container)
+        blocks = _repeated(members, with_submodules=True)
+        if isinstance(container, nn.ModuleList):
+            return blocks
+        if around is None:
+            return blocks | self._large(_repeated(members, with_submodules=False))
+        return self._large(blocks) if self._nbytes(around) > self._much else set()
+
+    def _large(self, modules: Collection[nn.Module]) -> set[nn.Module]:
+        return {module for module in modules if self._nbytes(module) >= _SMALL}
+
+    def _nbytes(self, module: nn.Module) -> int:
+        own = (param for param in module.parameters() if param not in self._left_out)
+        return sum(param.numel() * param.element_size() for param in own)  # nbytes is not defined for sparse ones
+
+
+def _members(container: nn.Module) -> list[nn.Module]:
+    members: list[nn.Module] = []
+    for member in children_of(container).values():  # unlike children(), has a repeated module each time
+        if member is None:
+            continue
+        inner = []
+        if only_holds(member) or (isinstance(container, nn.Sequential) and _calls_members(member)):
+            inner = _members(member)
+        divided = only_holds(member) or _repeated(inner, with_submodules=True)
+        members += inner if divided else [member]
+    return members
+
+
+def _calls_members(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _repeated(modules: Sequence[nn.Module], *, with_submodules: bool) -> set[nn.Module]:
+    """Returns the modules with parameters of which there are several of the same class."""
+    kept = [module for module in modules if bool([*module.children()]) == with_submodules and _has_parameters(module)]
+    counts = Counter(map(type, kept))
+    return {module for module in kept if counts[type(module)] > 1}
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+choosers.append(blocks)
