@@ -1,7 +1,11 @@
-"""The forward of a model that may be compiled as a whole or contain compiled modules.
+"""torch.compile: hooks that are not traced, models compiled as a whole or in pieces, and what is refused.
 
-The code that unshards and reshards units is never traced. A model that is compiled as a whole is therefore compiled
-unit by unit, in graphs that break where a unit begins and ends.
+torch.compile accepts units, the module or the FSDP. The code that unshards and reshards units is never traced, so
+graphs break where units begin and end, and only units can be compiled with fullgraph=True. If the whole module is
+compiled, its first forward in training and its first in evaluation run uncompiled, to find which modules read
+parameters of other units. If units are compiled, FSDP does not search for such reads, and no module may read parameters
+of another unit. On GPUs CUDA graphs are refused (compiled.py): mode="reduce-overhead", "max-autotune" and
+triton.cudagraphs of torch.compile, and torch.cuda.graph.
 
 torch.compile examines the gradient of every parameter that it meets, and refuses a gradient of another shape, dtype or
 device than the parameter. `param.grad` is the shard's gradient even if the parameter is unsharded while it is traced.
@@ -25,10 +29,11 @@ from zero.features.compile.compiled import (
     compiling_problem,
     refuse_capture,
 )
-from zero.fsdp.events import ModelEvents
+from zero.fsdp.events import ModelEvents, makers
 from zero.fsdp.forward import Forward
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
+from zero.shards.refusals import refusals
 
 
 class Compiling(ModelEvents):
@@ -187,3 +192,7 @@ def _hide(_: object) -> None:
 def _show(_: object) -> None:
     for one in [*_alive]:
         one.show_gradients()
+
+
+makers.append(Compiling)
+refusals.append(lambda wrapping: compiling_problem(wrapping.module, wrapping.units, wrapping.freed))
