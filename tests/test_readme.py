@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-README = Path(__file__).parent.parent / "README.md"
+from processes import ROOT, python
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    found = re.search(r"<!-- script -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    found = re.search(r"<!-- script -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found
     path = tmp_path / "train.py"
     # Gloo aborts at interpreter exit now and then; the README need not speak of it.
@@ -26,17 +23,8 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
 def test_the_script_of_the_readme_trains(script: Path, launcher: list[str]) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
-    result = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        cwd=script.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert result.returncode == 0, result.stderr
-    loss = re.search(r"loss (\S+), sent (\d+) bytes", result.stdout)
+    written = python(*launcher, script, cwd=script.parent).stdout
+    loss = re.search(r"loss (\S+), sent (\d+) bytes", written)
     assert loss
     assert float(loss[1]) < 0.9
     assert (int(loss[2]) > 0) == bool(launcher)

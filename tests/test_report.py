@@ -1,10 +1,6 @@
 """What zero says of itself: a line at construction, `zero.report`, and `python -m zero.report`."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,10 +10,9 @@ from torch import nn
 import ranks
 import zero
 from logs import Heard
+from processes import python
 from transports import TRANSPORTS, by
 from zero.report.environment import environment
-
-ROOT = Path(__file__).parents[1]
 
 
 def construct(rank, world, transport):
@@ -47,14 +42,8 @@ def test_a_construction_says_what_it_sharded_in_one_line_on_the_first_rank(trans
 
 def test_the_environment_can_ask_for_the_lines():
     code = "import torch, zero; zero.OSS([torch.nn.Parameter(torch.ones(16))], torch.optim.SGD, lr=0.1)"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "ZERO_LOG": "info", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "zero INFO: OSS(SGD): optimizer state of 1 parameters over 1 ranks, 64 of 64 of" in run.stderr
+    written = python("-c", code, ZERO_LOG="info").stderr
+    assert "zero INFO: OSS(SGD): optimizer state of 1 parameters over 1 ranks, 64 of 64 of" in written
 
 
 def test_the_report_tells_versions_devices_and_transports():
@@ -158,15 +147,9 @@ def test_an_optimizer_that_another_wraps_is_found_unless_that_has_state(rank, wo
 
 
 def test_the_command_prints_the_environment():
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "zero.report"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "versions:" in run.stdout
-    assert "transports:" in run.stdout
+    written = python("-W", "error", "-m", "zero.report").stdout
+    assert "versions:" in written
+    assert "transports:" in written
 
 
 def test_a_model_is_planned_once_and_for_its_own_stage():

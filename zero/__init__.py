@@ -64,7 +64,7 @@ __all__ = [
     "unwrap",
 ]
 
-__all__[:] = [name for name in __all__ if name not in features.absent_names()]
+__all__[:] = [name for name in __all__ if name in globals() or name not in features.NAMES]
 
 if not TYPE_CHECKING:  # mypy would take any name for one of zero's
 

@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam
 
 import ranks
 import zero
+from optimizers import ByParameter
 from zero.checkpoint import write
 
 # ------------------------------------------------------------------------------------------------ training goes on
@@ -71,17 +72,13 @@ def test_a_save_that_failed_fails_whenever_it_is_waited_for(tmp_path, monkeypatc
 # ------------------------------------------------------------------------------------------------- optimizer state
 
 
-class Wide(SGD):
+class Wide(ByParameter):
     """State in other dtypes than the parameters'."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in filter(lambda param: param.grad is not None, group["params"]):
-                state = self.state[param]
-                state["momentum"] = state.get("momentum", torch.zeros_like(param, dtype=torch.float32)) + param.grad
-                state["count"] = state.get("count", torch.full_like(param, 2**24, dtype=torch.int64)) + 1
-                param -= group["lr"] * state["momentum"].to(param.dtype)
+    def step_one(self, param, state, group):
+        state["momentum"] = state.get("momentum", torch.zeros_like(param, dtype=torch.float32)) + param.grad
+        state["count"] = state.get("count", torch.full_like(param, 2**24, dtype=torch.int64)) + 1
+        param -= group["lr"] * state["momentum"].to(param.dtype)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -103,14 +100,11 @@ def test_state_keeps_dtypes_that_are_not_the_parameters(rank, world, stage, tmp_
             assert before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]), key
 
 
-class History(SGD):
+class History(ByParameter):
     """Keeps past gradients in a list."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in filter(lambda param: param.grad is not None, group["params"]):
-                self.state[param]["history"] = [param.grad.clone(), torch.zeros_like(param)]
+    def step_one(self, param, state, group):
+        state["history"] = [param.grad.clone(), torch.zeros_like(param)]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

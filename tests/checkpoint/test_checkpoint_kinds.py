@@ -45,6 +45,22 @@ def test_a_problem_in_one_replica_is_raised_in_all(rank, world, tmp_path):
 # --------------------------------------------------------------------------------------------------- several optimizers
 
 
+def save(rank, world, path, stage, build, step):
+    """Saves after a step. The weights after another one."""
+    model, optimizers = build(stage)
+    step(model, optimizers)
+    zero.checkpoint.save(path, model, optimizers)
+    step(model, optimizers)
+    return zero.full_state_dict(model)
+
+
+def load(rank, world, path, stage, build, step):
+    model, optimizers = build(stage)
+    zero.checkpoint.load(path, model, optimizers)
+    step(model, optimizers)
+    return zero.full_state_dict(model)
+
+
 def two_optimizers(stage):
     model = tiny()
     weights, others = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
@@ -61,25 +77,12 @@ def train_both(model, optimizers):
     model(torch.ones(5, 4)).square().sum().backward()
     for optimizer in optimizers:
         optimizer.step()
-    return zero.full_state_dict(model)
-
-
-def save_both(rank, world, path, stage):
-    model, optimizers = two_optimizers(stage)
-    train_both(model, optimizers)
-    zero.checkpoint.save(path, model, optimizers)
-    return train_both(model, optimizers)
-
-
-def load_both(rank, world, path, stage):
-    model, optimizers = two_optimizers(stage)
-    zero.checkpoint.load(path, model, optimizers)
-    return train_both(model, optimizers)
 
 
 def test_several_optimizers(tmp_path):
-    expected = ranks.run(save_both, 2, (str(tmp_path), 2))[0]
-    found = ranks.run(load_both, 2, (str(tmp_path), 3))[0]
+    how = two_optimizers, train_both
+    expected = ranks.run(save, 2, (str(tmp_path), 2, *how))[0]
+    found = ranks.run(load, 2, (str(tmp_path), 3, *how))[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
 
@@ -87,31 +90,16 @@ def test_several_optimizers(tmp_path):
 # --------------------------------------------------------------------------------------------- state of other shapes
 
 
-def with_rows(stage, partition="auto"):
+def with_rows(stage):
     """Adafactor keeps a row and a column of each matrix."""
-    model, optimizer = zero.setup(tiny(), torch.optim.Adafactor, stage=stage, partition=partition, lr=1e-2)
-    return model, optimizer
-
-
-def save_rows(rank, world, path, stage):
-    model, optimizer = with_rows(stage)
-    train(model, optimizer)
-    zero.checkpoint.save(path, model, optimizer)
-    train(model, optimizer)
-    return zero.full_state_dict(model)
-
-
-def load_rows(rank, world, path, stage):
-    model, optimizer = with_rows(stage)
-    zero.checkpoint.load(path, model, optimizer)
-    train(model, optimizer)
-    return zero.full_state_dict(model)
+    return zero.setup(tiny(), torch.optim.Adafactor, stage=stage, lr=1e-2)
 
 
 def test_state_of_other_shapes_than_the_parameter(tmp_path):
-    expected = ranks.run(save_rows, 2, (str(tmp_path), 3))[0]
+    how = with_rows, train
+    expected = ranks.run(save, 2, (str(tmp_path), 3, *how))[0]
     for stage, world in [(0, 1), (1, 3), (2, 2), (3, 4)]:
-        found = ranks.run(load_rows, world, (str(tmp_path), stage))[0]
+        found = ranks.run(load, world, (str(tmp_path), stage, *how))[0]
         for name, value in expected.items():
             if name != "0.bias":  # comes before a BatchNorm: its gradient is rounding alone
                 torch.testing.assert_close(found[name], value)

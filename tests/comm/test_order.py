@@ -14,6 +14,7 @@ import torch
 import ranks
 import zero
 from ranks import refusal
+from stacks import WIDTH, Stack
 from transports import between_hosts
 from zero.comm import Comm
 from zero.comm.order import Order
@@ -207,17 +208,6 @@ def test_a_remedy_is_told_where_all_operations_out_of_step_have_it():
 # --------------------------------------------------------------------------------------------------------- Whole steps
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.mark.parametrize(("stage", "most"), [(1, 1), (2, 2), (3, 2)])
 @ranks.on(2)
 def test_a_settled_step_has_few_comparisons_whatever_the_number_of_units(rank, world, stage, most):
@@ -225,12 +215,12 @@ def test_a_settled_step_has_few_comparisons_whatever_the_number_of_units(rank, w
     found = []
     with between_hosts(), counted() as seen:
         sums = mock.patch.object(Comm, "all_reduce", autospec=True, side_effect=Comm.all_reduce)
-        model, optimizer = zero.setup(Net(), torch.optim.Adam, stage=stage, lr=0.01)
+        model, optimizer = zero.setup(Stack(blocks=6), torch.optim.Adam, stage=stage, lr=0.01)
         for step in range(3):
             seen.clear()
             optimizer.zero_grad()
             with sums as summed:
-                model(torch.full((2, 8), float(rank + step))).square().mean().backward()
+                model(torch.full((2, WIDTH), float(rank + step))).square().mean().backward()
                 optimizer.step()
             found.append(len(seen) + summed.call_count)
     first, *settled_ones = found

@@ -93,27 +93,24 @@ def _trains(rank, world, options, reentrant, how):
             torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+CASES: dict[str, tuple[int, dict[str, Any], bool | None, dict[str, Any]]] = {
+    # ranks, options, re-entrant checkpointing, and how it is trained
+    **{name: (2, options, None, {"micro": 1, "penalty": l2}) for name, options in OPTIONS.items()},
+    **{
+        f"{name}, under no_sync": (2, OPTIONS[name], None, {"micro": 3, "penalty": elastic})
+        for name in ("default", "whole, speed first")
+    },
+    "replicas, under no_sync": (4, {"replicas": 2}, None, {"micro": 2, "penalty": elastic}),
+    "checkpointed": (2, {}, False, {"micro": 1, "penalty": l2}),
+    "checkpointed, re-entrant": (2, {}, True, {"micro": 1, "penalty": l2}),
+    "after several forwards": (2, {}, None, {"micro": 2, "penalty": l2, "forwards": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_penalty_adds_its_gradient_to_each_part(name):
-    ranks.run(_trains, 2, args=(OPTIONS[name], None, {"micro": 1, "penalty": l2}), timeout=20)
-
-
-def test_on_replicas_and_under_no_sync():
-    ranks.run(_trains, 4, args=({"replicas": 2}, None, {"micro": 2, "penalty": elastic}), timeout=30)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_beside_activation_checkpointing(reentrant):
-    ranks.run(_trains, 2, args=({}, reentrant, {"micro": 1, "penalty": l2}), timeout=20)
-
-
-@pytest.mark.parametrize("name", ["default", "whole, speed first"])
-def test_under_no_sync(name):
-    ranks.run(_trains, 2, args=(OPTIONS[name], None, {"micro": 3, "penalty": elastic}), timeout=20)
-
-
-def test_after_several_forwards():
-    ranks.run(_trains, 2, args=({}, None, {"micro": 2, "penalty": l2, "forwards": 2}), timeout=20)
+    world, *args = CASES[name]
+    ranks.run(_trains, world, args=tuple(args), timeout=30)
 
 
 def _asked_for(rank, world, early):

@@ -143,32 +143,16 @@ def train(
     assert_weights(model, weights, tolerance)
 
 
-def by_class(_: Model) -> dict[str, Any]:
-    return {"as_one_unit": [Mixture]}
-
-
-def by_instance(model: Model) -> dict[str, Any]:
-    return {"as_one_unit": [layer.mixture for layer in model.layers]}
-
-
-def whole_layers(_: Model) -> dict[str, Any]:
-    return {"as_one_unit": [Layer]}
-
-
-def beside_a_policy(model: Model) -> dict[str, Any]:
-    return {"auto_wrap_policy": ModuleWrapPolicy({Layer, Expert, nn.Linear}), "as_one_unit": [Mixture]}
-
-
-def kept(_: Model) -> dict[str, Any]:
-    return {"as_one_unit": [Mixture], "reshard_after_forward": False}
-
-
-def in_whole_parts(_: Model) -> dict[str, Any]:
-    return {"as_one_unit": [Mixture], "partition": "whole"}
-
-
 UNITS: dict[str, Callable[[Model], dict[str, Any]]] = {
-    one.__name__: one for one in (by_class, by_instance, whole_layers, beside_a_policy, kept, in_whole_parts)
+    "by_class": lambda _: {"as_one_unit": [Mixture]},
+    "by_instance": lambda model: {"as_one_unit": [layer.mixture for layer in model.layers]},
+    "whole_layers": lambda _: {"as_one_unit": [Layer]},
+    "beside_a_policy": lambda _: {
+        "auto_wrap_policy": ModuleWrapPolicy({Layer, Expert, nn.Linear}),
+        "as_one_unit": [Mixture],
+    },
+    "kept": lambda _: {"as_one_unit": [Mixture], "reshard_after_forward": False},
+    "in_whole_parts": lambda _: {"as_one_unit": [Mixture], "partition": "whole"},
 }
 
 

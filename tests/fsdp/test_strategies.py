@@ -45,24 +45,12 @@ def pair(replicas: int, shards: int) -> dict[str, Any]:
     return {"process_group": (within, across)}
 
 
-def one_mesh(*shape: int) -> dict[str, Any]:
-    return {"device_mesh": init_device_mesh("cpu", shape)}
-
-
-def mesh_stepped_by_all(replicas: int, shards: int) -> dict[str, Any]:
-    return mesh(replicas, shards) | {"optimizer_sharding": "all"}
-
-
-def pair_stepped_by_all(replicas: int, shards: int) -> dict[str, Any]:
-    return pair(replicas, shards) | {"optimizer_sharding": "all"}
-
-
 GROUPS: dict[str, Callable[..., dict[str, Any]]] = {
     "mesh": mesh,
     "pair": pair,
-    "one mesh": one_mesh,
-    "mesh, stepped by all": mesh_stepped_by_all,
-    "pair, stepped by all": pair_stepped_by_all,
+    "one mesh": lambda *shape: {"device_mesh": init_device_mesh("cpu", shape)},
+    "mesh, stepped by all": lambda *shape: mesh(*shape) | {"optimizer_sharding": "all"},
+    "pair, stepped by all": lambda *shape: pair(*shape) | {"optimizer_sharding": "all"},
 }
 
 Placed = tuple[Any, str | None, tuple[int, ...]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -11,10 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils.deepspeed import DummyOptim
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,6 +28,7 @@ import ranks
 import zero
 from launched import launched, shared_folder
 from models import CONTEXT, GPT, VOCABULARY
+from zero.integrations.accelerate import Accelerator, ZeroPlugin
 
 STAGES = (1, 2, 3)
 Weights = dict[str, Tensor]
@@ -30,10 +36,6 @@ Weights = dict[str, Tensor]
 
 def build(stage: int, **options: Any) -> Any:
     """Accelerate's own Accelerator at stage 0."""
-    import accelerate
-
-    from zero.integrations.accelerate import Accelerator
-
     if stage == 0 and "zero_plugin" not in options:
         return accelerate.Accelerator(cpu=True, **options)
     return Accelerator(**{"cpu": True, "zero_plugin": stage, **options})
@@ -93,8 +95,6 @@ class WithDropout(GPT):
 
 @ranks.on(2)
 def test_losses_and_weights_are_those_of_ddp_bit_for_bit(rank: int, world: int, tmp_path: Path) -> None:
-    from zero.integrations.accelerate import ZeroPlugin
-
     differences = []
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "plainly": ({}, {}),
@@ -121,8 +121,6 @@ def test_losses_and_weights_are_those_of_ddp_bit_for_bit(rank: int, world: int, 
 
 @ranks.on(2)
 def test_clipping_gives_the_norms_and_weights_of_ddp(rank: int, world: int) -> None:
-    from zero.integrations.accelerate import ZeroPlugin
-
     with launched(rank, world):
         expected = Script(build(0)).train(clip=0.1)
         expected_weights = expected.weights()
@@ -144,8 +142,6 @@ def test_clipping_gives_the_norms_and_weights_of_ddp(rank: int, world: int) -> N
 @ranks.on(2)
 def test_gradients_travel_in_the_dtype_that_is_asked_for(rank: int, world: int) -> None:
     """How far gradients that travel in 16 and in 8 bits lead from those that do not."""
-    from zero.integrations.accelerate import ZeroPlugin
-
     with launched(rank, world):
         expected = Script(build(0), optim=torch.optim.SGD).train().weights()
     found = []
@@ -245,8 +241,6 @@ def test_one_process_of_a_launcher_is_not_refused() -> None:
 
 @ranks.on(2, timeout=100)
 def test_a_state_goes_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, world: int, tmp_path: Path) -> None:
-    from zero.integrations.accelerate import ZeroPlugin
-
     with launched(rank, world):
         expected = Script(build(0)).train()
         expected_weights = expected.weights()
@@ -276,10 +270,6 @@ def test_a_state_goes_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, wo
 
 @ranks.on(2)
 def test_saved_weights_are_all_there_and_load_into_the_plain_model(rank: int, world: int, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    from zero.integrations.accelerate import ZeroPlugin
-
     found = {}
     sixteen = ZeroPlugin(stage=3, save_16bit_model=True, mixed_precision="bf16")
     for title, plugin in {1: 1, 2: 2, 3: 3, "16 bits": sixteen}.items():
@@ -309,8 +299,6 @@ def test_saved_weights_are_all_there_and_load_into_the_plain_model(rank: int, wo
 
 
 def launched_folder() -> Any:
-    import tempfile
-
     return tempfile.TemporaryDirectory() if torch.distributed.get_rank() == 0 else nullcontext("/tmp")
 
 
@@ -427,8 +415,6 @@ def test_torch_compile_lies_inside(rank: int, world: int) -> None:
 @ranks.on(2)
 def test_states_of_compiled_blocks_have_the_names_of_the_plain_model(rank: int, world: int, tmp_path: Path) -> None:
     """Blocks that Accelerate compiles one by one. Files have the names of the plain model, and load into either."""
-    from accelerate.utils import TorchDynamoPlugin
-
     plain = GPT().state_dict().keys()
     for stage in STAGES:
         dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
@@ -449,11 +435,6 @@ def test_states_of_compiled_blocks_have_the_names_of_the_plain_model(rank: int, 
 
 @ranks.on(2)
 def test_what_cannot_be_is_refused_on_every_rank(rank: int, world: int) -> None:
-    from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-    from accelerate.utils.deepspeed import DummyOptim
-
-    from zero.integrations.accelerate import ZeroPlugin
-
     def trying(call: Callable[[], Any]) -> str:
         with launched(rank, world):
             return ranks.refusal(call)

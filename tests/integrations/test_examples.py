@@ -8,8 +8,6 @@ import io
 import os
 import random
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,11 +15,11 @@ import pytest
 
 import ranks
 from launched import launched
+from processes import ROOT, python
 
 if find_spec("accelerate") is None:
     pytest.skip("needs accelerate", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
 FSDP = """
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -106,16 +104,9 @@ train(Accelerator(cpu=True, zero_plugin=ZeroPlugin.from_yaml(sys.argv[1])))
 def test_accelerate_launch_with_fsdp_config_and_a_file_for_deepspeed(tmp_path: Path) -> None:
     for name, text in {"fsdp.yaml": FSDP, "deepspeed.yaml": DEEPSPEED, "train.py": SCRIPT}.items():
         (tmp_path / name).write_text(text)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "fsdp.yaml"]
-    result = subprocess.run(
-        [*launch, "train.py", "deepspeed.yaml"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "fsdp.yaml"]
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    result = python(*launch, "train.py", "deepspeed.yaml", cwd=tmp_path, PYTHONPATH=paths)
     trained = re.findall("^TRAINED (.*)$", result.stdout, re.MULTILINE)
     assert trained == ["FSDP SHARD_GRAD_OP 1 True", "ShardedDDP FULL_SHARD 2 True"], result.stdout + result.stderr
     assert result.stdout.count("UNITS 4") == 2  # the root and three blocks

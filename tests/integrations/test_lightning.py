@@ -5,11 +5,7 @@ Ranks that have imported Lightning stay for all tests, so what is refused is ref
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ import torch
 from calls import on_ranks
 from torch import Tensor
 
+from processes import ROOT, python
 from sidebyside import close
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: too few workers, short epochs, no GPU
@@ -108,16 +105,8 @@ def test_the_callback_reports_memory_by_kind():
 
 def test_the_example_runs(tmp_path):
     """Started as users do, by Lightning's own launcher."""
-    root = Path(__file__).parents[2]
-    script = root / "docs" / "examples" / "lightning_train.py"
-    run = subprocess.run(
-        [sys.executable, str(script), "--strategy", "zero_stage_3", "--steps", "10"],
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    script = ROOT / "docs" / "examples" / "lightning_train.py"
+    run = python(script, "--strategy", "zero_stage_3", "--steps", "10", cwd=tmp_path)
     assert "stage 3 (FSDP), rank 0 of 2" in run.stdout + run.stderr
     weights = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
     assert weights["head.weight"].shape == (256, 64)

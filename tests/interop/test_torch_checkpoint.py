@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,7 +23,7 @@ from torch.optim import SGD, Adam, Optimizer
 import ranks
 import zero
 from models import take_step
-from reference import at_stage
+from reference import at_stage, same
 
 OPTIONS = {
     "sharded": StateDictOptions(),
@@ -55,21 +55,6 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> li
         torch.manual_seed(100 * step + rank)
         losses.append(take_step(optimizer, model(torch.randn(4, 8)).square().mean()))
     return losses
-
-
-def same(found: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            same(found[key], value)
-    elif isinstance(expected, Tensor):
-        assert torch.equal(found.cpu(), expected.cpu())
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            same(one, other)
-    else:
-        assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ranks
 import zero
+from reference import same
 from sidebyside import data
 from zero.features.offload import as_offload
 from zero.fsdp.options import GivenOptions
@@ -122,34 +123,30 @@ def trained(rank: int, **options: Any) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@ranks.on(2)
-def test_a_model_trains_with_all_of_them(rank, world):
-    given = trained(
-        rank,
-        mixed_precision=Precision(),
-        offload=fsdp.CPUOffload(offload_params=True),
-        prefetch=BOTH.BACKWARD_PRE,
-        sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP,
-    )
-    own = trained(rank)
-    assert all(torch.equal(given[name], own[name]) for name in own)
+GIVEN: dict[str, dict[str, Any]] = {
+    "all of them": {
+        "mixed_precision": Precision(),
+        "offload": fsdp.CPUOffload(offload_params=True),
+        "prefetch": BOTH.BACKWARD_PRE,
+        "sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP,
+    },
+    "the names of torch.distributed.fsdp.FullyShardedDataParallel": {
+        "cpu_offload": fsdp.CPUOffload(offload_params=True),
+        "backward_prefetch": BOTH.BACKWARD_PRE,
+        "forward_prefetch": True,
+        "limit_all_gathers": True,
+        "use_orig_params": True,
+        "device_id": torch.device("cpu"),
+        "ignored_states": None,
+    },
+}
 
 
 @ranks.on(2)
-def test_a_model_trains_with_the_names_of_fsdp1(rank, world):
-    """As the call of torch.distributed.fsdp.FullyShardedDataParallel would be written."""
-    given = trained(
-        rank,
-        cpu_offload=fsdp.CPUOffload(offload_params=True),
-        backward_prefetch=BOTH.BACKWARD_PRE,
-        forward_prefetch=True,
-        limit_all_gathers=True,
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-        ignored_states=None,
-    )
+def test_a_model_trains_with_them(rank, world):
     own = trained(rank)
-    assert all(torch.equal(given[name], own[name]) for name in own)
+    for what, options in GIVEN.items():
+        same(trained(rank, **options), own, what)
 
 
 @pytest.mark.parametrize(

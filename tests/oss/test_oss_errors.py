@@ -38,14 +38,6 @@ def computed():
     return [nn.Parameter(torch.zeros(2)), torch.zeros(3, requires_grad=True) * 2]
 
 
-def sparse():
-    return [torch.eye(2).to_sparse().requires_grad_()]
-
-
-def on_meta():
-    return [*good(), *nn.Linear(2, 3, device="meta").parameters()]
-
-
 def named(make):
     return lambda: [(f"layer.{index}", param) for index, param in enumerate(make())]
 
@@ -68,9 +60,12 @@ BAD = {
         lambda: good()[0],
         "OSS was given a Parameter for parameters. Pass an iterable that has an order",
     ),
-    "a sparse one": (sparse, "parameter 0 of group 0 has layout torch.sparse_coo"),
+    "a sparse one": (
+        lambda: [torch.eye(2).to_sparse().requires_grad_()],
+        "parameter 0 of group 0 has layout torch.sparse_coo",
+    ),
     "one on the meta device": (
-        on_meta,
+        lambda: [*good(), *nn.Linear(2, 3, device="meta").parameters()],
         "parameter 2 of group 0 is on the meta device and has no values. Call model.to",
     ),
     "nothing": (lambda: None, "None"),

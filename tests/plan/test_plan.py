@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ranks
 import zero
 from counted import OPTIMIZERS, Block, Model, nbytes
+from processes import ROOT, python
 from zero.plan import Options, Plan, Sizes, stages
 from zero.plan.command import main
 
@@ -222,11 +220,8 @@ def test_a_number_of_parameters_is_finite(parameters):
 
 
 def test_the_command_line():
-    command = [sys.executable, "-m", "zero.plan", "counted:Model", "--world", "8", "--memory", "1GiB"]
-    beside, batch = Path(__file__).parents[1], ["--batch", "4x32:int64"]
-    done = subprocess.run([*command, "--json", *batch], capture_output=True, text=True, timeout=100, cwd=beside)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    command = ["-m", "zero.plan", "counted:Model", "--world", "8", "--memory", "1GiB"]
+    told = json.loads(python(*command, "--json", "--batch", "4x32:int64", cwd=ROOT / "tests").stdout)
     assert [one["world"] for one in told["recommended"]] == [8]
     assert len(told["costs"]) == 5
     assert told["activations"] is True

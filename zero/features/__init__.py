@@ -37,12 +37,6 @@ def present() -> list[str]:
     return [found.name for found in iter_modules(__path__)]
 
 
-def absent_names() -> list[str]:
-    """Those of `NAMES` whose folders are missing."""
-    there = {*present()}
-    return [name for name, feature in NAMES.items() if feature not in there]
-
-
 def missing(feature: str, what: str) -> str | None:
     """Returns the error message for what a feature brings if its folder is missing; else None."""
     return None if feature in present() else f"{what} is part of the feature zero/features/{feature}, which is missing."

@@ -39,7 +39,11 @@ def from_optimizer(
     does not store, and for state that does not fit; TypeError for unknown options.
     """
     kept: dict[str, Any] = {}
-    problem = _unfit(optimizer)
+    problem = None
+    if not isinstance(optimizer, Optimizer):
+        problem = f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
+    elif hasattr(optimizer, "shard_groups"):
+        problem = "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
     if problem is None and optim is None:
         kept, missing = arguments(optimizer)
         name = called(type(optimizer))
@@ -62,14 +66,6 @@ def from_optimizer(
     call_stepped(optimizer)
     optimizer.register_step_pre_hook(_refuse_step)
     return built
-
-
-def _unfit(optimizer: object) -> str | None:
-    if not isinstance(optimizer, Optimizer):
-        return f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
-    if hasattr(optimizer, "shard_groups"):
-        return "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
-    return None
 
 
 def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:

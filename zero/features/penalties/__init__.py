@@ -72,7 +72,8 @@ class ReadsAtRest(ModelEvents):
     def _record_full_nodes(self, unit: Unit) -> None:
         """Records the nodes of the last forward, which exist if its graph does."""
         nodes = self._full_nodes.setdefault(unit, [])
-        nodes += [_node(param) for group in unit.groups for param in group.params if param.requires_grad]
+        trained = (param for group in unit.groups for param in group.params if param.requires_grad)
+        nodes += [get_gradient_edge(param).node for param in trained]
         self._reread.discard(unit)
 
     def backward_begins(self) -> None:
@@ -104,16 +105,12 @@ class ReadsAtRest(ModelEvents):
         self._reached.clear()
 
 
-def _node(param: nn.Parameter) -> Node:
-    return get_gradient_edge(param).node
-
-
 def _new_nodes(unit: Unit, group: ShardGroup) -> Iterator[Node]:
     """Yields new nodes of the parameters, with hooks. They exist only as long as they are referenced."""
     _renew_nodes(group)
     for param, name in zip(group.params, group.names, strict=True):
         if param.requires_grad:
-            node = _node(param)
+            node = get_gradient_edge(param).node
             node.register_prehook(partial(_before_accumulation, unit, param, name))
             yield node
 

@@ -12,7 +12,6 @@ from zero.fsdp.fsdp import running_model
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
-from zero.shards.steps import Steps
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
@@ -37,8 +36,6 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
     model = uncompiled(model)
     if isinstance(model, FSDP) and not isinstance(optimizer, OSS):
         running = running_model(model)
-        if type(running.steps) is not Steps:
-            raise ValueError("zero.step_in_backward was called before for this model.")
         running.steps = StepsOfUnits(optimizer, running)
         return
     if isinstance(model, ShardedDDP) and isinstance(optimizer, OSS):

@@ -60,6 +60,10 @@ class StepsInBackward(Steps):
         )
 
 
+def _called_before(stepped: OSS | Model, what: str) -> str | None:
+    return None if type(stepped.steps) is Steps else f"zero.step_in_backward was called before for this {what}."
+
+
 def _problem_of(optimizer: Optimizer) -> str | None:
     """The error message if the optimizer cannot step parameters one after another; None if it can."""
     if type(optimizer) in ELEMENTWISE:
@@ -78,12 +82,10 @@ class StepsOfOSS(StepsInBackward):
     """
 
     def __init__(self, optimizer: OSS) -> None:
-        problem = _problem_of(optimizer.optim)
+        problem = None
         if not optimizer.gradients_arrive_sharded:
             problem = "zero.step_in_backward needs ShardedDDP or FSDP: at stage 1 gradients are averaged by others."
-        elif type(optimizer.steps) is not Steps:
-            problem = "zero.step_in_backward was called before for this optimizer."
-        super().__init__(optimizer, problem)
+        super().__init__(optimizer, problem or _called_before(optimizer, "optimizer") or _problem_of(optimizer.optim))
         self._oss: OSS = proxy(optimizer)
 
     def begin(self) -> None:
@@ -127,9 +129,8 @@ class StepsOfUnits(StepsInBackward):
 
     def __init__(self, optimizer: Optimizer, model: Model) -> None:
         held = {*params_of(optimizer)}
-        lacking = any(param.requires_grad and param not in held for param in model.index)
-        problem = _problem_of(optimizer)
-        if problem is None and lacking:
+        problem = _called_before(model, "model") or _problem_of(optimizer)
+        if problem is None and any(param.requires_grad and param not in held for param in model.index):
             problem = (
                 "zero.step_in_backward was given an optimizer that lacks some trained parameters of the model, whose "
                 "gradients would not be freed. Give the optimizer all trained parameters."

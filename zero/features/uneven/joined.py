@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from zero._torch import at_end_of_backward, keeps_graph, writes_into, writes_so_far
 from zero.features.uneven.messages import (
@@ -35,7 +36,6 @@ from zero.features.uneven.messages import (
     plain_options,
     problem_in,
     replace,
-    sends,
     take_options,
 )
 from zero.features.uneven.repeat import Call, Repeat, outputs_in
@@ -148,7 +148,7 @@ class Joined:
             act["kwargs"] = {key: as_plain(value, self._all) for key, value in kwargs.items()}
         except TypeError as error:
             self._problem = f"{type(self._all[place]).__name__}.{name} was given {error}"
-        if sends(self._all[place], name):
+        if METHODS[name] and not isinstance(self._all[place], LRScheduler):
             self._announce(act)
         else:
             self._later.append(act)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from zero.comm import Comm
 from zero.measure.param_groups import options
@@ -111,12 +110,7 @@ METHODS = {
     "update": False,
     "zero_grad": False,
 }
-"""The methods that ranks without data call too, and whether they may send something."""
-
-
-def sends(one: object, name: str) -> bool:
-    """Whether the method may send something."""
-    return METHODS[name] and not isinstance(one, LRScheduler)
+"""The methods that ranks without data call too, and whether they may send something; schedulers' never do."""
 
 
 def replace(one: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:

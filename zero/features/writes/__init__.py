@@ -30,11 +30,8 @@ class GroupWrites:
         self._when_gathered = 0
         """torch's count of writes at the last all-gather."""
 
-    def _count(self) -> int:
-        return writes_so_far(self._group.params)
-
     def gathered(self) -> None:
-        self._when_gathered = self._count()
+        self._when_gathered = writes_so_far(self._group.params)
 
     def any(self) -> bool:
         """Whether there were writes since the all-gather."""
@@ -43,7 +40,7 @@ class GroupWrites:
             self._uncounted = has_values(self._group.full) and any(
                 not torch.equal(now, gathered) for now, _, gathered in self._chunks()
             )
-        return self._uncounted or self._count() != self._when_gathered
+        return self._uncounted or writes_so_far(self._group.params) != self._when_gathered
 
     def take_over(self) -> None:
         """Copies elements that differ into the shard; where `full` has a lower precision, the others keep theirs."""

@@ -65,7 +65,8 @@ class Keys:
         """Raises ValueError if one of the keys, separated by blanks, switches something on."""
         for name in names.split():
             if self.says(name):
-                raise ValueError(f"{self.title(name)}={self._left[name]!r} is not available: {reason}")
+                value = "" if isinstance(self._left[name], Mapping) else f"={self._left[name]!r}"
+                raise ValueError(f"{self.title(name)}{value} is not available: {reason}")
             self._left.pop(name, None)
 
     def without_effect(self, names: str, reason: str) -> None:

@@ -18,12 +18,16 @@ from zero.fsdp.options import as_strategy
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.integrations.accelerate import deepspeed_keys, fsdp_keys
+from zero.integrations.accelerate.keys import Keys
 from zero.shards.home import take_home
 from zero.shards.partition import Partition, partition_problem
 
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
-_REFUSED = ("parallelism_config", "megatron_lm_config", "fp8_config")
+_OF_FSDP = (
+    *("mixed_precision_policy", "cpu_ram_efficient_loading", "optimizer_sharding"),
+    *("param_init_fn", "ignored_modules"),
+)
 _LAUNCHERS = {
     *("compute_environment", "distributed_type", "debug", "use_cpu", "num_processes", "num_machines", "machine_rank"),
     *("main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network", "gpu_ids"),
@@ -115,14 +119,6 @@ class ZeroPlugin:
             return f"state_dict_type={self.state_dict_type!r} is not available. Choose {known}: both load at any stage."
         if self.mixed_precision not in (None, "no", "bf16", "fp16"):
             return f"mixed_precision={self.mixed_precision!r} is not available. Choose 'no', 'bf16' or 'fp16'."
-        only_at_3 = {
-            "mixed_precision_policy": self.mixed_precision_policy is not None,
-            "cpu_ram_efficient_loading": self.cpu_ram_efficient_loading,
-            "optimizer_sharding": self.optimizer_sharding != "group",
-            "sharding_strategy": as_strategy(self.sharding_strategy).name != "FULL_SHARD",
-            "param_init_fn": self.param_init_fn is not None,
-            "ignored_modules": self.ignored_modules != (),
-        }
         if self.reduce_dtype is not None and self.stage < 2:
             return (
                 f"reduce_dtype={self.reduce_dtype} is an option of stages 2 and 3. Below, DistributedDataParallel "
@@ -130,8 +126,11 @@ class ZeroPlugin:
             )
         if self.reduce_bucket_size is not None and self.stage not in (1, 2):
             return f"reduce_bucket_size is an option of stages 1 and 2, but stage is {self.stage}. Leave it out."
-        for name, given in only_at_3.items():
-            if given and self.stage != 3:
+        given = [name for name in _OF_FSDP if getattr(self, name) != getattr(ZeroPlugin, name)]
+        if as_strategy(self.sharding_strategy).name != "FULL_SHARD":
+            given.append("sharding_strategy")
+        for name in given:
+            if self.stage != 3:
                 return f"{name} is an option of stage 3, but stage is {self.stage}. Take stage=3, or leave it out."
         return partition_problem(self.partition)
 
@@ -178,29 +177,23 @@ def _of_yaml(path: Path) -> dict[str, Any]:
     given = yaml.safe_load(path.read_text())
     if not isinstance(given, Mapping):
         raise ValueError(f"{path} holds no keys. Pass one of Accelerate's configuration files.")
-    sections = {name: given.get(name) or {} for name in ("fsdp_config", "deepspeed_config", *_REFUSED)}
-    for name in _REFUSED:
-        if sections[name]:
-            raise ValueError(
-                f"{path}: {name} is not available. Shard over the data-parallel ranks only: remove it; for hybrid "
-                "sharding use fsdp_sharding_strategy: HYBRID_SHARD."
-            )
-    unknown = [name for name in given if name not in (*sections, *_LAUNCHERS, "mixed_precision", "fp16")]
-    if unknown:
-        raise ValueError(f"{path}: {', '.join(unknown)} is not known to zero. Remove it.")
-    asked = [name for name in ("fsdp_config", "deepspeed_config") if sections[name]]
-    if len(asked) != 1:
-        raise ValueError(f"{path} has {' and '.join(asked) or 'neither fsdp_config nor deepspeed_config'}. Keep one.")
-    if asked == ["fsdp_config"]:
-        found = fsdp_keys.fields(sections["fsdp_config"], f"{path}, fsdp_config")
-    else:
-        found = deepspeed_keys.of_flat(sections["deepspeed_config"], f"{path}, deepspeed_config")
-    return _with_precision(found, given, path)
-
-
-def _with_precision(found: dict[str, Any], given: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    said = given.get("mixed_precision", "fp16" if given.get("fp16") else None)
+    keys = Keys(given, str(path))
+    keys.refuse(
+        "parallelism_config megatron_lm_config fp8_config",
+        "shard over the data-parallel ranks only: remove it; for hybrid sharding use fsdp_sharding_strategy: "
+        "HYBRID_SHARD.",
+    )
+    for name in _LAUNCHERS:
+        keys.take(name)
+    sections = {name: found for name in ("fsdp_config", "deepspeed_config") if (found := keys.take(name))}
+    said = keys.take("mixed_precision", default="fp16" if keys.take("fp16") else None)
     said = "no" if said is False else said  # YAML reads `no` as false
+    keys.done()
+    if len(sections) != 1:
+        has = " and ".join(sections) or "neither fsdp_config nor deepspeed_config"
+        raise ValueError(f"{path} has {has}. Keep one.")
+    [(name, section)] = sections.items()
+    found = (fsdp_keys.fields if name == "fsdp_config" else deepspeed_keys.of_flat)(section, f"{path}, {name}")
     known = found.get("mixed_precision")
     if said is not None and known not in (None, said):
         raise ValueError(

@@ -31,6 +31,8 @@ from zero.sdp import ShardedDDP
 from zero.shards.partition import Partition, cut_for
 
 WRAPPERS = (FSDP, ShardedDDP)
+_SAME = ("sharding_strategy", "optimizer_sharding", "prefetch", "offload", "param_init_fn", "sync_module_states")
+"""Fields of ZeroPlugin that are options of FSDP as they are."""
 Clip = Callable[[float, float], Tensor]
 """Clips gradients to a norm; returns the norm before. Called with the largest norm, and the order of the norm."""
 
@@ -142,14 +144,9 @@ class Sharding:
             as_one_unit=as_one_unit,
             ignored_modules=_ignored(model, plugin.ignored_modules),
             partition=self._partition(model, optimizers),
-            sharding_strategy=plugin.sharding_strategy,
-            optimizer_sharding=plugin.optimizer_sharding,
             mixed_precision=precision,
-            prefetch=plugin.prefetch,
-            offload=plugin.offload,
-            param_init_fn=plugin.param_init_fn,
-            sync_module_states=plugin.sync_module_states,
             broadcast_buffers=broadcast_buffers,
+            **{name: getattr(plugin, name) for name in _SAME},
         )
 
     def _partition(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Partition:

@@ -23,7 +23,6 @@ from zero.integrations.lightning.sharding import (
     fsdp_of,
     is_in_shards,
     no_sync,
-    refuse_clipping_by_value,
     scale_for_shards,
     sharded_before,
 )
@@ -52,8 +51,8 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Collective. Schedulers then schedule the sharded optimizers."""
-        sharded = [self._sharding.shard_optimizer(one) for one in optimizers]
-        wrapped = self._sharding.wrap(module, sharded, self.root_device)
+        sharded = [self._shard_optimizer(one) for one in optimizers]
+        wrapped = self._wrap(module, sharded)
         if isinstance(wrapped, FSDP):
             for one in sharded:
                 wrapped.register_optimizer(one)
@@ -62,21 +61,21 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Collective. Raises RuntimeError at stage 2, which shards gradients by the optimizer."""
-        if self._sharding.stage == 2:
+        if self._stage == 2:
             raise RuntimeError(
                 "fabric.setup_module() at stage 2, where gradients are sharded as the optimizer's state is. Call "
                 "fabric.setup(model, optimizer); for evaluation alone, stage 1 or 3."
             )
         scale_for_shards(self.precision)
-        return self._sharding.wrap(module, (), self.root_device)
+        return self._wrap(module, ())
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Collective at stage 1."""
-        return self._sharding.shard_optimizer(optimizer)
+        return self._shard_optimizer(optimizer)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Moves the module at stages 1 and 2. At stage 3 FSDP moves it, and initialises meta parameters."""
-        if self._sharding.stage < 3:
+        if self._stage < 3:
             super().module_to_device(module)
 
     # -------------------------------------------------------------------------------------------- gradients
@@ -101,7 +100,7 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Raises ValueError at stages 2 and 3."""
-        refuse_clipping_by_value(self._sharding.stage)
+        self._refuse_clipping_by_value()
         super().clip_gradients_value(module, optimizer, clip_val)
 
     # ------------------------------------------------------------------------------------------ checkpoints
@@ -132,7 +131,7 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Collective."""
-        if not self._sharding.in_shards:
+        if not self._in_shards:
             super().save_checkpoint(path, state, storage_options, filter)
             return
         if filter:

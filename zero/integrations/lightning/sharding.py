@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -25,59 +24,19 @@ REST = "lightning.ckpt"
 """The file in a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How a model is sharded.
+class ShardedStrategy:
+    """How a strategy shards a model. Comes before Lightning's own DDPStrategy, which gets the options in `lightnings`.
 
     oss: options of OSS, at stages 1 and 2. options: of the model's wrapper: DistributedDataParallel, ShardedDDP, FSDP.
     checkpoint: "full", one file, or "sharded", directories that zero.checkpoint writes.
     Raises ValueError for an unknown stage or checkpoint, and for options that the stage does not have.
     """
 
-    stage: int
-    oss: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    checkpoint: str = "full"
-
-    def __post_init__(self) -> None:
-        if self.stage not in (1, 2, 3):
-            raise ValueError(f"stage={self.stage!r} is unknown. Choose 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
-        if self.stage == 3 and self.oss:
-            raise ValueError(f"oss={dict(self.oss)}: OSS is for stages 1 and 2. At stage 3 pass options of FSDP.")
-        if self.checkpoint not in ("full", "sharded"):
-            raise ValueError(f"checkpoint={self.checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
-
-    @property
-    def in_shards(self) -> bool:
-        """Whether checkpoints are directories that zero.checkpoint writes, instead of one file."""
-        return self.checkpoint == "sharded"
-
-    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""
-        if self.stage == 3 or isinstance(optimizer, OSS):
-            return optimizer
-        return OSS.from_optimizer(optimizer, **self.oss)
-
-    def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> nn.Module:
-        """Collective. optimizers: those of `shard_optimizer`, at stage 2."""
-        if self.stage == 3:
-            wrapped = FSDP(module, **{"device_id": device, **self.options})
-            _sharded[module] = ref(wrapped)
-            return wrapped
-        if self.stage == 2:
-            return ShardedDDP(module, [one for one in optimizers if isinstance(one, OSS)], **self.options)
-        ids = None if device.type == "cpu" else [device.index]
-        # Without views it would hold every gradient twice.
-        return DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self.options})
-
-
-class ShardedStrategy:
-    """The constructor of both strategies, before Lightning's own DDPStrategy; `lightnings` are the options of that."""
-
     lightnings: tuple[str, ...] = (
         *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend"),
         *("timeout", "start_method"),
     )
+    root_device: torch.device
 
     def __init__(
         self,
@@ -87,9 +46,42 @@ class ShardedStrategy:
         checkpoint: Literal["full", "sharded"] = "full",
         **options: Any,
     ) -> None:
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage={stage!r} is unknown. Choose 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
+        if stage == 3 and oss:
+            raise ValueError(f"oss={dict(oss)}: OSS is for stages 1 and 2. At stage 3 pass options of FSDP.")
+        if checkpoint not in ("full", "sharded"):
+            raise ValueError(f"checkpoint={checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
+        self._stage, self._in_shards, self._oss = stage, checkpoint == "sharded", dict(oss or {})
         theirs = {name: options.pop(name) for name in self.lightnings if name in options}
-        self._sharding = Sharding(stage, dict(oss or {}), options, checkpoint)
+        self._options = options
         super().__init__(**theirs)
+
+    def _shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""
+        if self._stage == 3 or isinstance(optimizer, OSS):
+            return optimizer
+        return OSS.from_optimizer(optimizer, **self._oss)
+
+    def _wrap(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+        """Collective. optimizers: those of `_shard_optimizer`, at stage 2."""
+        if self._stage == 3:
+            wrapped = FSDP(module, **{"device_id": self.root_device, **self._options})
+            _sharded[module] = ref(wrapped)
+            return wrapped
+        if self._stage == 2:
+            return ShardedDDP(module, [one for one in optimizers if isinstance(one, OSS)], **self._options)
+        ids = None if self.root_device.type == "cpu" else [self.root_device.index]
+        # Without views it would hold every gradient twice.
+        return DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self._options})
+
+    def _refuse_clipping_by_value(self) -> None:
+        """Raises ValueError at stages 2 and 3."""
+        if self._stage > 1:
+            raise ValueError(
+                f"clipping gradients by value is not available at stage {self._stage}, where they are sharded. Clip by "
+                "norm (gradient_clip_algorithm='norm'; max_norm= of Fabric.clip_gradients), or take stage 1."
+            )
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()
@@ -153,15 +145,6 @@ def clip_by_norm(model: nn.Module | None, optimizer: Optimizer, max_norm: float,
                 f"does not hold {name!r}. Use one optimizer, or do not clip by the norm."
             )
     return model.clip_grad_norm_(max_norm, norm_type)
-
-
-def refuse_clipping_by_value(stage: int) -> None:
-    """Raises ValueError at stages 2 and 3."""
-    if stage > 1:
-        raise ValueError(
-            f"clipping gradients by value is not available at stage {stage}, where they are sharded. Clip by norm "
-            "(gradient_clip_algorithm='norm'; max_norm= of Fabric.clip_gradients), or take stage 1."
-        )
 
 
 def scale_for_shards(plugin: Any) -> None:

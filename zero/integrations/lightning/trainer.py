@@ -28,7 +28,6 @@ from zero.integrations.lightning.sharding import (
     clip_by_norm,
     is_in_shards,
     no_sync,
-    refuse_clipping_by_value,
     scale_for_shards,
     sharded_before,
     unwrap,
@@ -66,25 +65,25 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-            refuse_clipping_by_value(self._sharding.stage)
+            self._refuse_clipping_by_value()
         before = sharded_before(self.lightning_module)
-        if before is not None and self._sharding.stage < 3:
+        if before is not None and self._stage < 3:
             unwrap(before)
             before = None
         if before is None:
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.lightning_module)
             self.model = self.precision_plugin.convert_module(self.lightning_module)
-        if self._sharding.stage == 3:
-            self._wrapper = before or self._sharding.wrap(self.lightning_module, (), self.root_device)
+        if self._stage == 3:
+            self._wrapper = before or self._wrap(self.lightning_module, ())
             self.model = self._wrapper
         else:
             self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
-        if self._sharding.stage < 3:
+        if self._stage < 3:
             if fitting:
-                self.model = self._sharding.wrap(self.lightning_module, self.optimizers, self.root_device)
+                self.model = self._wrap(self.lightning_module, self.optimizers)
             else:
                 Comm().broadcast([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
         self._setup_gradients()
@@ -93,9 +92,9 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         """Collective at stages 1 and 2. Shards the optimizers of configure_optimizers(), with their schedulers."""
         super().setup_optimizers(trainer)
         held = [one for one in self.optimizers if any(group["params"] for group in one.param_groups)]
-        if not held and self._sharding.stage == 2:
+        if not held and self._stage == 2:
             raise ValueError("configure_optimizers() returned no optimizer, which stage 2 needs. Take stage 1 or 3.")
-        self.optimizers = [self._sharding.shard_optimizer(one) if one in held else one for one in self.optimizers]
+        self.optimizers = [self._shard_optimizer(one) if one in held else one for one in self.optimizers]
         for one in held:
             if isinstance(self.model, FSDP):
                 self.model.register_optimizer(one)
@@ -106,8 +105,8 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         plugin: Any = self.precision_plugin
         scale_for_shards(plugin)
         plugin.clip_grad_by_norm = self._clip_by_norm
-        if self._sharding.stage > 1:
-            plugin.clip_grad_by_value = lambda *_: refuse_clipping_by_value(self._sharding.stage)
+        if self._stage > 1:
+            plugin.clip_grad_by_value = lambda *_: self._refuse_clipping_by_value()
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         clip_by_norm(self.model, getattr(optimizer, "optimizer", optimizer), float(clip_val))
@@ -124,7 +123,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         assert self.accelerator is not None
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
-        if self.model is not None and self._sharding.stage < 3:
+        if self.model is not None and self._stage < 3:
             self.model = zero.unwrap(self.model)
             if self._layer_sync:
                 self.model = self._layer_sync.revert(self.model)
@@ -143,7 +142,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Full weights: at stage 3 on rank 0, {} elsewhere; {} where they are saved in shards."""
         assert self.lightning_module is not None
-        if self._sharding.in_shards:
+        if self._in_shards:
             return {}
         wrapper = sharded_before(self.lightning_module)
         if wrapper is not None:
@@ -152,7 +151,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Collective. The full state in the plain optimizer's format, on rank 0; {} elsewhere, and as above."""
-        if self._sharding.in_shards:
+        if self._in_shards:
             return {}
         plain: Any = getattr(optimizer, "optimizer", optimizer)
         wrapper = None if self.lightning_module is None else sharded_before(self.lightning_module)
@@ -162,7 +161,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Collective where it is saved in shards, into a directory."""
-        if not self._sharding.in_shards:
+        if not self._in_shards:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(filepath))
