@@ -13,8 +13,8 @@ from transports import TRANSPORTS, by, overlapping
 from zero._torch import without_values
 from zero.comm import Comm
 from zero.comm.order import GATHER, REDUCTION
-from zero.comm.traffic import rehearsed_traffic
 from zero.features.int8 import Int8
+from zero.plan.rehearsal import rehearsed_traffic
 from zero.plan.transport import rehearsed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,8 +9,8 @@ import torch
 
 import zero
 from zero._torch import without_values
-from zero.comm.traffic import rehearsed_traffic
 from zero.plan.meter import Meter
+from zero.plan.rehearsal import rehearsed_traffic
 from zero.plan.transport import rehearsed
 
 WORLD = 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,24 @@ class Moved(StepCheck):
                     f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
                     "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
                 )
-        return self.optimizer.shards.edited(self.optimizer.param_groups)
+        return self._edited()
+
+    def _edited(self) -> str | None:
+        """The error message if the groups no longer hold the parameters that were laid out; None if they do."""
+        found, given = [group["params"] for group in self.optimizer.param_groups], self.optimizer.shards.given
+        expected, counts = [len(params) for params in given], [len(params) for params in found]
+        if counts == expected and all(
+            all(map(operator.is_, params, own)) for params, own in zip(found, given, strict=True)
+        ):
+            return None
+        kept = {param for params in found for param in params}
+        named = (pair for flat in self.optimizer.shard_groups for pair in zip(flat.params, flat.names, strict=True))
+        gone = next((name for param, name in named if param not in kept), None)
+        return (
+            f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
+            f"{f'without {gone}' if gone else 'not the same ones in the same order'}. Add a group by add_param_group; "
+            "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."
+        )
 
 
 class Gradients(StepCheck):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -41,15 +39,3 @@ def traffic() -> Traffic:
     Transfers of other libraries, such as the all-reduce of `DistributedDataParallel`, are not counted.
     """
     return Traffic(**sent)
-
-
-@contextmanager
-def rehearsed_traffic() -> Iterator[None]:
-    """Returns a context that counts from 0 on what steps would send, and restores the count afterwards."""
-    before = dict(sent)
-    sent.clear()
-    try:
-        yield
-    finally:
-        sent.clear()
-        sent.update(before)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import BATCH_NORM, buffers_of, classes_to_ignore
+from zero._torch import BATCH_NORM, buffers_of
 from zero.comm import Wire
 from zero.comm.wire import NAMES
 from zero.sdp.tensors import map_tensors
@@ -136,49 +136,22 @@ class Uncast(OwnHook):
             state_dict[prefix + self.name] = saved.to(self.dtype)
 
 
-def as_precision(given: Any) -> MixedPrecision:
-    """Converts PyTorch's MixedPrecision and MixedPrecisionPolicy, and None, to zero's MixedPrecision.
+converters: list[Callable[[Any], MixedPrecision | None]] = []
+"""Each converts what others pass as mixed precision; None for what it does not know. May raise ValueError."""
 
-    Raises ValueError for other types, and for options that zero does not have.
-    """
+
+def as_precision(given: Any) -> MixedPrecision:
+    """Returns what the user passes as MixedPrecision. Raises ValueError for what is none."""
     if given is None:
         return MixedPrecision()
-    if isinstance(given, MixedPrecision):
-        return given
-    from torch.distributed import fsdp  # takes 0.7 s; whoever passes one of its classes has imported it
-
-    if isinstance(given, fsdp.MixedPrecisionPolicy):
-        return _of_policy(given)
-    if not isinstance(given, fsdp.MixedPrecision):
+    converted = (convert(given) for convert in converters)
+    found = given if isinstance(given, MixedPrecision) else next(filter(None, converted), None)
+    if found is None:
         raise ValueError(
             f"mixed_precision={given!r}: pass a zero.MixedPrecision, such as zero.MixedPrecision(param_dtype="
             "torch.bfloat16), torch.distributed.fsdp.MixedPrecision or MixedPrecisionPolicy, or None."
         )
-    if given.keep_low_precision_grads:
-        raise ValueError(
-            "MixedPrecision(keep_low_precision_grads=True) leaves gradients in 16 bits, but zero adds them up and "
-            "steps them in the parameters' own dtype. Leave it out."
-        )
-    return MixedPrecision(
-        given.param_dtype,
-        given.reduce_dtype,
-        given.buffer_dtype,
-        cast_forward_inputs=given.cast_forward_inputs,
-        cast_root_forward_inputs=given.cast_root_forward_inputs,
-        keep_fp32=classes_to_ignore(given),
-    )
-
-
-def _of_policy(given: Any) -> MixedPrecision:
-    """Converts FSDP2's MixedPrecisionPolicy, which does not except batch normalisation."""
-    if given.output_dtype is not None:
-        raise ValueError(
-            f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available. Leave it out, and cast the "
-            "output of forward."
-        )
-    return MixedPrecision(
-        given.param_dtype, given.reduce_dtype, cast_forward_inputs=given.cast_forward_inputs, keep_fp32=()
-    )
+    return found
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:

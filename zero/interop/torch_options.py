@@ -1,4 +1,4 @@
-"""Converts options of PyTorch's FSDP1 that have another name in zero."""
+"""Converts options of PyTorch's FSDP1 that have another name in zero, and PyTorch's mixed precision."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero._torch import buffers_of
+from zero._torch import buffers_of, classes_to_ignore
 from zero.fsdp.options import GivenOptions, translators
+from zero.fsdp.precision import MixedPrecision, converters
 from zero.fsdp.prefetch import Prefetch
 
 NAMES = (
@@ -97,4 +98,40 @@ def _device(given: Any) -> torch.device | None:
     return current
 
 
+def precision_of(given: Any) -> MixedPrecision | None:
+    """Converts PyTorch's MixedPrecision and MixedPrecisionPolicy. Raises ValueError for options that zero lacks."""
+    from torch.distributed import fsdp  # takes 0.7 s; whoever passes one of its classes has imported it
+
+    if isinstance(given, fsdp.MixedPrecisionPolicy):
+        return _of_policy(given)
+    if not isinstance(given, fsdp.MixedPrecision):
+        return None
+    if given.keep_low_precision_grads:
+        raise ValueError(
+            "MixedPrecision(keep_low_precision_grads=True) leaves gradients in 16 bits, but zero adds them up and "
+            "steps them in the parameters' own dtype. Leave it out."
+        )
+    return MixedPrecision(
+        given.param_dtype,
+        given.reduce_dtype,
+        given.buffer_dtype,
+        cast_forward_inputs=given.cast_forward_inputs,
+        cast_root_forward_inputs=given.cast_root_forward_inputs,
+        keep_fp32=classes_to_ignore(given),
+    )
+
+
+def _of_policy(given: Any) -> MixedPrecision:
+    """Converts FSDP2's MixedPrecisionPolicy, which does not except batch normalisation."""
+    if given.output_dtype is not None:
+        raise ValueError(
+            f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available. Leave it out, and cast the "
+            "output of forward."
+        )
+    return MixedPrecision(
+        given.param_dtype, given.reduce_dtype, cast_forward_inputs=given.cast_forward_inputs, keep_fp32=()
+    )
+
+
 translators.update(dict.fromkeys(NAMES, from_torch))
+converters.append(precision_of)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -39,7 +38,8 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
     ) -> None:
         self._comm, self._cut, self._granularity = comm, cut, granularity
         self._loads = [0] * comm.world
-        self._given: list[list[nn.Parameter]] = []
+        self.given: list[list[nn.Parameter]] = []
+        """The parameters of each group, as they were laid out."""
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
         self._owned: set[nn.Parameter] = set()
         self._trained: set[ShardGroup] = set()
@@ -52,7 +52,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
 
         numel: the most elements of a shard group, which has at least one parameter. See `bucket_limit` for the default.
         """
-        self._given += [[*group["params"]] for group in param_groups]
+        self.given += [[*group["params"]] for group in param_groups]
         # In reverse, the order of gradients: then a bucket of ShardedDDP gets its gradients one after another.
         params = [param for group in param_groups for param in group["params"]][::-1]
         added = lay_out(
@@ -109,7 +109,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         first = param_groups[0]
         pairs = zip(first["param_names"], first["params"], strict=True)
         param_groups[:] = groups_made(optimizer, {self._shards[param]: (name, param) for name, param in pairs})
-        self._given = [[*group["params"]] for group in param_groups]
+        self.given = [[*group["params"]] for group in param_groups]
         for inner, outer in zip(optimizer.param_groups, param_groups, strict=True):
             inner["params"] = self.group(outer)["params"]
 
@@ -123,23 +123,6 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
         in_order = [given.get(param, "") for group in param_groups for param in group["params"]]
         self._comm.compare("the parameters given to OSS", in_order)
-
-    def edited(self, param_groups: list[dict[str, Any]]) -> str | None:
-        """The error message if the groups no longer hold the parameters that were laid out; None if they do."""
-        found = [group["params"] for group in param_groups]
-        expected, counts = [len(params) for params in self._given], [len(params) for params in found]
-        if counts == expected and all(
-            all(map(operator.is_, params, given)) for params, given in zip(found, self._given, strict=True)
-        ):
-            return None
-        kept = {param for params in found for param in params}
-        named = (pair for flat in self.shard_groups for pair in zip(flat.params, flat.names, strict=True))
-        gone = next((name for param, name in named if param not in kept), None)
-        return (
-            f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
-            f"{f'without {gone}' if gone else 'not the same ones in the same order'}. Add a group by add_param_group; "
-            "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."
-        )
 
     def step(self, optimizer: Optimizer, **options: Any) -> None:
         """Steps these shards. Those in a home apart are stepped group by group, while gradients of the next group are
