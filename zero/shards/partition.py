@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -79,14 +79,6 @@ def bucket_limit(params: Sequence[nn.Parameter]) -> int:
     return min(max(sum(param.nbytes for param in params) // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    """The parameters of one shard group: their indices in the given list, in the order of the layout."""
-
-    members: tuple[int, ...]
-    layout: Layout
-
-
 def arrange(
     params: Sequence[nn.Parameter],
     world: int,
@@ -96,10 +88,11 @@ def arrange(
     granularity: int | None = None,
     limit: int | None = None,
     limit_numel: int | None = None,
-) -> list[Arrangement]:
+) -> Iterator[tuple[list[int], Layout]]:
     """Divides parameters into shard groups of at most `limit` bytes, or `limit_numel` elements, or of one parameter.
 
-    Computes with shapes only: parameters may be on the meta device, and the ranks need not exist.
+    Yields for each group the indices of its parameters in the order of the layout, and the layout. Computes with shapes
+    only: parameters may be on the meta device, and the ranks need not exist.
 
     loads: with a whole cut, bytes of trained parameters that each rank owns already; updated. A whole cut balances all
         groups that share `loads`, and orders the parameters of a group by owner.
@@ -109,7 +102,6 @@ def arrange(
     if cut == "whole":
         trained = [size if param.requires_grad else 0 for size, param in zip(sizes, params, strict=True)]
         owners = layout.assign(trained, loads)
-    arranged = []
     for kind in alike(params):
         first = params[kind[0]]
         itemsize, align = first.element_size(), alignment(first.dtype)
@@ -127,8 +119,7 @@ def arrange(
                 geometry = layout.whole(numels, [owners[i] for i in members], world, align=align)
                 for rank in {owners[i] for i in members} if first.requires_grad else ():
                     loads[rank] += (geometry.bounds[rank + 1] - geometry.bounds[rank]) * itemsize
-            arranged.append(Arrangement(tuple(members), geometry))
-    return arranged
+            yield members, geometry
 
 
 def lay_out(
@@ -136,29 +127,16 @@ def lay_out(
     names: Sequence[str],
     placement: Placement,
     *,
-    cut: Literal["even", "whole"],
-    loads: Loads,
-    granularity: int | None = None,
-    limit: int | None = None,
-    limit_numel: int | None = None,
     options: GroupOptions = IN_PLACE,
     label: str | None = None,
+    **how: Any,
 ) -> list[ShardGroup]:
-    """Binds parameters into shard groups, divided by `arrange`. Only floats get `options.compute_dtype`."""
-    arranged = arrange(
-        params,
-        placement.comm.world,
-        cut=cut,
-        loads=loads,
-        granularity=granularity,
-        limit=limit,
-        limit_numel=limit_numel,
-    )
+    """Binds parameters into shard groups. how: arguments of `arrange`. Only floats get `options.compute_dtype`."""
     groups = []
-    for each in arranged:
-        own = [params[i] for i in each.members]
+    for members, geometry in arrange(params, placement.comm.world, **how):
+        own = [params[i] for i in members]
         kept = options if own[0].is_floating_point() else replace(options, compute_dtype=None)
-        groups.append(ShardGroup(own, [names[i] for i in each.members], each.layout, placement, kept, label))
+        groups.append(ShardGroup(own, [names[i] for i in members], geometry, placement, kept, label))
     return groups
 
 
