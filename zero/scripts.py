@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from zero._torch import children_of, name_without_compile, uncompiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.fsdp.full_weights import Recipient, full_weights
 from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.state.weights import Recipient, full_weights
 from zero.wrappers import unwrapped
 
 

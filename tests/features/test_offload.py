@@ -25,7 +25,7 @@ from sidebyside import SideBySide, sgd, stage_3
 from zero.comm.wire import PLAIN
 from zero.features.offload.disk import Disk
 from zero.features.writes import GroupWrites
-from zero.fsdp.full_weights import _Gradients
+from zero.state.weights import _Gradients
 
 
 def fused_adam(params: Any) -> Adam:

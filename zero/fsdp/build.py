@@ -1,4 +1,5 @@
-"""Builds the units of a model one by one: initialises, broadcasts, lays out and shards their parameters."""
+"""Builds the units of a model one by one: initialises, broadcasts, lays out and shards their parameters; and makes the
+module plain again."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zero._torch import buffers_of
 from zero.fsdp.choice import Choice
-from zero.fsdp.full_weights import restore_module
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
-from zero.fsdp.unit import Unit
+from zero.fsdp.unit import TrainingState, Unit
 from zero.shards.home import Home
 from zero.shards.partition import Partition, lay_out
 from zero.shards.placement import Placement
@@ -178,3 +179,32 @@ class Builder:
             return
         problem = self._values.problem or self._options.home.problem(f"the shards of {title}")
         self._placement.compare("the units of FSDP", [], problem)
+
+
+def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
+    """Collective. Unshards the units' parameters for good on every rank, drops gradients, and undoes casts of buffers.
+
+    hooks: those of mixed precision on modules, which are removed. Raises RuntimeError within forward, backward and
+    summon_full_params().
+    """
+    refuse_busy(units, "zero.unwrap()")
+    for unit in units:
+        unit.reshard()
+        for group in unit.groups:
+            for param in group.params:
+                param.grad = None
+            group.summon()  # without dismiss()
+    for cast in cast_buffers:
+        buffers_of(cast.module)[cast.name] = cast.tensor.to(cast.dtype)
+    for hook in hooks:
+        hook.remove()
+
+
+def refuse_busy(units: Sequence[Unit], call: str) -> None:
+    """Raises RuntimeError if `call` is made within forward, backward or summon_full_params()."""
+    busy = [unit.title for unit in units if unit.state is not TrainingState.IDLE or unit.running or unit.summoned]
+    if busy:
+        raise RuntimeError(
+            f"{call} was called while {busy[0]} is unsharded already: within forward, backward or another "
+            "summon_full_params(). Call it between steps, and once."
+        )

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero._torch import children_of
 from zero.comm import Comm
-from zero.fsdp.build import Builder, Options, makers
+from zero.fsdp.build import Builder, Options, makers, restore_module
 from zero.fsdp.choice import Choice
-from zero.fsdp.full_weights import restore_module
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
 from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown, translate
 from zero.fsdp.precision import MixedPrecision, as_precision

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import named_as_compiled
-from zero.fsdp.full_weights import state_dict, summon
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 from zero.oss.saved import Missing
@@ -35,6 +34,22 @@ class OptimizerState(Protocol):
 
 
 states: list[OptimizerState] = [Missing()]
+"""The last one is asked. zero/state plugs in."""
+
+
+class ModelWeights(Protocol):
+    """The seam at which full weights are gathered."""
+
+    def state_dict(self, model: Model, *args: Any, **kwargs: Any) -> Any:
+        """Collective. See FSDP.state_dict."""
+
+    def summon(
+        self, module: nn.Module, *, wrapped: nn.Module, recurse: bool, **options: bool
+    ) -> AbstractContextManager[None]:
+        """Collective. See FSDP.summon_full_params. wrapped: the module inside it if it is an FSDP, else itself."""
+
+
+weights: list[ModelWeights] = [Missing()]
 """The last one is asked. zero/state plugs in."""
 
 
@@ -84,7 +99,7 @@ class Weights(Wrapper):
         every rank if parameters were given other data inside and writeback is True. Raises RuntimeError if they were
         given other data before, and within forward, backward or another summon_full_params.
         """
-        return summon(
+        return weights[-1].summon(
             module,
             wrapped=module.module if isinstance(module, Weights) else module,
             recurse=recurse,
@@ -107,7 +122,7 @@ class Weights(Wrapper):
         Raises RuntimeError if parameters were moved, cast or given other data.
         """
         self._model.refuse_moved()
-        return state_dict(self.module, [(self._model, [*self._units])], *args, **kwargs)
+        return weights[-1].state_dict(self._model, *args, **kwargs)
 
     def _load_from_state_dict(
         self,

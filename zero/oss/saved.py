@@ -44,7 +44,7 @@ class Missing:
     def forget(self) -> None: ...
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError("state of optimizers is saved and loaded by zero/state, which is missing.")
+        raise RuntimeError("weights and the state of optimizers are saved and loaded by zero/state, which is missing.")
 
 
 makers: list[Callable[[Any], SavedState]] = [lambda optimizer: Missing()]

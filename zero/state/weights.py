@@ -16,29 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from zero._torch import buffers_of, state_dict_hooks_of, wraps_others
+from zero._torch import state_dict_hooks_of, wraps_others
 from zero.comm import Comm
+from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models, models_of, moved_problem
-from zero.fsdp.precision import CastBuffer, OwnHook
-from zero.fsdp.unit import TrainingState, Unit
+from zero.fsdp.precision import OwnHook
+from zero.fsdp.unit import Unit
+from zero.fsdp.weights import weights
 from zero.sdp.wrapper import Wrapper
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 
 Sharded = Sequence[tuple[Model, list[Unit]]]
 """Models, and those of their units that are asked for."""
-
-
-def refuse_busy(units: Sequence[Unit], call: str) -> None:
-    """Raises RuntimeError if `call` is made within forward, backward or summon_full_params()."""
-    busy = [unit.title for unit in units if unit.state is not TrainingState.IDLE or unit.running or unit.summoned]
-    if busy:
-        raise RuntimeError(
-            f"{call} was called while {busy[0]} is unsharded already: within forward, backward or another "
-            "summon_full_params(). Call it between steps, and once."
-        )
 
 
 # ------------------------------------------------------------------------------------------------------ in place
@@ -138,25 +129,6 @@ class _Gradients:
             ]
         for param, shard in zip(group.params, shards, strict=True):
             param.grad = shard
-
-
-def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
-    """Collective. Unshards the units' parameters for good on every rank, drops gradients, and undoes casts of buffers.
-
-    hooks: those of mixed precision on modules, which are removed. Raises RuntimeError within forward, backward and
-    summon_full_params().
-    """
-    refuse_busy(units, "zero.unwrap()")
-    for unit in units:
-        unit.reshard()
-        for group in unit.groups:
-            for param in group.params:
-                param.grad = None
-            group.summon()  # without dismiss()
-    for cast in cast_buffers:
-        buffers_of(cast.module)[cast.name] = cast.tensor.to(cast.dtype)
-    for hook in hooks:
-        hook.remove()
 
 
 # -------------------------------------------------------------------------------------------------------- copies
@@ -299,3 +271,15 @@ def _named(module: nn.Module) -> dict[str, Any] | None:
         return None
     own = {*module.parameters(), *module.buffers()}
     return None if any(isinstance(value, Tensor) and value not in own for value in named.values()) else named
+
+
+class FullWeights:
+    """See ModelWeights."""
+
+    summon = staticmethod(summon)
+
+    def state_dict(self, model: Model, *args: Any, **kwargs: Any) -> Any:
+        return state_dict(model.module, [(model, [*model.units])], *args, **kwargs)
+
+
+weights.append(FullWeights())
