@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -25,11 +26,9 @@ def build(
     try:
         return optim(params, **defaults), False
     except Exception:
-        try:
+        with suppress(Exception):  # the first error is raised
             if named:
                 return optim([*named], **defaults), True
-        except Exception:
-            pass  # the first error is raised
         raise
 
 

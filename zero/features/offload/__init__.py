@@ -31,6 +31,9 @@ class CPUOffload:
 
     pin_memory: bool = True
 
+    def home(self) -> Home:
+        return HostHome(self.pin_memory)
+
 
 @dataclass(frozen=True)
 class DiskOffload:
@@ -50,6 +53,9 @@ class DiskOffload:
     """
 
     path: str | Path
+
+    def home(self) -> Home:
+        return Disk(Path(self.path), self)
 
 
 def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
@@ -75,9 +81,7 @@ def home_of(given: Any) -> Home:
     if isinstance(given, Home):
         return given
     offload = as_offload(given)
-    if isinstance(offload, DiskOffload):
-        return Disk(Path(offload.path), offload)
-    return DEVICE if offload is None else HostHome(offload.pin_memory)
+    return DEVICE if offload is None else offload.home()
 
 
 class HostHome(Home):

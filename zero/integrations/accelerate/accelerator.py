@@ -219,13 +219,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """As Accelerate's. Raises RuntimeError at stages 2 and 3, where a rank has gradients of its shards only."""
         params = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        held = {
-            param
-            for model in self.sharding.wrapped
-            if isinstance(model, WRAPPERS)
-            for param in model.module.parameters()
-        }
-        if any(param in held for param in params):
+        sharded = (model for model in self.sharding.wrapped if isinstance(model, WRAPPERS))
+        if not {param for model in sharded for param in model.module.parameters()}.isdisjoint(params):
             raise RuntimeError(
                 f"clip_grad_value_ at stage {self.zero_plugin.stage}: gradients are sharded. Use clip_grad_norm_, or "
                 "stage 1."

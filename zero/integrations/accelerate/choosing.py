@@ -29,10 +29,8 @@ def chosen_plugin(given: ZeroPlugin | int | None, arguments: Mapping[str, Any]) 
     if (given is not None and passed) or len(passed) > 1:
         names = " and ".join([*(["zero_plugin"] if given is not None else []), *passed])
         raise ValueError(f"{names} both say how to shard. Pass one of them.")
-    if isinstance(given, ZeroPlugin):
-        return given
     if given is not None:
-        return ZeroPlugin(stage=given)
+        return given if isinstance(given, ZeroPlugin) else ZeroPlugin(stage=given)
     if "fsdp_plugin" in passed:
         return ZeroPlugin.from_fsdp_plugin(passed["fsdp_plugin"])
     for plugin in passed.values():
