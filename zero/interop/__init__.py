@@ -1,3 +1,3 @@
 """What belongs to torch: DistributedDataParallel, options of FSDP1, living optimizers."""
 
-from zero.interop import ddp, from_optimizer, policies, torch_options  # noqa: F401 - they register themselves
+from zero.interop import ddp, from_optimizer, torch_options  # noqa: F401 - they register themselves

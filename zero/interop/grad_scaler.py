@@ -41,8 +41,7 @@ class GradScaler(TorchGradScaler):
         allow_fp16 = allow_fp16 or (isinstance(optimizer, OSS) and optimizer.keeps_masters)
         found = super().unscale_gradients(stepped, inv_scale, found_inf, allow_fp16)
         # A rank that owns no gradient must skip or take the step as the other ranks do.
-        total = torch.stack([one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]).amax(
-            0
-        )
+        overflows = [one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]
+        total = torch.stack(overflows).amax(0)
         (optimizer.comm if isinstance(optimizer, OSS) else self._comm).all_reduce(total, maximum=True)
         return {device: total.to(device) for device in found} or {inv_scale.device: total}

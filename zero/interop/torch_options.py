@@ -1,18 +1,19 @@
-"""Converts options of PyTorch's FSDP1 that have another name in zero, and PyTorch's mixed precision."""
+"""Converts options of PyTorch's FSDP1 that have another name in zero, its mixed precision and wrapping policies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero._torch import buffers_of, classes_to_ignore
+from zero._torch import buffers_of, chosen_by_policy, classes_to_ignore
 from zero.fsdp.options import GivenOptions, translators
 from zero.fsdp.precision import MixedPrecision, converters
 from zero.fsdp.prefetch import Prefetch
+from zero.fsdp.units import choosers
 
 NAMES = (
     "backward_prefetch",
@@ -133,5 +134,30 @@ def _of_policy(given: Any) -> MixedPrecision:
     )
 
 
+def by_policy(root: nn.Module, policy: Any, *, apart: Sequence[nn.Module], small: bool) -> set[nn.Module] | None:
+    """See Chooser. Calls `ModuleWrapPolicy`, `CustomPolicy`, `lambda_auto_wrap_policy` and similar ones as PyTorch
+    calls them."""
+    if policy is None:
+        return None
+    chosen = chosen_by_policy(policy, root)
+    if chosen is None and callable(policy):
+        chosen = set()
+        _ask(policy, root, chosen)
+    return chosen
+
+
+def _ask(policy: Callable[..., bool], module: nn.Module, chosen: set[nn.Module], *, is_root: bool = True) -> int:
+    """Calls a policy function from the inside out, as PyTorch does. Returns the number of elements in chosen units."""
+    numel = sum(param.numel() for param in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    wrapped = sum(_ask(policy, child, chosen, is_root=False) for child in module.children())
+    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+        chosen.add(module)
+        return numel
+    return wrapped
+
+
 translators.update(dict.fromkeys(NAMES, from_torch))
 converters.append(precision_of)
+choosers.append(by_policy)

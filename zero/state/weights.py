@@ -32,9 +32,6 @@ Sharded = Sequence[tuple[Model, list[Unit]]]
 """Models, and those of their units that are asked for."""
 
 
-# ------------------------------------------------------------------------------------------------------ in place
-
-
 @contextmanager
 def summon(module: nn.Module, *, wrapped: nn.Module, recurse: bool, **options: bool) -> Iterator[None]:
     """Collective. See FSDP.summon_full_params, which has the same options.
@@ -129,9 +126,6 @@ class _Gradients:
             ]
         for param, shard in zip(group.params, shards, strict=True):
             param.grad = shard
-
-
-# -------------------------------------------------------------------------------------------------------- copies
 
 
 @dataclass(frozen=True)

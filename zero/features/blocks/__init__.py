@@ -114,13 +114,13 @@ def _calls_members(module: nn.Module) -> bool:
 
 def _repeated(modules: Sequence[nn.Module], *, with_submodules: bool) -> set[nn.Module]:
     """Returns the modules with parameters of which there are several of the same class."""
-    kept = [module for module in modules if bool([*module.children()]) == with_submodules and _has_parameters(module)]
+    kept = [
+        module
+        for module in modules
+        if bool([*module.children()]) == with_submodules and next(module.parameters(), None) is not None
+    ]
     counts = Counter(map(type, kept))
     return {module for module in kept if counts[type(module)] > 1}
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 choosers.append(blocks)
