@@ -50,8 +50,6 @@ def test_so_it_does_where_a_backend_has_a_stream_of_its_own(scenario):
     assert problem(scenario, own_stream=True) == ""
 
 
-# ------------------------------------------------------------------------------------------ without one of the waits
-
 NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("comm/process_group.py", "_await", "work.wait()"): "3",
     ("comm/streams.py", "begin", "self._gathers.wait_stream(self._computing)"): "3, no parameters in the root",
@@ -121,9 +119,6 @@ def test_every_line_that_waits_is_tried():
             waiting = {line.strip().split("  #")[0] for line in file.read_text().splitlines() if WAITING.search(line)}
             tried = {text for name, _, text in NEEDED_IN if name == file.relative_to(PACKAGE).as_posix()}
             assert waiting <= tried, (file.name, waiting - tried)
-
-
-# -------------------------------------------------------------------------------------------------- several streams
 
 
 @pytest.fixture

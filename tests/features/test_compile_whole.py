@@ -224,9 +224,6 @@ def test_compiled_to_machine_code_it_trains_as_uncompiled(rank, world, build):
     Run(rank, build, Net, "inductor", "sgd", {}).assert_same(expected, tolerance=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------- other ways to call
-
-
 class Encoder(Net):
     def encode(self, x: Tensor) -> Tensor:
         return self.blocks[0](self.first(x))
@@ -277,9 +274,6 @@ def test_a_compiled_fsdp_may_lie_in_another(rank, world):
         x = data(5, WIDTH, rank=rank, step=step)
         assert torch.equal(sharded(x), twin(x))
     assert counter.frame_count == 1
-
-
-# -------------------------------------------------------------------------------------------- compiling with gradients
 
 
 def compiled_late(rank: int, world: int, options: dict[str, Any], reset: bool) -> tuple[list[float], int]:

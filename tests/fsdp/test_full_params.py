@@ -236,9 +236,6 @@ def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain(rank, wo
         pair.load_state_dict({**weights, "left.0.weight": left}, assign=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- shards
-
-
 @ranks.on(2)
 def test_each_rank_saves_and_loads_its_own_parts(rank, world, tmp_path):
     torch.manual_seed(rank)
