@@ -62,8 +62,6 @@ def test_transfers_beside_the_computing_give_the_same_numbers(rank, world, stage
             both.step(lambda model: loss(model, rank, step))  # noqa: B023
 
 
-# --------------------------------------------------------------------------------------------------- waiting for values
-
 ASKING = ["item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"]
 ASKING += ["nonzero", "is_nonzero", "equal", "allclose", "masked_select"]
 AMONG_HOSTS = ("process_group.py", "comm.py", "scaling.py: compare")
@@ -122,9 +120,6 @@ def test_a_settled_step_of_parameters_in_parts_waits_for_no_value(stage, options
 @pytest.mark.parametrize("stage", ["1", "2"])
 def test_a_settled_step_of_whole_parameters_waits_for_no_value(stage, options):
     assert ranks.run(waits_of_a_settled_step, 2, args=(stage, options), fresh=True) == [[], []]
-
-
-# ------------------------------------------------------------------------------------------------------- two devices
 
 
 class Elsewhere(nn.Parameter):

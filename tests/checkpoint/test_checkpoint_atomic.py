@@ -118,9 +118,6 @@ def test_keeps_the_last(tmp_path):
     assert zero.checkpoint.load(tmp_path / "00000004", model) == {"step": 3}
 
 
-# ------------------------------------------------------------------------------------------------- behind training
-
-
 def save_behind(rank, world, path, stage):
     model, optimizer = zero.setup(tiny(500), adam(), stage=stage)
 

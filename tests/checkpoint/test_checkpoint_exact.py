@@ -19,8 +19,6 @@ import zero
 from optimizers import ByParameter
 from zero.checkpoint import write
 
-# ------------------------------------------------------------------------------------------------ training goes on
-
 
 def kept(seed=0):
     torch.manual_seed(seed)
@@ -38,9 +36,6 @@ def test_parameters_that_are_kept_whole_train_on_after_a_save_and_a_load(rank, w
     zero.checkpoint.load(tmp_path, other, other_optimizer)
     expected, found = train(model, optimizer), train(other, other_optimizer)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-# -------------------------------------------------------------------------------------------- saves behind training
 
 
 def test_a_model_is_saved_to_two_runs_at_once(tmp_path):
@@ -67,9 +62,6 @@ def test_a_save_that_failed_fails_whenever_it_is_waited_for(tmp_path, monkeypatc
             saving.wait()
     with pytest.raises(RuntimeError, match=r"no checkpoint.*on fire"):
         _ = saving.path
-
-
-# ------------------------------------------------------------------------------------------------- optimizer state
 
 
 class Wide(ByParameter):
@@ -149,9 +141,6 @@ def test_masters_are_those_that_were_saved_whatever_16_bits_the_parameters_have(
     model(torch.ones(1, 64).bfloat16()).sum().backward()
     optimizer.step()  # at a learning rate of nothing
     assert torch.equal(optimizer.master(optimizer.shard_groups[0]), saved)
-
-
-# ----------------------------------------------------------------------------------------------------------- extra
 
 
 def keep_nan(rank, world, path):

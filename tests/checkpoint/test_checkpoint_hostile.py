@@ -66,9 +66,6 @@ def good(tmp_path_factory):
     return path, whole(model, optimizer)
 
 
-# -------------------------------------------------------------------------------------------------------- alterations
-
-
 def places_in(told):
     """Every container in a tree of JSON with each of its keys."""
     for key in list(told) if isinstance(told, dict) else range(len(told)):
@@ -169,9 +166,6 @@ def loaded(path, model, optimizer):
         return None, str(error)
 
 
-# ------------------------------------------------------------------------------------------------ exhausting memory
-
-
 def two_at_one_place(told):
     one, other = [path for path, entry in told["tensors"].items() if entry["shape"] == [8]][:2]
     told["tensors"][one]["pieces"] = told["tensors"][other]["pieces"]
@@ -217,9 +211,6 @@ def test_a_file_of_many_tensors_in_the_same_bytes_is_not_imported(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(100))
     with pytest.raises(FileProblem, match="two tensors have byte 0"):
         import_checkpoint(tmp_path / "a.safetensors", tmp_path / "run")
-
-
-# ------------------------------------------------------------------------------------------------------- file modes
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])

@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import zero
 
-# ---------------------------------------------------------------------------------------------------------- replicas
-
 
 def replicated(rank, world, path, strategy):
     mesh = init_device_mesh("cpu", (2, world // 2)) if strategy == "HYBRID_SHARD" else None
@@ -40,9 +38,6 @@ def test_a_problem_in_one_replica_is_raised_in_all(rank, world, tmp_path):
     mesh = init_device_mesh("cpu", (2, 2))
     model = zero.FSDP(CASE.model(), sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
     zero.checkpoint.save(path if rank != 3 else path + "x", model)
-
-
-# --------------------------------------------------------------------------------------------------- several optimizers
 
 
 def save(rank, world, path, stage, build, step):
@@ -87,9 +82,6 @@ def test_several_optimizers(tmp_path):
         torch.testing.assert_close(found[name], value)
 
 
-# --------------------------------------------------------------------------------------------- state of other shapes
-
-
 def with_rows(stage):
     """Adafactor keeps a row and a column of each matrix."""
     return zero.setup(tiny(), torch.optim.Adafactor, stage=stage, lr=1e-2)
@@ -117,9 +109,6 @@ def test_state_whose_place_is_not_known(tmp_path):
         save_blocks, 2, "CheckpointError", "absmax has shape", "partition='whole'", args=(str(tmp_path),)
     )
     assert not list(tmp_path.iterdir())
-
-
-# -------------------------------------------------------------------------------------------------- dtypes, ties, order
 
 
 def test_dtypes_are_converted_and_integers_are_not(tmp_path):
@@ -168,9 +157,6 @@ def test_not_while_parameters_are_summoned(rank, world, tmp_path):
     model, _ = Config().build(3)
     with model.summon_full_params():
         zero.checkpoint.save(tmp_path, model)
-
-
-# ------------------------------------------------------------------------------------------------------ stage 3's kinds
 
 
 class Experts(nn.Module):
@@ -253,9 +239,6 @@ def test_every_kind_of_stage_3(kind, tmp_path):
     assert not differences(at_save, whole(plain, optimizer))
 
 
-# ------------------------------------------------------------------------------- what no wrapper keeps the same on all
-
-
 def diverged(rank, world, path, place):
     model = ignoring() if place == "ignored" else tiny()
     if place == "state":
@@ -278,9 +261,6 @@ def test_what_differs_between_ranks_is_not_taken_for_the_same(place, path, tmp_p
     messages = ("no wrapper synchronises differ between ranks", f"rank 1 has {path}")
     ranks.expect_error(diverged, 2, "CheckpointError", *messages, args=(str(tmp_path), place))
     assert not list(tmp_path.iterdir())
-
-
-# -------------------------------------------------------------------------------------------------------- torch.compile
 
 
 def compile_part(model):

@@ -151,9 +151,6 @@ def test_a_file_url_is_a_path(tmp_path):
     zero.checkpoint.load(tmp_path / "run", tiny())
 
 
-# ---------------------------------------------------------------------------------------------------- the command line
-
-
 def test_in_and_out_of_memory(tmp_path, capsys):
     model = tiny()
     torch.save(model.state_dict(), tmp_path / "weights.pt")

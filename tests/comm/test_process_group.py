@@ -45,9 +45,6 @@ def test_dtypes_that_backends_lack_move_as_bytes(rank, world, dtype, beside):
     assert full == [1, 1, 2, 2]
 
 
-# ------------------------------------------------------------------------------------------------- after a failure
-
-
 @pytest.mark.parametrize("streams", [True, False], ids=["beside the computing", "on one stream"])
 def test_what_was_launched_before_ranks_were_out_of_step_is_ended_and_its_buffers_are_kept(streams):
     with (
@@ -68,9 +65,6 @@ def test_what_was_launched_before_ranks_were_out_of_step_is_ended_and_its_buffer
         gc.collect()
         assert full() is not None, "a kernel that still runs would write into memory of others"
         del order
-
-
-# ------------------------------------------------------------------------------------------- communicators of NCCL's
 
 
 class _AnyBackend(type):

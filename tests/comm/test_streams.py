@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zero
 from simulated.device import PACKAGE, Site
 from simulated.memory import Race
-from simulated.scenarios import RANK, SCENARIOS, WIDTH, WORLD, Net, sgd, step, wrapped
+from simulated.scenarios import RANK, SCENARIOS, WIDTH, WORLD, net, sgd, step, wrapped
 from simulated.world import simulated
 from zero.shards.layout import even
 from zero.shards.placement import Placement
@@ -49,8 +49,6 @@ OTHERS = ["3", "3 hybrid", "3 in 16 bits", "3 full parameters", "3 offloaded", "
 def test_so_it_does_where_a_backend_has_a_stream_of_its_own(scenario):
     assert problem(scenario, own_stream=True) == ""
 
-
-# ------------------------------------------------------------------------------------------ without one of the waits
 
 NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("comm/process_group.py", "_await", "work.wait()"): "3",
@@ -123,9 +121,6 @@ def test_every_line_that_waits_is_tried():
             assert waiting <= tried, (file.name, waiting - tried)
 
 
-# -------------------------------------------------------------------------------------------------- several streams
-
-
 @pytest.fixture
 def there() -> Any:
     with simulated() as one:
@@ -146,7 +141,7 @@ def test_the_stream_that_launched_a_transfer_and_the_one_that_waits_both_go_on_a
 
 
 def test_a_unit_that_runs_on_another_stream_than_the_model_is_refused(there):
-    model, _ = wrapped(Net(), there.comm(RANK, WORLD))
+    model, _ = wrapped(net(), there.comm(RANK, WORLD))
     block = model.blocks[1]
     forward = block.forward
     model(torch.ones(2, WIDTH))
@@ -162,12 +157,12 @@ def test_a_unit_that_runs_on_another_stream_than_the_model_is_refused(there):
 
 
 def test_gradients_that_arrive_on_another_stream_are_refused(there):
-    net = Net()
-    optimizer = zero.OSS(net.parameters(), sgd, there.comm(RANK, WORLD))
-    model = zero.ShardedDDP(net, optimizer)
+    module = net()
+    optimizer = zero.OSS(module.parameters(), sgd, there.comm(RANK, WORLD))
+    model = zero.ShardedDDP(module, optimizer)
     loss = model(torch.ones(2, WIDTH)).sum()
     another = there.device.stream(there.device.Stream())
-    net.blocks[1].down.bias.register_post_accumulate_grad_hook(lambda _: another.__enter__())
+    module.blocks[1].down.bias.register_post_accumulate_grad_hook(lambda _: another.__enter__())
     with pytest.raises(RuntimeError, match=r"the gradient of .* arrived on another stream"):
         loss.backward()
 
@@ -175,8 +170,8 @@ def test_gradients_that_arrive_on_another_stream_are_refused(there):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_is_not_recorded_into_a_graph(there, stage):
     comm = there.comm(RANK, WORLD)
-    net = Net()
-    model, optimizer = wrapped(net, comm) if stage == 3 else (net, zero.OSS(net.parameters(), sgd, comm))
+    module = net()
+    model, optimizer = wrapped(module, comm) if stage == 3 else (module, zero.OSS(module.parameters(), sgd, comm))
     there.device.recording = True
     with pytest.raises(RuntimeError, match="a CUDA graph is being captured"):
         step(model, optimizer)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import zero
+from models import OPTIMIZERS, take_step
 
 WIDTH, BLOCKS = 12, 3
 
@@ -35,3 +42,22 @@ class Net(nn.Module):
 def plain_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the level that torch.compile puts in."""
     return {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
+
+
+def gpt2_trained(rank: int, build: Callable[[nn.Module, Any], tuple[nn.Module, nn.Module]]) -> tuple[Any, int]:
+    """A real model, whose blocks take a cache and return tuples: its weights, and how many graphs were compiled.
+
+    build: of it and a backend, the wrapped model and what to call.
+    """
+    from families import FAMILIES
+
+    family = FAMILIES["gpt2"]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    model = family.model().eval()  # compiled dropout draws by itself
+    model.config.use_cache = False
+    wrapped, called = build(model, counter)
+    optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
+    for step in range(3):
+        take_step(optimizer, family.loss(rank, step)(called))
+    return zero.full_state_dict(wrapped), counter.frame_count

@@ -119,9 +119,6 @@ def test_a_block_in_several_places_is_one_unit():
     assert units(nn.Sequential(shared, shared)) == ["", "0"]
 
 
-# ------------------------------------------------------------------------------------------------------------ training
-
-
 class Trained(nn.Module):
     """Blocks in an nn.Sequential, which is called as one, block by block, or under checkpoints."""
 

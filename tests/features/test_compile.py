@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from compiling import BLOCKS, WIDTH, Net, plain_names
-from torch import Tensor, nn
+from compiling import BLOCKS, WIDTH, Net, gpt2_trained, plain_names
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +22,7 @@ import matrix
 import ranks
 import zero
 from models import OPTIMIZERS, take_step
+from reference import same
 from sidebyside import data
 
 # Raised by Dynamo itself as it looks at the tensors that a block is given.
@@ -86,24 +88,15 @@ def test_blocks_compiled_to_machine_code_train_as_under_ddp():
 
 
 def gpt2(rank: int, world: int) -> None:
-    """Blocks of a real model, which take a cache and return tuples."""
-    from families import FAMILIES
+    def build(wrap: Any, model: Any, backend: Any) -> tuple[nn.Module, nn.Module]:
+        in_place(model.transformer.h, backend)
+        wrapped = wrap(model)
+        return wrapped, wrapped
 
-    family = FAMILIES["gpt2"]
-    found: list[dict[str, Tensor]] = []
-    for stage in (0, 3):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("eager")
-        model = family.model().eval()  # compiled dropout draws by itself
-        model.config.use_cache = False
-        in_place(model.transformer.h, counter)
-        wrapped = zero.FSDP(model) if stage == 3 else DistributedDataParallel(model)
-        optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
-        for step in range(3):
-            take_step(optimizer, family.loss(rank, step)(wrapped))
-        assert counter.frame_count == 1
-        found.append(zero.full_state_dict(wrapped))
-    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+    trained = (gpt2_trained(rank, partial(build, wrap)) for wrap in (DistributedDataParallel, zero.FSDP))
+    (expected, graphs), (found, own_graphs) = trained
+    assert graphs == own_graphs == 1
+    same(found, expected)
 
 
 def test_compiled_blocks_of_gpt2_train_as_under_ddp():

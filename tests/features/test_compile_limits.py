@@ -28,9 +28,6 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return (model(data(5, WIDTH, rank=rank, step=step)) - 1).square().mean()
 
 
-# ----------------------------------------------------------------------------------------------------------- one graph
-
-
 def in_one_graph(rank: int, world: int, build: Build) -> None:
     torch._dynamo.reset()
     model = build(Net())
@@ -84,9 +81,6 @@ def test_each_unit_may_be_one_graph(rank, world):
         found.append([loss(sharded, rank, step).item() for step in range(2)])
         assert counter.frame_count == 1
     assert found == [found[0]] * 4
-
-
-# --------------------------------------------------------------------------------------------------------- CUDA graphs
 
 
 GRAPHS = {"mode": "reduce-overhead"}

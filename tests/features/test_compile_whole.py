@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from compiling import WIDTH, Block, Net, plain_names
+from compiling import WIDTH, Block, Net, gpt2_trained, plain_names
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -22,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 import zero
 from matrix import WHOLE
-from models import OPTIMIZERS, take_step
+from models import OPTIMIZERS
+from reference import same
 from sidebyside import data
 
 # Raised by Dynamo itself as it looks at the tensors that a module is given.
@@ -224,9 +226,6 @@ def test_compiled_to_machine_code_it_trains_as_uncompiled(rank, world, build):
     Run(rank, build, Net, "inductor", "sgd", {}).assert_same(expected, tolerance=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------- other ways to call
-
-
 class Encoder(Net):
     def encode(self, x: Tensor) -> Tensor:
         return self.blocks[0](self.first(x))
@@ -279,9 +278,6 @@ def test_a_compiled_fsdp_may_lie_in_another(rank, world):
     assert counter.frame_count == 1
 
 
-# -------------------------------------------------------------------------------------------- compiling with gradients
-
-
 def compiled_late(rank: int, world: int, options: dict[str, Any], reset: bool) -> tuple[list[float], int]:
     """Blocks that are compiled, or compiled anew, when there are gradients already. Also the number of graphs."""
     torch._dynamo.reset()
@@ -319,22 +315,9 @@ def test_compiling_leaves_gradients_that_are_there_alone(options, reset, graphs)
 
 
 def gpt2(rank: int, world: int) -> None:
-    from families import FAMILIES
-
-    family = FAMILIES["gpt2"]
-    found: list[dict[str, Tensor]] = []
-    for build in (uncompiled, around):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("eager")
-        model = family.model().eval()  # compiled dropout draws by itself
-        model.config.use_cache = False
-        sharded, called = build(model, counter, {})
-        optimizer = OPTIMIZERS["sgd"](sharded.parameters())
-        for step in range(3):
-            take_step(optimizer, family.loss(rank, step)(called))
-        assert bool(counter.frame_count) == (build is not uncompiled)
-        found.append(zero.full_state_dict(sharded))
-    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+    (expected, none), (found, graphs) = (gpt2_trained(rank, partial(how, options={})) for how in (uncompiled, around))
+    assert none == 0 < graphs
+    same(found, expected)
 
 
 @pytest.mark.skipif(not WHOLE, reason="runs under make matrix; test_compile has GPT-2 with its blocks compiled")

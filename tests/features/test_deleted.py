@@ -95,8 +95,6 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-# ------------------------------------------------------------------------------------------------- one folder
-
 CHILDREN = r"""
 import json, os, sys, traceback
 
@@ -199,8 +197,6 @@ def test_every_feature_is_known_by_its_names():
     """A name or an option of a feature that is renamed is missed here."""
     assert {*NAMES, *OPTIONS} <= {*FEATURES}
 
-
-# ------------------------------------------------------------------------------------------- the core's own tests
 
 PLUGIN = """
 import pathlib

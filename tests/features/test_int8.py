@@ -49,9 +49,6 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> Tensor:
     return loss
 
 
-# ------------------------------------------------------------------------------------------------------- parameters
-
-
 def computed_with(model: nn.Module, rank: int) -> dict[str, Tensor]:
     """The parameters as a forward sees them."""
     seen: dict[str, Tensor] = {}
@@ -130,9 +127,6 @@ def test_what_a_module_writes_stays_and_the_rest_of_its_shard_keeps_its_precisio
         assert torch.equal(value, expected) if name != "0.count" else abs(value - 3) < 0.1, name
 
 
-# -------------------------------------------------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize(("world", "hybrid"), [(2, False), (3, False), (4, True)])
 @ranks.on("world")
 def test_gradients_are_averages_of_what_was_quantised_and_a_quarter_of_the_bytes_is_sent(rank, world, hybrid):
@@ -195,9 +189,6 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(rank, world):
     assert float(scaler.get_scale()) == 2.0
 
 
-# --------------------------------------------------------------------------------------------------------- training
-
-
 def losses(rank: int, world: int, precision: Precision, steps: int) -> list[float]:
     model = wrapped(precision)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -218,9 +209,6 @@ def test_training_stays_close_to_float32_and_is_the_same_each_time():
 def test_a_rank_by_itself_rounds_nothing():
     exact, quantised = (ranks.run(losses, args=(precision, 3), bare=True) for precision in (Precision(), BOTH))
     assert quantised == exact
-
-
-# ---------------------------------------------------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize("option", ["param_dtype", "buffer_dtype", "param_wire"])

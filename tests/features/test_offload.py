@@ -182,9 +182,6 @@ def test_a_tensor_in_a_file_keeps_its_values_and_its_order_in_memory(tmp_path):
     assert disk.place(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-# ------------------------------------------------------------------------------------------- between two devices
-
-
 def test_what_was_written_in_forward_on_a_gpu_goes_to_a_shard_in_the_memory_of_the_cpu():
     with FakeTensorMode():
         on_gpu = SimpleNamespace(gathered_as=PLAIN, own_of_full=torch.empty(8, device="cuda"), shard=torch.empty(8))

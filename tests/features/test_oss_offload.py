@@ -40,9 +40,6 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return (model(inputs).float() - 1).square().mean()
 
 
-# ---------------------------------------------------------------------------------------------------------- training
-
-
 def trained(rank: int, stage: int, optim: Any, **options: Any) -> list[Any]:
     """Steps with accumulation, a step without, clipping, and a state that is saved and loaded in between."""
     model, optimizer = at_stage(stage, model_of(), optim, **options)
@@ -182,9 +179,6 @@ def test_hooks_on_the_optimizer_see_one_step(rank, world, tmp_path):
     assert len(steps) == 3
 
 
-# ------------------------------------------------------------------------------------------------------- checkpoints
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 @ranks.on(2)
 def test_checkpoints_go_from_files_to_memory_and_back(rank, world, tmp_path, before, after):
@@ -213,9 +207,6 @@ def test_checkpoints_go_from_files_to_memory_and_back(rank, world, tmp_path, bef
             same(*(step(*pair, number) for pair in pairs.values()), f"from {source}: loss {number}")
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
-
-
 def resident(field: str) -> int:
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
@@ -241,9 +232,6 @@ def test_what_is_stepped_and_its_state_are_not_resident(tmp_path):
     """Parameters and gradients are, 8 bytes a parameter; Adam's state takes as much again in memory."""
     assert ranks.run(grown, 1, args=(tmp_path,))[0] < 9
     assert ranks.run(grown, 1, args=(None,))[0] > 15
-
-
-# ------------------------------------------------------------------------------------------------------------ errors
 
 
 def no_room(rank: int, world: int, path: Path) -> None:

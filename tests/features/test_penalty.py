@@ -90,7 +90,9 @@ def _trains(rank, world, options, reentrant, how):
         train(model, optim(net.parameters()), rank, **how)
         for name, value in model.state_dict().items():
             expected = plain.state_dict()[name]
-            torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: name + text)
+            torch.testing.assert_close(
+                value, expected, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 CASES: dict[str, tuple[int, dict[str, Any], bool | None, dict[str, Any]]] = {

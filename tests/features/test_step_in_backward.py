@@ -151,9 +151,6 @@ def test_a_closure_computes_the_gradients(rank, world):
     assert told[:2] == told[2:]
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
-
-
 def held(rank: int, world: int, stage: str, in_backward: bool) -> tuple[float, float]:
     """Bytes a parameter at rest after backward and at the peak of a settled step, but for activations and buckets."""
     with Meter() as meter:
@@ -189,9 +186,6 @@ def test_gradients_of_shards_are_not_kept(stage):
         assert peak < kept + (4 + 2 / 2) * bucket
     for rest, _ in ranks.run(held, args=(stage, False), fresh=True):
         assert rest == pytest.approx(kept + gradients, rel=0.02)
-
-
-# ------------------------------------------------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])

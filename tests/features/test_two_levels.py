@@ -52,9 +52,6 @@ def backward(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return loss.detach()
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
-
-
 @two_by_two
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 @ranks.on(4, fresh=True)
@@ -86,9 +83,6 @@ def test_on_many_nodes_less_is_kept_than_by_a_hybrid_strategy():
     assert costs["group"].resident / numel == pytest.approx(16 / 8, rel=0.01)
     assert costs["all"].resident / numel == pytest.approx(2 / 8 + 16 / 64, rel=0.01)
     assert costs["all"].peak < costs["group"].peak
-
-
-# ------------------------------------------------------------------------------------------------------------- bytes
 
 
 @contextmanager
@@ -141,9 +135,6 @@ def test_across_nodes_each_rank_sends_its_shard_once_a_step_and_gradients_of_one
     assert accumulated["gathered within"] == 3 * single["gathered within"]
 
 
-# ------------------------------------------------------------------------------------------------------------- 8 bits
-
-
 def in_8_bits(rank: int, world: int, quantised: bool) -> dict[str, torch.Tensor]:
     eight = zero.Int8() if quantised else None
     model = two_levels(net(), mixed_precision=zero.MixedPrecision(param_wire=eight, reduce_dtype=eight))
@@ -163,9 +154,6 @@ def test_gradients_of_both_levels_and_parameters_across_nodes_travel_in_8_bits()
         assert all(torch.equal(value, other[name]) for other in others)
         off = (value - exact[name]).abs().max()
         assert 0 < off < 0.05 * moved[name]
-
-
-# ------------------------------------------------------------------------------------------------ weights and state
 
 
 @two_by_two
@@ -248,9 +236,6 @@ def test_norms_are_of_all_gradients_once():
     for found, after in ranks.run(clipped, 4):
         assert found == pytest.approx(norm, rel=1e-5)
         assert after == pytest.approx(found / 10, rel=1e-2)
-
-
-# ------------------------------------------------------------------------------------------------------------ errors
 
 
 @ranks.on(4, timeout=20)

@@ -150,9 +150,6 @@ class Before:
             assert not module._forward_pre_hooks and not module._forward_hooks
 
 
-# ---------------------------------------------------------------------------------------------------- what goes wrong
-
-
 @contextmanager
 def full_disk(rank: int, path: Path) -> Iterator[dict[str, Any]]:
     """The second rank has room for some shards."""
@@ -290,9 +287,6 @@ def test_a_model_that_an_error_left_half_sharded_is_not_wrapped_as_if_its_shards
     zero.FSDP(model)
 
 
-# ------------------------------------------------------------------------------------------------------- FSDPs inside
-
-
 @ranks.on(2)
 def test_an_fsdp_inside_goes_on_where_the_one_around_it_failed_late(rank, world, tmp_path):
     plain, model = Net(), Net()
@@ -320,9 +314,6 @@ def test_what_an_fsdp_inside_ignores_is_known_by_its_own_name(rank, world):
     wrapped = trains_as(Net(), rank, model, sgd)
     names = [name for unit in wrapped._units for group in unit.groups for name in group.names]
     assert sorted(names) == sorted(name for name, _ in Net().named_parameters())
-
-
-# ------------------------------------------------------------------------------------------------------ what is kept
 
 
 def mapped(path: Path) -> int:

@@ -45,9 +45,6 @@ def three_steps(model: nn.Module, options: dict[str, Any], rank: int, loss: Call
         both.step(*(lambda model, x=x: loss(model, x) for x in inputs), unsent=1)
 
 
-# ----------------------------------------------------------------------------------------- what is put by, or collected
-
-
 @scenario
 def hidden_states_beside_the_output(rank, world, options):
     def loss(model, x):
@@ -134,9 +131,6 @@ def forces_that_forward_takes_of_an_energy(rank, world, options):
 
     for block in (Energy, Slope):
         three_steps(Stack(block), options, rank, lambda model, x: model(x).square().mean())
-
-
-# ------------------------------------------------------------------------------------------------ outputs of all kinds
 
 
 class Slots:
@@ -235,9 +229,6 @@ def a_view_that_the_root_returns_and_that_is_written_into(rank, world, options):
         return y.square().mean()
 
     three_steps(Viewed(), options, rank, loss)
-
-
-# ------------------------------------------------------------------------------------- parameters that are returned
 
 
 class Positions(nn.Module):

@@ -213,9 +213,6 @@ def test_one_process_without_a_group_refuses_the_same(rank, world):
         assert "on rank" not in str(raised.value)
 
 
-# ---------------------------------------------------------------------------------------------------------- lost units
-
-
 @ranks.raises(2, RuntimeError, "parameters of the root unit of FSDP have not arrived", "first error")
 def test_a_unit_whose_gather_failed_is_named_instead_of_computing_with_what_is_there(rank, world):
     model = zero.FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))

@@ -234,3 +234,42 @@ def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain(rank, wo
         pair.load_state_dict({**weights, "left.0.weight": left[1:]})
     with pytest.raises(RuntimeError, match="assign=False"):
         pair.load_state_dict({**weights, "left.0.weight": left}, assign=True)
+
+
+@ranks.on(2)
+def test_each_rank_saves_and_loads_its_own_parts(rank, world, tmp_path):
+    torch.manual_seed(rank)
+    model = zero.FSDP(CASES["convnet"].model())
+    before = model.state_dict()
+    torch.save(model.local_state_dict(), tmp_path / f"{rank}.pt")
+    saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+    assert (
+        sum(value.numel() for name, value in saved.items() if "head" in name)
+        < model.state_dict()["head.weight"].numel()
+    )
+    with model.summon_full_params():
+        for param in model.parameters():
+            param.data.fill_(7.0)
+    model.load_local_state_dict(saved)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def of_another(rank: int, world: int, options: dict[str, Any], blocks: int) -> None:
+    given = zero.FSDP(GPT(layers=blocks), **options).local_state_dict()
+    model = zero.FSDP(GPT())
+    before = model.state_dict()
+    try:
+        model.load_local_state_dict(given if rank else model.local_state_dict())
+    finally:
+        after = model.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks", "words"),
+    [({"partition": "whole"}, 3, ["rank 1 of 2, segments", r"zero\.checkpoint"]), ({}, 2, ["rank 1 of 2"])],
+    ids=["cut otherwise", "another model"],
+)
+def test_parts_of_another_layout_are_refused_on_every_rank(options, blocks, words):
+    ranks.expect_error(of_another, 2, ValueError, *words, args=(options, blocks), timeout=15)

@@ -116,9 +116,6 @@ def test_where_transfers_overlap_computing_all_that_does_is_within_the_formula(r
     assert 0.75 * formula <= peak <= formula, f"{in_b:.2f} B where {buffers} B are allowed"
 
 
-# ------------------------------------------------------------------------------------------------------- initialisation
-
-
 def live_later(memory: Meter) -> int:
     gc.collect()
     time.sleep(0.01)

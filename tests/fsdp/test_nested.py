@@ -13,17 +13,7 @@ from torch.optim import AdamW
 import ranks
 import zero
 from sidebyside import SideBySide, data, sgd
-
-WIDTH = 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(torch.tanh(self.first(x)))
+from stacks import WIDTH, Block
 
 
 class Net(nn.Module):
@@ -57,7 +47,7 @@ def by_hand() -> zero.FSDP:
 
 UNITS = {
     by_wrap: {"", "blocks.0", "blocks.1", "middle.0"},
-    by_hand: {"", "blocks.0", "blocks.1", "blocks.1.first", "blocks.1.second", "middle", "middle.0"},
+    by_hand: {"", "blocks.0", "blocks.1", "blocks.1.up", "blocks.1.down", "middle", "middle.0"},
 }
 
 
@@ -80,7 +70,7 @@ def test_units_chosen_by_hand_train_exactly_and_keep_the_models_own_names(rank, 
     assert units == UNITS[build]
 
 
-@ranks.raises(2, RuntimeError, r"unit 'blocks\.1\.first'", r"unit 'middle'", "out of step", timeout=15)
+@ranks.raises(2, RuntimeError, r"unit 'blocks\.1\.up'", r"unit 'middle'", "out of step", timeout=15)
 def test_errors_call_units_by_their_names_in_the_whole_model(rank, world):
     model = by_hand()
     if rank:

@@ -23,9 +23,6 @@ from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, steps
 SCENARIOS = scenario = Scenarios()
 
 
-# ----------------------------------------------------------------------------------------------------------- parameters
-
-
 @scenario
 def fewer_elements_than_ranks(rank, world, options):
     class Tiny(nn.Module):
@@ -136,9 +133,6 @@ def units_around_units_that_hold_nothing_themselves(rank, world, options):
     steps(side_by_side(Stack(block=Holder), {**options, "auto_wrap_policy": policy}), rank)
 
 
-# -------------------------------------------------------------------------------------------------------------- moments
-
-
 @scenario
 def evaluation_between_forward_and_backward(rank, world, options):
     both = side_by_side(Stack(), options)
@@ -227,9 +221,6 @@ def an_exception_under_no_sync_and_one_in_a_forward_that_is_kept(rank, world, op
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_numbers_are_those_of_the_reference(name, options):
     ranks.run(SCENARIOS[name], args=(options,), timeout=20)
-
-
-# ------------------------------------------------------------------------------------------------- inputs of all kinds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,6 @@ SCENARIOS = scenario = Scenarios()
 side_by_side = partial(sidebyside.side_by_side, tolerance=1e-6)  # gradients sent in two goes are rounded once more
 
 
-# ------------------------------------------------------------------------------------------- graphs of several forwards
-
-
 def adversarial(rank: int, step: int) -> Callable[[nn.Module], Tensor]:
     """The loss on a batch and on what an attack by its gradient makes of it."""
 
@@ -113,9 +110,6 @@ def a_retained_graph_of_a_block_that_calls_itself(rank, world, options):
         both.step(adversarial(rank, step))
 
 
-# -------------------------------------------------------------------------------------------- activation checkpointing
-
-
 class Shared(Stack):
     """Each block runs three times in a row."""
 
@@ -132,9 +126,6 @@ def blocks_used_again_under_reentrant_checkpointing(rank, world, options):
         both = side_by_side(Shared(blocks=blocks), options)
         steps(both, rank)
         both.step(*(loss_on(rank, number) for number in (3, 4, 5)), unsent=1)
-
-
-# ------------------------------------------------------------------------------------------------------- interruptions
 
 
 class Stop(nn.Module):
@@ -247,9 +238,6 @@ def test_numbers_are_those_of_the_reference(name, options):
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_numbers_of_a_single_rank(name):
     ranks.run(SCENARIOS[name], world=1, args=({},), timeout=20)
-
-
-# -------------------------------------------------------------------------------------------------------------- others
 
 
 @ranks.raises(2, RuntimeError, "out of step", "the gathering of unit", timeout=20)

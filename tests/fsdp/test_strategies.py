@@ -67,8 +67,6 @@ def name_of(placed: Placed) -> str:
     return " ".join([strategy, *([groups, "x".join(map(str, shape))] if groups else [])])
 
 
-# ---------------------------------------------------------------------------------------------------------- the numbers
-
 HOW: dict[str, dict[str, Any]] = {
     "plain": {"steps": 3},
     "no_sync": {"steps": 2, "micro": 3, "sync": False},
@@ -179,9 +177,6 @@ def test_a_group_of_one_trains_as_a_plain_loop(rank, world):
         assert losses == train(plain, OPTIMIZERS["adamw"](plain.parameters()), CASES["gpt"], rank)
 
 
-# -------------------------------------------------------------------------------------------------------- what it keeps
-
-
 def kept(rank: int, world: int, placed: Placed) -> tuple[int, int, int]:
     """Elements of parameters and gradients that a rank has at rest, and of the model."""
     whole = sum(param.numel() for param in GPT().parameters())
@@ -224,9 +219,6 @@ def test_replicas_start_from_the_weights_of_rank_0(rank, world):
         given = {} if strategy == "NO_SHARD" else mesh(2, 2)
         found = zero.FSDP(other_replicas(rank), sharding_strategy=strategy, **given).state_dict()
         assert all(torch.equal(found[name], expected[name]) for name in expected), strategy
-
-
-# -------------------------------------------------------------------------------------------------- what it is given as
 
 
 @ranks.on(2)
@@ -299,8 +291,6 @@ def test_pairs_of_groups_that_make_up_no_mesh_are_refused(rank, world, kind):
     zero.FSDP(GPT(), sharding_strategy="HYBRID_SHARD", process_group=given, **extra)
 
 
-# --------------------------------------------------------------------------------------------------------- what it does
-
 UNITS = 4
 """Of the GPT: the root and three blocks, of one shard group each."""
 
@@ -368,9 +358,6 @@ def test_a_step_gathers_and_reduces_as_often_as_its_strategy_says(rank, world, p
     assert steps[0] == steps[1] == steps[2]
     expected = expected_counts(placed[0], micro, sync)
     assert steps[0] == expected
-
-
-# ------------------------------------------------------------------------------------- replicas that do not do the same
 
 
 class Chosen(nn.Module):

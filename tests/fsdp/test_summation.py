@@ -138,9 +138,6 @@ def test_gradients_of_what_several_branches_read_add_up_in_the_same_order(name, 
     ranks.run(SCENARIOS[name], args=(OPTIONS[options],), timeout=20)
 
 
-# ------------------------------------------------------------------------------------------------------------- release
-
-
 class Siblings(Stack):
     """The units of a block read one tensor: a leaf where the block runs under re-entrant checkpointing."""
 

@@ -64,9 +64,6 @@ def test_training_is_the_same_at_every_stage(rank, world, name, stage):
             both.step(family.loss(rank, step))
 
 
-# ------------------------------------------------------------------------------------------------- experts
-
-
 def routed(rank: int, world: int, implementation: str) -> list[set[int]]:
     """Trains the mixture; returns which experts of each layer the last step's tokens went to."""
     torch.manual_seed(0)
@@ -88,9 +85,6 @@ def test_ranks_may_route_to_different_experts(implementation):
     assert len(first) == len(second) == 2
     for here, there in zip(first, second, strict=True):
         assert here - there and there - here, "each rank has experts that the other does not use"
-
-
-# ---------------------------------------------------------------------------------------------- generating
 
 
 def prompts(rank: int, number: int = 2) -> Tensor:
@@ -137,9 +131,6 @@ def test_ranks_may_generate_texts_of_different_lengths():
     assert len(first) < len(second)
 
 
-# ---------------------------------------------------------------------------------- recomputed activations
-
-
 @matrix.combined("name, reentrant", FAMILIES, [False, True])
 @ranks.on(2)
 def test_activations_are_recomputed_in_backward(rank, world, name, reentrant):
@@ -160,9 +151,6 @@ def test_activations_are_recomputed_in_backward(rank, world, name, reentrant):
         assert len(calls) == 2 * len(units), "once in forward, once in backward"
 
 
-# -------------------------------------------------------------------------------------------- full weights
-
-
 @ranks.on(2)
 def test_whole_weights_load_into_the_plain_model_and_back(rank, world):
     for name, family in FAMILIES.items():
@@ -177,9 +165,6 @@ def test_whole_weights_load_into_the_plain_model_and_back(rank, world):
 
         wrapped.load_state_dict(family.model(5).state_dict(), strict=True)
         assert family.loss(rank, 0)(wrapped).item() == family.loss(rank, 0)(family.model(5).eval()).item(), name
-
-
-# -------------------------------------------------------------------------------------------------- learning
 
 
 def learnt(rank: int, world: int, stage: int) -> tuple[list[float], float]:

@@ -108,9 +108,6 @@ def test_a_plan_warns_of_nothing():
     zero.plan(net, world_size=2, stages=["3"])  # pytest raises warnings
 
 
-# ------------------------------------------------------------------------------------------------------------- the log
-
-
 def logged(rank: int, world: int, options: dict[str, Any]) -> list[str]:
     with Heard() as heard:
         zero.FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), *(FeedForward(WIDTH, 512) for _ in range(3))), **options)

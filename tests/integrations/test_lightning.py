@@ -20,9 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: too few worke
 STAGES = [1, 2, 3]
 
 
-# ---------------------------------------------------------------------------------------------------- the same numbers
-
-
 CASES = [
     "plain",
     "accumulated",
@@ -70,9 +67,6 @@ def test_clipping_changes_what_is_trained():
     assert not torch.equal(plain, clipped)
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-
-
 @pytest.mark.parametrize(("kind", "stages"), [("full", [0, 1, 2, 3]), ("sharded", [1, 2, 3])])
 def test_a_run_goes_on_at_any_stage_where_another_was_saved(kind, stages, tmp_path):
     on_ranks("lightnings", "resumed", kind, stages, str(tmp_path))
@@ -85,9 +79,6 @@ def test_saved_files_have_all_weights(stage, tmp_path):
 
 def test_one_module_is_trained_by_one_stage_after_another():
     on_ranks("lightnings", "again")
-
-
-# --------------------------------------------------------------------------------------------------------- the rest
 
 
 def test_importing_registers_the_stages():

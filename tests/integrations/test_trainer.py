@@ -108,9 +108,6 @@ def test_losses_weights_and_logs_are_those_of_ddp(rank: int, world: int, tmp_pat
     assert wrong == []
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
 @ranks.on(2, timeout=100)
 def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, world: int, tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
@@ -201,9 +198,6 @@ def test_the_best_model_a_second_train_and_a_late_resume(rank: int, world: int, 
             if not right:
                 wrong.append(f"{number} at stage {stage}")
     assert wrong == []
-
-
-# ----------------------------------------------------------------------------------- peft, generation, TRL
 
 
 def lora() -> Any:
@@ -348,9 +342,6 @@ def test_trls_sft_trainer_by_the_mixin(rank: int, world: int, tmp_path: Path) ->
             found.append((losses(trainer), weights(trainer)))
     found = [losses == found[0][0] and same(one, found[0][1]) for losses, one in found]
     assert all(found), found
-
-
-# -------------------------------------------------------------------------------------------- arguments
 
 
 @ranks.on(2, timeout=100)

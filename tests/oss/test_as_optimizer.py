@@ -23,9 +23,6 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 40), nn.Tanh(), nn.Linear(40, FEATURES))
 
 
-# --------------------------------------------------------------------------------------------- Steps without gradients
-
-
 @by_stage
 @ranks.on(2)
 def test_a_step_without_gradients_changes_nothing(rank, world, stage):
@@ -53,9 +50,6 @@ def test_steps_that_never_find_a_gradient_warn_once(rank, world):
     told = [str(one.message) for one in found if "no gradient" in str(one.message)]
     assert len(told) == 1
     assert "assign=False" in told[0]
-
-
-# -------------------------------------------------------------------------------------------------- Hooks on gradients
 
 
 def noise(optimizer: Optimizer, *_: Any) -> None:
@@ -94,9 +88,6 @@ def test_a_hook_that_clips_by_the_norm_of_a_shard_is_refused(rank, world):
     train(model, optimizer, rank, range(1))
 
 
-# ----------------------------------------------------------------------------------------------------- Hooks on states
-
-
 @ranks.on(2)
 def test_hooks_on_state_dicts_are_called(rank, world):
     model, optimizer = at_stage(2, built(), Adam, lr=0.01)
@@ -111,9 +102,6 @@ def test_hooks_on_state_dicts_are_called(rank, world):
     optimizer.load_state_dict(found)
     assert found["more"] == 1, "the caller's dictionary stays as it is"
     assert seen == [True, 1, "loaded"]
-
-
-# -------------------------------------------------------------------------------------- Closures and arguments of step
 
 
 class Extragradient(Optimizer):
@@ -209,9 +197,6 @@ def test_closures_and_arguments_of_step_reach_the_inner_optimizer(rank, world, s
     same(finals[1], finals[0], "losses and weights")
 
 
-# ----------------------------------------------------------------------------------- What only the inner optimizer has
-
-
 class Averaged(Optimizer):
     """Trains at one set of weights and is evaluated at another, their average, as Schedule-Free does."""
 
@@ -273,9 +258,6 @@ def test_weights_that_the_inner_optimizer_switches_are_gathered(rank, world, sta
             with pytest.raises(AttributeError, match="shards alone"):
                 optimizer.reset()
     same(finals[1], finals[0], "losses, averages, weights")
-
-
-# ---------------------------------------------------------------------------------------- Parameters without gradients
 
 
 class DecayingAll(Optimizer):

@@ -203,9 +203,6 @@ def test_float16_parameters_with_masters_are_trained_with_a_loss_scale(rank, wor
     assert scaler.get_scale() == 0.5
 
 
-# -------------------------------------------------------------------------------------------------------------- Memory
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("stage", "cut"), AT)
 @ranks.on("world")
@@ -225,9 +222,6 @@ def test_takes_two_bytes_a_parameter_whole_and_twelve_in_parts(rank, world, stag
     count = sum(param.numel() for param in params)
     assert size(params) == pytest.approx(2 * count, rel=0.01)
     assert owned == pytest.approx(12 * count / world, rel=0.02)
-
-
-# ------------------------------------------------------------------------ Weights that are written into the parameters
 
 
 def in_place(model, values):
@@ -273,9 +267,6 @@ def test_masters_of_what_was_not_written_keep_their_precision(rank, world):
     expected.step(2)
     step(rank, 2, model, optimizer)
     assert_by_hand(model, optimizer, expected, "after one row was written")
-
-
-# ---------------------------------------------------------------------------------------------------- Saved and loaded
 
 
 def _save(rank, world, stage, cut, name):
@@ -417,9 +408,6 @@ def test_masters_that_a_plain_optimizer_carried_along_bring_no_old_weights_back(
     for final in finals[1:]:
         for one, other in zip(final, finals[0], strict=True):
             assert torch.allclose(one.float(), other.float(), rtol=2**-7, atol=1e-6)
-
-
-# ---------------------------------------------------------------------- Read between writing weights and the next step
 
 
 @ranks.on(2)

@@ -49,9 +49,6 @@ def equal(some, others):
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------ wrappers that go
-
-
 @pytest.mark.parametrize("dropped", [True, False])
 @ranks.on(2)
 def test_a_module_that_is_wrapped_again_is_trained_by_the_new_one(rank, world, dropped):
@@ -115,9 +112,6 @@ def test_a_parameter_that_is_returned_gathers_no_hooks(rank, world):
         assert len(model.scale._backward_hooks or ()) == 1
 
 
-# --------------------------------------------------------------------------------------- parameters that are frozen
-
-
 @pytest.mark.parametrize("numbers", [(0,), (4,), (0, 2, 4)])
 @ranks.on(2)
 def test_freezing_for_a_second_forward_loses_no_gradient(rank, world, numbers):
@@ -149,9 +143,6 @@ def test_what_is_frozen_when_backward_comes_is_not_trained(rank, world):
     assert equal(weights(model), before)
     train(wrapped, optimizer, rank)
     assert not equal(weights(model), before)
-
-
-# --------------------------------------------------------------------------------- ranks that do not do the same
 
 
 @ranks.raises(2, RuntimeError, "out of step", "a comparison of what the ranks were given")
@@ -190,9 +181,6 @@ def test_gradients_of_two_wrappers_are_not_mixed(rank, world):
     branched, _ = sharded(Branched(), reduce_buffer_size=WIDTH * (WIDTH + 1))
     hidden = branched(ends(data(5, WIDTH, rank=rank), "first"), rank == 1)
     ends(hidden, "last").square().mean().backward()
-
-
-# ---------------------------------------------------------------------------------------------------------- complex
 
 
 class Conjugating(nn.Module):

@@ -56,9 +56,6 @@ def assert_same(got, expected, what=""):
         assert torch.equal(found, value), f"{what} {name} differs by at most {(found - value).abs().max()}"
 
 
-# ------------------------------------------------------------------------------------------- What is reduced at a time
-
-
 SIZES = [(world, size, "sgd") for world in (2, 4) for size in (None, 0, 1000, 5000, 10**9)]
 
 
@@ -102,9 +99,6 @@ def test_sizes_count_elements_of_whatever_dtype(rank, world):
     assert [len(flat.params) for flat in optimizer.shard_groups] == [2] * 4
     squares(wrapped, rank, 0).backward()
     optimizer.step()
-
-
-# -------------------------------------------------------------------------------------------------------------- reduce
 
 
 @by_optimizer
@@ -161,9 +155,6 @@ def test_reduce_without_anything_left_changes_nothing(rank, world):
     assert all(one is two if one is None else torch.equal(one, two) for one, two in zip(before, after, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------- Buffers, and the start
-
-
 def normed():
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
@@ -218,9 +209,6 @@ def test_models_start_as_the_first_ranks_or_as_they_are(sync):
         assert told[0][3] > alike[0][3] + 4 * sum(value.numel() for value in first.values()) - 1
 
 
-# ------------------------------------------------------------------------------ Several optimizers, modules used again
-
-
 @pytest.mark.parametrize("every_other", [False, True])
 @pytest.mark.parametrize("size", [None, 0])
 @ranks.on(2)
@@ -269,9 +257,6 @@ def test_modules_may_be_used_several_times_in_one_forward(rank, world, size):
         for each in side.each():
             each.times = 1 + step
         side.step(lambda each, step=step: squares(each, rank, step))
-
-
-# ---------------------------------------------------------------------------------------------- Backward of a backward
 
 
 def critic():
@@ -340,9 +325,6 @@ def test_a_graph_of_reduced_gradients_is_refused_with_the_remedy(rank, world):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of the cycle between parameter and gradient
         wrapped(data(4, WIDTH, rank=rank)).square().sum().backward(create_graph=True)
-
-
-# ---------------------------------------------------------------------------------------------- Complex, SyncBatchNorm
 
 
 class Waves(nn.Module):

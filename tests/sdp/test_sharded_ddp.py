@@ -47,9 +47,6 @@ def batch(rank: int, step: int = 0) -> Tensor:
     return data(3, WIDTH, rank=rank, step=step)
 
 
-# ------------------------------------------------------------------------------------------------ where gradients are
-
-
 def grads_after_backward(
     rank: int, world: int, options: dict[str, Any]
 ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -108,9 +105,6 @@ def test_what_some_ranks_used_gets_the_average_with_zeros(rank, world):
         both.step(lambda model: model(batch(rank, step), skip=skip).square().mean())  # noqa: B023
 
 
-# ------------------------------------------------------------------------------------------------------- what is sent
-
-
 def sent_in_a_step(rank: int, world: int, options: dict[str, Any]) -> tuple[int, int]:
     torch.manual_seed(0)
     net = GPT(width=64, layers=4)
@@ -143,9 +137,6 @@ def test_gradients_are_not_all_reduced(rank, world):
     ours, all_reduce = list(map(str, ours.get_comm_counts())), list(map(str, theirs.get_comm_counts()))
     assert ours and all_reduce
     assert not set(ours) & set(all_reduce)
-
-
-# ------------------------------------------------------------------------------------------------ what the user sees
 
 
 @ranks.on(2)

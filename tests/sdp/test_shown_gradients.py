@@ -39,9 +39,6 @@ def backward(model: nn.Module, rank: int, step: int = 0, *, spare: bool = False)
     model(data(4, WIDTH, rank=rank, step=step), spare=spare).square().mean().backward()
 
 
-# ------------------------------------------------------------------------------------------------------- reading it
-
-
 def clip_by_norm(model: nn.Module, optimizer: Any) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
@@ -98,9 +95,6 @@ def test_it_is_there_on_every_rank_if_any_rank_used_the_parameter(rank, world):
     for name, param in plain.named_parameters():
         expected = None if "unused" in name else (param.shape, param.dtype, param.device, False)
         assert found[name] == expected, name
-
-
-# ------------------------------------------------------------------------------------------------------ clearing it
 
 
 def clear_by_hand(model: nn.Module, optimizer: Any, step: int) -> None:

@@ -129,9 +129,6 @@ def test_parameters_without_elements_have_one_owner_whatever_lies_beside_them(si
         assert_each_element_has_one_rank(layout.whole(sizes, [world - 1] * len(sizes), world, align=1))
 
 
-# ------------------------------------------------------------------------------------------------ Which rank owns what
-
-
 def totals(sizes, owners, loads):
     result = list(loads)
     for size, owner in zip(sizes, owners, strict=True):
@@ -175,9 +172,6 @@ def test_what_ranks_own_already_counts():
     assert layout.assign([10, 10], [100, 0, 5]) == [1, 2]
 
 
-# ---------------------------------------------------------------------------------------------------------------- Runs
-
-
 @exhaustively
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 100))
 def test_runs_are_consecutive_and_as_long_as_the_limit_allows(sizes, limit):
@@ -187,9 +181,6 @@ def test_runs_are_consecutive_and_as_long_as_the_limit_allows(sizes, limit):
         assert len(run) == 1 or sum(sizes[i] for i in run) <= limit
     for run, following in itertools.pairwise(runs):
         assert sum(sizes[i] for i in run) + sizes[following[0]] > limit
-
-
-# ----------------------------------------------------------------------------------------------- Balance on real lists
 
 
 def gpt2():

@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD
 
 import zero
+from models import FeedForward, Stack
 from simulated.world import Simulated
 from zero.fsdp import MixedPrecision
 from zero.shards.steps import stepped_by
@@ -22,32 +23,12 @@ WIDTH, BLOCKS, RANK, WORLD = 8, 3, 1, 4
 sgd = partial(SGD, lr=1e-3, momentum=0.9, foreach=True)  # reads no value on the host, as no optimizer does on a GPU
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+block = partial(FeedForward, WIDTH, 2 * WIDTH)
+net = partial(Stack, block, WIDTH, 3, blocks=BLOCKS)  # with parameters in the root unit, too
 
 
-class Net(nn.Module):
-    """With parameters in the root unit, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-def only_blocks() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+def blocks() -> list[nn.Module]:
+    return [block() for _ in range(BLOCKS)]
 
 
 Step = Callable[[nn.Module, Any], None]
@@ -59,12 +40,12 @@ def step(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
-def wrapped(net: nn.Module, comm: Any, **options: Any) -> tuple[nn.Module, Any]:
-    model = zero.FSDP(net, process_group=comm, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+def wrapped(module: nn.Module, comm: Any, **options: Any) -> tuple[nn.Module, Any]:
+    model = zero.FSDP(module, process_group=comm, auto_wrap_policy=ModuleWrapPolicy({FeedForward}), **options)
     return model, sgd(model.parameters())
 
 
-def stage_3(*, net: Callable[[], nn.Module] = Net, take: Step = step, world: int = WORLD, **options: Any) -> Any:
+def stage_3(*, net: Callable[[], nn.Module] = net, take: Step = step, world: int = WORLD, **options: Any) -> Any:
     def run(there: Simulated) -> None:
         comm = there.comm(min(RANK, world - 1), world)
         hybrid = options.get("sharding_strategy") == "HYBRID_SHARD"
@@ -90,9 +71,9 @@ def stage_2(
     of_ddp = {name: options.pop(name) for name in OF_DDP if name in options}
 
     def run(there: Simulated) -> None:
-        net = Net().to(dtype)
-        optimizer = zero.OSS(net.parameters(), sgd, there.comm(min(RANK, world - 1), world), **options)
-        model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=bucket, **of_ddp)
+        module = net().to(dtype)
+        optimizer = zero.OSS(module.parameters(), sgd, there.comm(min(RANK, world - 1), world), **options)
+        model = zero.ShardedDDP(module, optimizer, reduce_buffer_size=bucket, **of_ddp)
         for _ in range(3):
             take(model, optimizer)
 
@@ -101,10 +82,10 @@ def stage_2(
 
 def stage_1(*, take: Step = step, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     def run(there: Simulated) -> None:
-        net = Net().to(dtype)
-        optimizer = zero.OSS(net.parameters(), sgd, there.comm(RANK, WORLD), **options)
+        model = net().to(dtype)
+        optimizer = zero.OSS(model.parameters(), sgd, there.comm(RANK, WORLD), **options)
         for _ in range(3):
-            take(net, optimizer)
+            take(model, optimizer)
 
     return run
 
@@ -204,11 +185,11 @@ def stepped_in_backward(model: nn.Module, optimizer: Any) -> None:
     step(model, optimizer)
 
 
-class Sparing(Block):
+class Sparing(FeedForward):
     """With a parameter that other ranks use."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(WIDTH, 2 * WIDTH)
         self.spare = nn.Parameter(torch.ones(64 * WIDTH))  # this rank owns some of it
 
 
@@ -239,7 +220,7 @@ HALF = MixedPrecision(param_dtype=torch.bfloat16)
 
 SCENARIOS: dict[str, Any] = {
     "3": stage_3(),
-    "3, no parameters in the root": stage_3(net=only_blocks),
+    "3, no parameters in the root": stage_3(net=lambda: nn.Sequential(*blocks())),
     "3 memory first": stage_3(prefetch=zero.MEMORY_FIRST),
     "3 speed first": stage_3(prefetch=zero.SPEED_FIRST),
     "3, gathered after backward": stage_3(prefetch=zero.Prefetch("BACKWARD_POST")),
@@ -254,7 +235,7 @@ SCENARIOS: dict[str, Any] = {
     "3 clipped": stage_3(take=with_clipping),
     "3 accumulated": stage_3(take=in_two_backwards),
     "3 written before backward": stage_3(take=written_before_backward),
-    "3 written in forward": stage_3(net=lambda: Averaging(*(Block() for _ in range(BLOCKS)))),
+    "3 written in forward": stage_3(net=lambda: Averaging(*blocks())),
     "3 evaluated": stage_3(take=evaluated_and_written),
     "3 offloaded": stage_3(offload=zero.CPUOffload()),
     "3 offloaded, one rank": stage_3(offload=zero.CPUOffload(), world=1),
