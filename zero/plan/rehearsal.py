@@ -112,13 +112,12 @@ def rehearsing(module: nn.Module, device: str, trace: Trace | None) -> Iterator[
 
 def _replace_tensors(module: nn.Module, device: str) -> None:
     params: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    buffers: dict[Tensor, Tensor] = {}
     for holder in module.modules():
         for name, param in [*holder.named_parameters(recurse=False, remove_duplicate=False)]:
             if param not in params:
                 params[param] = nn.Parameter(faked(param, device), requires_grad=param.requires_grad)
             holder.__setattr__(name, params[param])  # nn.LSTM, for one, overrides it
-    buffers: dict[Tensor, Tensor] = {}
-    for holder in module.modules():
         for name, buffer in buffers_of(holder).items():
             if buffer is not None:
                 buffers.setdefault(buffer, faked(buffer, device))
