@@ -22,7 +22,7 @@ class Averaged(nn.Module):
     launch: called when a bucket is sent; operators that read gradients afterwards wait for it.
     """
 
-    def __init__(self, module: nn.Module, world: int, *, into_buckets: bool, launch: Launch | None) -> None:
+    def __init__(self, module: nn.Module, world: int, *, into_buckets: bool, launch: Launch) -> None:
         super().__init__()
         self.module, self._into_buckets, self._launch = module, into_buckets, launch
         self._filling: list[Tensor] = []
@@ -39,8 +39,6 @@ class Averaged(nn.Module):
         place.copy_(gradient)
         if self._into_buckets:
             param.grad = place
-        if self._launch is None:
-            return
         if not self._arrived:
             at_end_of_backward(self._finish)
         self._arrived.append((place, place if self._into_buckets else gradient))
@@ -49,7 +47,7 @@ class Averaged(nn.Module):
             self._send()
 
     def _send(self) -> None:
-        if self._launch is not None and self._filling:
+        if self._filling:
             self._launch("all-reduce", self._filling, sum(place.nbytes for place in self._filling))
             self._filling = []
 

@@ -88,7 +88,7 @@ def on_host(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def rehearsing(module: nn.Module, device: str, trace: Trace | None) -> Iterator[Rehearsal]:
+def rehearsing(module: nn.Module, device: str, trace: Trace) -> Iterator[Rehearsal]:
     """In this context the module's parameters and buffers are replaced by tensors without values, and new tensors have
     none either.
 

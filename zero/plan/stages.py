@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
@@ -47,7 +46,7 @@ _FEW = 2
 @dataclass(frozen=True)
 class Job:
     """batch: positional arguments of a forward; None if activations are not measured.
-    tokens: that each parameter is multiplied with, if there is no batch.
+    tokens: that each parameter is multiplied with, if there is no batch and the step is traced.
     trace: records the step of the first rank.
     """
 
@@ -57,8 +56,8 @@ class Job:
     options: Options
     prefetch: Prefetch
     batch: Sequence[Any] | None
-    tokens: int | None = None
-    trace: Trace | None = None
+    tokens: int | None
+    trace: Trace
 
     @property
     def device(self) -> str:
@@ -68,8 +67,6 @@ class Job:
         """stride: from one of the group's ranks to the next among all ranks."""
         reads = self.options.one_host and self.options.backend == "gloo"
         like: Rehearsed = "host memory" if reads else self.options.backend
-        if self.trace is None:
-            return rehearsed(rank, world, like)
         grows = world * stride == self.world  # a hybrid's shard group does not grow with the job
         group = Group(world, stride, one_host=reads, grows=grows)
         return rehearsed(rank, world, like, partial(self.trace.launch, group=group))
@@ -78,7 +75,7 @@ class Job:
         """The stand-in for DistributedDataParallel. It uses Gloo even on one host, except with `into_buckets`, as
         zero.setup(stage=1) does."""
         one_host = into_buckets and self.options.one_host
-        launch = None if self.trace is None else partial(self.trace.launch, group=Group(self.world, one_host=one_host))
+        launch = partial(self.trace.launch, group=Group(self.world, one_host=one_host))
         return Averaged(self.sizes.module, self.world, into_buckets=into_buckets, launch=launch)
 
     def optimizer(self) -> Callable[..., Optimizer]:
@@ -162,7 +159,9 @@ def cost_of(job: Job, stage: str) -> Cost:
     costs: dict[int, Cost] = {}
     fullest = [0]
     while missing := [rank for rank in fullest if rank not in costs]:
-        costs[missing[0]], groups = _rehearsed(replace(job, trace=None) if costs else job, stage, missing[0])
+        costs[missing[0]], groups = _rehearsed(
+            replace(job, trace=Trace(wanted=False)) if costs else job, stage, missing[0]
+        )
         fullest = [0, *_fullest(job, groups)]
     sent = max(cost.sent for cost in costs.values())  # the first rank sends most, because it sends the buffers
     return replace(max(costs.values(), key=lambda cost: cost.peak), sent=sent)
@@ -174,14 +173,13 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
     with rehearsing(module, job.device, job.trace) as rehearsal:
         inputs: Sequence[Any]
         if job.batch is None:
-            trace = job.trace or Trace()  # one that is never on
-            walk(module, job.sizes.unit_modules, owned, partial(trace.multiply, job.tokens or 0))
+            walk(module, job.sizes.unit_modules, owned, partial(job.trace.multiply, job.tokens or 0))
             wanted = next(module.parameters()).requires_grad
             inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _built(job, stage, rank)
-        if job.trace is not None:
+        if job.trace.wanted:
             _count_slices(stepping(built.optimizer), job.trace)
         if not stage.startswith("3"):
             inputs = job.sizes.precision.cast_inputs(module, inputs, root=True)
@@ -190,7 +188,7 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
             step()
         before = traffic().total
         rehearsal.reset_peak()
-        with nullcontext() if job.trace is None else job.trace.taken():
+        with job.trace.taken():
             held = step()
         sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
         return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), built.groups

@@ -72,10 +72,10 @@ class Task:
 
 
 class Trace:
-    """Records tasks while it is `on`. times: how often each operator counts."""
+    """Records tasks while it is `on`. times: how often each operator counts. wanted: otherwise it is never on."""
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted, self.on = wanted, False
         self.times: float = 1
         self.tasks: list[Task] = []
         self._written: list[set[Storage]] = []
@@ -90,7 +90,7 @@ class Trace:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Records in this context."""
-        self.on = True
+        self.on = self.wanted
         try:
             yield
         finally:
@@ -103,8 +103,7 @@ class Trace:
 
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Records an operator that has run."""
-        kind = _kind(func)
-        if not self.on or kind is None:
+        if not self.on or (kind := _kind(func)) is None:
             return
         read = [*tensors_among(args), *tensors_among(kwargs.values())]
         written = [*tensors_among((kwargs.get("out", args[0]) if result is None else result,))]
