@@ -72,10 +72,7 @@ class Notes:
 
     def launch(self, kind, buffers, nbytes):
         self.taken.append((kind, [buffer.numel() for buffer in buffers], nbytes))
-        return kind
-
-    def wait(self, transfer):
-        self.taken.append(f"wait for {transfer}")
+        return lambda: self.taken.append(f"wait for {kind}")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +81,7 @@ class Notes:
 )
 def test_whoever_observes_is_told_of_what_is_launched_and_waited_for(dtype, kind, buffers):
     notes = Notes()
-    comm = rehearsed(1, 4, "nccl", notes)
+    comm = rehearsed(1, 4, "nccl", notes.launch)
     with rehearsed_traffic():
         gathering = comm.gather(torch.zeros(100), [0, 25, 50, 75, 100])
         reducing = comm.reduce([(torch.zeros(80, dtype=dtype), [20] * 4)])

@@ -99,9 +99,8 @@ def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, 
     The tensor is the master where `dtype` has more bits than the parameter.
     """
     found = {}
-    for name in sorted([*index.names(), *index.tied]):
-        entry = index.entry(name)
-        master = index.tensors.get(f"master/{index.tied.get(name, name)}")
+    for name, stored_as in sorted(index.stored_as().items()):
+        entry, master = index.entry(stored_as), index.master(stored_as)
         if master is not None and dtype is not None and dtype.itemsize > entry.geometry.dtype.itemsize:
             entry = master
         stored = entry.geometry.dtype
@@ -181,7 +180,7 @@ def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str], *, dty
 
 def _nested(index: Index, mapped: dict[str, Tensor]) -> dict[str, Any]:
     """The dictionary to save. mapped: the tensors, by path; tied ones by all of their names."""
-    model = {name: mapped[f"model/{name}"] for name in sorted([*index.names(), *index.tied])}
+    model = {name: mapped[f"model/{name}"] for name in sorted(index.stored_as())}
     nested: dict[str, Any] = {"model": model | decode(index.values)}
     for number, optimizer in enumerate(index.optimizers):
         state: dict[str, dict[str, Any]] = {}

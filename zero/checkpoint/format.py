@@ -233,13 +233,18 @@ class Index:
     extra: dict[str, Any] = field(default_factory=dict)
     extra_by_rank: list[dict[str, Any]] = field(default_factory=list)
 
-    def names(self) -> list[str]:
-        """The names under which parameters and buffers are stored."""
-        return [path.removeprefix("model/") for path in self.tensors if path.startswith("model/")]
+    def stored_as(self) -> dict[str, str]:
+        """For every name of the model's parameters and buffers, also further ones, the name that it is stored under."""
+        names = [path.removeprefix("model/") for path in self.tensors if path.startswith("model/")]
+        return {name: name for name in names} | self.tied
 
     def entry(self, name: str) -> Entry:
-        """A parameter or buffer, by any of its names."""
-        return self.tensors[f"model/{self.tied.get(name, name)}"]
+        """A parameter or buffer, by the name that it is stored under."""
+        return self.tensors[f"model/{name}"]
+
+    def master(self, name: str) -> Entry | None:
+        """Its master, if one was stored."""
+        return self.tensors.get(f"master/{name}")
 
     def take_extras(self, extras: Sequence[dict[str, Any]]) -> None:
         """Takes the ranks' extra, as JSON and rank by rank. A value that is the same on all ranks is stored once."""

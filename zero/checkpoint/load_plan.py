@@ -69,25 +69,20 @@ class LoadPlan:
 
     def _of_model(self) -> Iterator[tuple[Entry, Held]]:
         for name in self._training.tensors:
-            held, entry = self._training.resident(name), self._entry(name)
+            held, stored = self._training.resident(name), self._stored_as[name]
             if held is not None:
+                entry, master = self._index.entry(stored), self._index.master(stored)
                 converted = held.full.dtype != entry.geometry.dtype
-                yield (self._master(name) or entry) if converted else entry, held
+                yield master if master is not None and converted else entry, held
         for held in self._training.masters(settled=False):
-            name = held.name.removeprefix("master/")
-            yield self._master(name) or self._entry(name), held
-
-    def _entry(self, name: str) -> Entry:
-        return self._index.entry(self._stored_as[name])
-
-    def _master(self, name: str) -> Entry | None:
-        return self._index.tensors.get(f"master/{self._stored_as[name]}")
+            stored = self._stored_as[held.name.removeprefix("master/")]
+            yield self._index.master(stored) or self._index.entry(stored), held
 
     def _refuse_another_model(self) -> None:
         """Raises ValueError where the checkpoint must be of another model."""
         training, index = self._training, self._index
         here = {name: name for name in training.tensors} | training.tied
-        there = {name: name for name in index.names()} | index.tied
+        there = index.stored_as()
         names = [
             ("it has nothing for", [name for name in training.tensors if name not in self._stored_as]),
             ("the model has no", [name for name in there if name not in here]),
@@ -107,7 +102,7 @@ class LoadPlan:
             raise ValueError(f"it is of another model: {'; '.join(problems)}")
 
     def _difference(self, name: str) -> str | None:
-        stored, full = self._entry(name).geometry, self._training.full_geometry(name)
+        stored, full = self._index.entry(self._stored_as[name]).geometry, self._training.full_geometry(name)
         convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
         if stored.shape == full.shape and (convertible or stored.dtype == full.dtype):
             return None
@@ -133,7 +128,7 @@ class _OptimizerPlan:
         self._options: list[dict[str, Any]] = []
         for one in training.stepped(optimizer):
             name = stored_as[one.name]
-            stepped = index.tensors.get(f"master/{name}") or index.entry(name)
+            stepped = index.master(name) or index.entry(name)
             self._values += [(one, key, value) for key, value in stored.values.get(name, {}).items()]
             for key, path in stored.tensors.get(name, {}).items():
                 entry = index.tensors[path]
@@ -173,7 +168,7 @@ def _stored_names(training: Training, index: Index) -> dict[str, str]:
     aliases = {name: [name] for name in training.tensors}
     for name, other in training.tied.items():
         aliases[other].append(name)
-    there = {name: name for name in index.names()} | index.tied
+    there = index.stored_as()
     stored = {}
     for name, some in aliases.items():
         known = [there[alias] for alias in some if alias in there]

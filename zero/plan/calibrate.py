@@ -74,14 +74,10 @@ def hardware_of(found: Measured) -> Hardware:
         overlaps=False,
         ranks_a_host=1,
         flops={"float32": found["flops"]},
-        memory=found["memory"],
-        launch=found["launch"],
         cache=float(_CACHE),
-        cached=found["cached"],
-        elements=found["elements"],
-        exchange=found["exchange"],
         within=_link(found, "within"),
         between=_link(found, "between"),
+        **{name: found[name] for name in ("memory", "launch", "cached", "elements", "exchange")},
     )
 
 

@@ -83,16 +83,16 @@ def plan(
     given = as_prefetch(prefetch)
     sizes = partial(_sizes, model, auto_wrap_policy, options.precision)
     options = replace(options, master_dtype=options.master_dtype or _stored(sizes(given)))
-    job = Job(sizes(given), worlds[0], optimizer, options, given, batch, tokens)
+    job = Job(sizes(given), worlds[0], optimizer, options, given, batch, tokens, Trace(wanted=False))
     costs: list[Cost] = []
     timings: list[Timing] = []
     for world, stage in product(worlds, wanted):
         for name, one in [(None, given)] if timed_on is None else prefetches(stage, given):
-            trace = None if timed_on is None else Trace()
+            trace = Trace(wanted=timed_on is not None)
             cost = cost_of(replace(job, sizes=sizes(one), world=world, prefetch=one, trace=trace), stage)
             if one == given:
                 costs.append(cost)
-            if trace is not None and timed_on is not None:
+            if timed_on is not None:
                 timings.append(timed(trace, timed_on, stage, name, world))
     return Plan(job.sizes.numel, tuple(costs), memory, batch is not None, tuple(timings))
 

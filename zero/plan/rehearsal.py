@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_two_devices, without_values
-from zero.comm.traffic import sent
 from zero.fsdp import MixedPrecision
 from zero.plan.attributes import plain_tensors, restored
 from zero.plan.meter import Meter
@@ -88,19 +87,7 @@ def on_host(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def rehearsed_traffic() -> Iterator[None]:
-    """In this context what steps would send is counted from 0 on. The count is restored afterwards."""
-    before = dict(sent)
-    sent.clear()
-    try:
-        yield
-    finally:
-        sent.clear()
-        sent.update(before)
-
-
-@contextmanager
-def rehearsing(module: nn.Module, device: str, trace: Trace | None) -> Iterator[Rehearsal]:
+def rehearsing(module: nn.Module, device: str, trace: Trace) -> Iterator[Rehearsal]:
     """In this context the module's parameters and buffers are replaced by tensors without values, and new tensors have
     none either.
 
@@ -124,13 +111,12 @@ def rehearsing(module: nn.Module, device: str, trace: Trace | None) -> Iterator[
 
 def _replace_tensors(module: nn.Module, device: str) -> None:
     params: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    buffers: dict[Tensor, Tensor] = {}
     for holder in module.modules():
         for name, param in [*holder.named_parameters(recurse=False, remove_duplicate=False)]:
             if param not in params:
                 params[param] = nn.Parameter(faked(param, device), requires_grad=param.requires_grad)
             holder.__setattr__(name, params[param])  # nn.LSTM, for one, overrides it
-    buffers: dict[Tensor, Tensor] = {}
-    for holder in module.modules():
         for name, buffer in buffers_of(holder).items():
             if buffer is not None:
                 buffers.setdefault(buffer, faked(buffer, device))

@@ -106,10 +106,9 @@ class Plan:
             )
         below = costs[: costs.index(chosen)]
         larger = [cost.stage for cost in costs if not self.fits(cost)]
+        reason = f"of the others {', '.join(larger)} do not fit" if larger else "everything fits"
         if below:
             reason = f"stage {below[-1].stage} would need {_gib(below[-1].peak)}"
-        else:
-            reason = f"of the others {', '.join(larger)} do not fit" if larger else "everything fits"
         return (
             f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), the lowest that fits in {available}: it needs "
             f"{_gib(chosen.peak)} GiB{without}; {reason}"

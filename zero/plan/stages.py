@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
@@ -27,8 +26,8 @@ from zero.plan.meter import nbytes
 from zero.plan.rehearsal import Offloaded, Rehearsal, cast, explaining, faked, on_host, rehearsing, run_forward, walk
 from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
-from zero.plan.trace import Trace, Transfers
-from zero.plan.transport import rehearsed
+from zero.plan.trace import Trace
+from zero.plan.transport import Rehearsed, rehearsed
 from zero.sdp import ShardedDDP
 from zero.sdp.tensors import map_tensors
 from zero.shards.shard_group import ShardGroup
@@ -47,7 +46,7 @@ _FEW = 2
 @dataclass(frozen=True)
 class Job:
     """batch: positional arguments of a forward; None if activations are not measured.
-    tokens: that each parameter is multiplied with, if there is no batch.
+    tokens: that each parameter is multiplied with, if there is no batch and the step is traced.
     trace: records the step of the first rank.
     """
 
@@ -57,8 +56,8 @@ class Job:
     options: Options
     prefetch: Prefetch
     batch: Sequence[Any] | None
-    tokens: int | None = None
-    trace: Trace | None = None
+    tokens: int | None
+    trace: Trace
 
     @property
     def device(self) -> str:
@@ -67,18 +66,17 @@ class Job:
     def comm(self, rank: int, world: int, *, stride: int = 1) -> Comm:
         """stride: from one of the group's ranks to the next among all ranks."""
         reads = self.options.one_host and self.options.backend == "gloo"
-        observer = None
-        if self.trace is not None:
-            grows = world * stride == self.world  # a hybrid's shard group does not grow with the job
-            observer = Transfers(self.trace, Group(world, stride, one_host=reads, grows=grows))
-        return rehearsed(rank, world, "host memory" if reads else self.options.backend, observer)
+        like: Rehearsed = "host memory" if reads else self.options.backend
+        grows = world * stride == self.world  # a hybrid's shard group does not grow with the job
+        group = Group(world, stride, one_host=reads, grows=grows)
+        return rehearsed(rank, world, like, partial(self.trace.launch, group=group))
 
     def averaged(self, *, into_buckets: bool) -> Averaged:
         """The stand-in for DistributedDataParallel. It uses Gloo even on one host, except with `into_buckets`, as
         zero.setup(stage=1) does."""
         one_host = into_buckets and self.options.one_host
-        transfers = None if self.trace is None else Transfers(self.trace, Group(self.world, one_host=one_host))
-        return Averaged(self.sizes.module, self.world, into_buckets=into_buckets, transfers=transfers)
+        launch = partial(self.trace.launch, group=Group(self.world, one_host=one_host))
+        return Averaged(self.sizes.module, self.world, into_buckets=into_buckets, launch=launch)
 
     def optimizer(self) -> Callable[..., Optimizer]:
         """The optimizer's class; with the backend "nccl" as on CUDA, where torch's step all parameters at once."""
@@ -102,26 +100,20 @@ class Built:
         return next((one.shard_groups for one in sharding), [])
 
 
-def _data_parallel(job: Job, rank: int) -> Built:
-    """Stage 0. Masters, if there are any, are those of an OSS on one rank: full, besides the parameters."""
-    cast(job.sizes.module, job.sizes.precision)
-    model = job.averaged(into_buckets=False)
-    masters = job.options.master_dtype is not None
+def _built(job: Job, stage: str, rank: int) -> Built:
+    """What trains at a stage. Masters at stage 0 are those of an OSS on one rank: full, besides the parameters."""
+    if stage.startswith("3"):
+        return _sharded_parameters(job, rank, kept=stage == "3 kept")
+    module, options = job.sizes.module, job.options
+    cast(module, job.sizes.precision)
+    if stage == "2":
+        optimizer = _oss(job, job.comm(rank, job.world))
+        return Built(ShardedDDP(module, optimizer, reduce_fp16=options.reduce_dtype or False), optimizer)
+    model = job.averaged(into_buckets=stage == "1")
+    if stage == "1":
+        return Built(model, _oss(job, job.comm(rank, job.world)))
+    masters = options.master_dtype is not None
     return Built(model, _oss(job, job.comm(0, 1)) if masters else job.optimizer()(model.parameters()))
-
-
-def _sharded_state(job: Job, rank: int) -> Built:
-    """Stage 1: DistributedDataParallel, whose gradients are views of its buckets, and OSS."""
-    cast(job.sizes.module, job.sizes.precision)
-    model = job.averaged(into_buckets=True)
-    return Built(model, _oss(job, job.comm(rank, job.world)))
-
-
-def _sharded_gradients(job: Job, rank: int) -> Built:
-    """Stage 2: ShardedDDP and OSS."""
-    cast(job.sizes.module, job.sizes.precision)
-    optimizer = _oss(job, job.comm(rank, job.world))
-    return Built(ShardedDDP(job.sizes.module, optimizer, reduce_fp16=job.options.reduce_dtype or False), optimizer)
 
 
 def _oss(job: Job, comm: Any) -> OSS:
@@ -133,7 +125,7 @@ def _oss(job: Job, comm: Any) -> OSS:
         partition=options.partition,
         granularity=options.granularity,
         broadcast_fp16=options.broadcast_dtype or False,
-        master_dtype=job.options.master_dtype,
+        master_dtype=options.master_dtype,
         offload=Offloaded() if options.offload else None,
     )
     if options.bucket_bytes is not None:
@@ -159,15 +151,6 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
     return Built(model, job.optimizer()(model.parameters()))
 
 
-_BUILD: dict[str, Callable[[Job, int], Built]] = {
-    "0": _data_parallel,
-    "1": _sharded_state,
-    "2": _sharded_gradients,
-    "3 kept": partial(_sharded_parameters, kept=True),
-    "3": partial(_sharded_parameters, kept=False),
-}
-
-
 # ------------------------------------------------------------------------------------------------- a step
 
 
@@ -176,7 +159,9 @@ def cost_of(job: Job, stage: str) -> Cost:
     costs: dict[int, Cost] = {}
     fullest = [0]
     while missing := [rank for rank in fullest if rank not in costs]:
-        costs[missing[0]], groups = _rehearsed(replace(job, trace=None) if costs else job, stage, missing[0])
+        costs[missing[0]], groups = _rehearsed(
+            replace(job, trace=Trace(wanted=False)) if costs else job, stage, missing[0]
+        )
         fullest = [0, *_fullest(job, groups)]
     sent = max(cost.sent for cost in costs.values())  # the first rank sends most, because it sends the buffers
     return replace(max(costs.values(), key=lambda cost: cost.peak), sent=sent)
@@ -188,12 +173,14 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
     with rehearsing(module, job.device, job.trace) as rehearsal:
         inputs: Sequence[Any]
         if job.batch is None:
-            walk(module, job.sizes.unit_modules, owned, partial(_multiply, job))
+            walk(module, job.sizes.unit_modules, owned, partial(job.trace.multiply, job.tokens or 0))
             wanted = next(module.parameters()).requires_grad
             inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
-        built = _BUILD[stage](job, rank)
+        built = _built(job, stage, rank)
+        if job.trace.wanted:
+            _count_slices(stepping(built.optimizer), job.trace)
         if not stage.startswith("3"):
             inputs = job.sizes.precision.cast_inputs(module, inputs, root=True)
         step = partial(_step, job, built, inputs, rehearsal)
@@ -201,16 +188,28 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
             step()
         before = traffic().total
         rehearsal.reset_peak()
-        with nullcontext() if job.trace is None else job.trace.taken():
+        with job.trace.taken():
             held = step()
         sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
         return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), built.groups
 
 
-def _multiply(job: Job, nbytes: int, dtype: torch.dtype, storages: Sequence[torch.UntypedStorage], times: int) -> None:
-    if job.trace is not None and job.tokens is not None:
-        flops = 2 * times * job.tokens * nbytes // dtype.itemsize
-        job.trace.work("multiply", flops, dtype, times * nbytes, storages)
+def _count_slices(optimizer: Optimizer, trace: Trace) -> None:
+    """A rehearsal steps only one slice of a long parameter. Its operators count as often as there are slices."""
+
+    def stepped() -> int:
+        return sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+
+    full = stepped()
+
+    def begin(*_: object) -> None:
+        trace.times = full / max(1, stepped())
+
+    def end(*_: object) -> None:
+        trace.times = 1
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)
 
 
 def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -> dict[str, int]:

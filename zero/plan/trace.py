@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
@@ -71,10 +71,11 @@ class Task:
 
 
 class Trace:
-    """Records tasks while it is `on`."""
+    """Records tasks while it is `on`. times: how often each operator counts. wanted: otherwise it is never on."""
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted, self.on = wanted, False
+        self.times: float = 1
         self.tasks: list[Task] = []
         self._written: list[set[Storage]] = []
         """The storages that each task wrote."""
@@ -88,7 +89,7 @@ class Trace:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Records in this context."""
-        self.on = True
+        self.on = self.wanted
         try:
             yield
         finally:
@@ -101,20 +102,20 @@ class Trace:
 
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Records an operator that has run."""
-        kind = _kind(func)
-        if not self.on or kind is None:
+        if not self.on or (kind := _kind(func)) is None:
             return
         read = [*tensors_among(args), *tensors_among(kwargs.values())]
         written = [*tensors_among((kwargs.get("out", args[0]) if result is None else result,))]
         task = kind.task(args, kwargs, result, read, written)
         self._use(task, _storages((*read, *written)), _storages(written))
 
-    def work(
-        self, name: str, flops: int, dtype: torch.dtype, nbytes: int, storages: Sequence[torch.UntypedStorage]
+    def multiply(
+        self, tokens: int, nbytes: int, dtype: torch.dtype, storages: Sequence[torch.UntypedStorage], times: int
     ) -> None:
-        """Records computing for which no operator runs."""
+        """Records `times` multiplications of a parameter with so many tokens, for which no operator runs."""
         if self.on:
-            self._use(Task(name, COMPUTE, nbytes, flops, dtype), {ref(storage) for storage in storages}, set())
+            task = Task("multiply", COMPUTE, times * nbytes, 2 * times * tokens * nbytes // dtype.itemsize, dtype)
+            self._use(task, {ref(storage) for storage in storages}, set())
 
     def _use(self, task: Task, storages: set[Storage], written: set[Storage]) -> int:
         """Adds a task that also waits for those that used its storages last."""
@@ -124,12 +125,13 @@ class Trace:
         self._touched.update(dict.fromkeys(storages, place))
         return place
 
-    def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int, group: Group) -> int | None:
+    def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int, group: Group) -> Callable[[], None]:
+        """Records a transfer. Returns the function that records the wait for it."""
         if not self.on:
-            return None
+            return lambda: None
         if kind == "exchange" or (kind == "all-reduce" and nbytes <= _OF_HOSTS):
             self._add(Task("ranks are compared", HOST, nbytes, kind="exchange", group=group), set())
-            return None
+            return lambda: None
         own = _storages(buffers)
         queue = GATHER if kind in ("gather", "broadcast") else REDUCE
         free: tuple[int, ...] = ()
@@ -137,7 +139,8 @@ class Trace:
             free = self._free_memory()
             self._gathered += [storage for storage in own if storage not in self._gathered]
         self._prepare(queue, own, free)
-        return self._use(Task(kind, queue, nbytes, after=free, kind=kind, group=group), own, own)
+        place = self._use(Task(kind, queue, nbytes, after=free, kind=kind, group=group), own, own)
+        return partial(self._wait, place)
 
     def _prepare(self, queue: str, own: set[Storage], free: tuple[int, ...]) -> None:
         """Moves the latest tasks that write only into these buffers to the transfer's stream."""
@@ -155,8 +158,8 @@ class Trace:
         self._released = max(self._released, *(self._touched[one] for one in gone), -1)
         return () if self._released < 0 else (self._released,)
 
-    def wait(self, transfer: int | None) -> None:
-        if transfer is not None and self.on:
+    def _wait(self, transfer: int) -> None:
+        if self.on:
             self._add(Task(f"wait for {self.tasks[transfer].name}", COMPUTE, after=(transfer,)), set())
 
     def on_ranks(self, world: int) -> list[Task]:
@@ -167,20 +170,6 @@ class Trace:
             else task
             for task in self.tasks
         ]
-
-
-@dataclass(frozen=True)
-class Transfers:
-    """The observer of one group's transfers, which zero.comm calls."""
-
-    trace: Trace
-    group: Group
-
-    def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> int | None:
-        return self.trace.launch(kind, buffers, nbytes, self.group)
-
-    def wait(self, transfer: int | None) -> None:
-        self.trace.wait(transfer)
 
 
 # ----------------------------------------------------------------------------------------------- operators

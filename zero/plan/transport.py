@@ -3,14 +3,13 @@
 It allocates the buffers that the rehearsed transport would allocate, so that memory can be metered, but does not write
 received values. Tensors may have no values (meta or fake). All other ranks are assumed to do the same as this rank.
 
-A transfer takes no time here. An `Observer` can model its time.
+A transfer takes no time here. An observer can model its time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,27 +27,23 @@ Rehearsed = Literal["gloo", "host memory", "nccl"]
 Kind = Literal["gather", "reduce", "all-to-all", "all-reduce", "broadcast", "exchange"]
 """The kind of a transfer. An exchange moves few bytes, and blocks the host until it has received all of them."""
 
+Launch = Callable[[Kind, Sequence[Tensor], int], Callable[[], None]]
+"""Called at the launch of a transfer, with the tensors that it reads or writes, and the bytes of the full buffer in a
+gather, otherwise of all data that this rank passes in. What it returns is called where the computing waits for it."""
 
 Finish = Callable[[], Any]
 """Makes the result of a transfer."""
 
 
-class Observer(Protocol):
-    """Is called with the transfers of one group."""
-
-    def launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Any:
-        """Called at a launch. Returns the argument of `wait`. buffers: the tensors that the transfer reads or writes.
-        nbytes: of the full buffer in a gather, otherwise of all data that this rank passes in."""
-
-    def wait(self, transfer: Any) -> None:
-        """Called where the computing waits for the transfer."""
+def _unobserved(*_: object) -> Callable[[], None]:
+    return lambda: None
 
 
 class Rehearsal(Transport):
     """The simulated transport. like: the transport whose buffers are allocated. observer: is called with transfers."""
 
-    def __init__(self, order: Order, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> None:
-        self._observer = observer
+    def __init__(self, order: Order, rank: int, world: int, like: Rehearsed, observer: Launch = _unobserved) -> None:
+        self._launch = observer
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
         self._order, self._rank, self._world = order, rank, world
         self._host_memory = like == "host memory"
@@ -89,7 +84,7 @@ class Rehearsal(Transport):
             return [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
 
         if self._host_memory:
-            return self._send(messages, (), lambda: received())
+            return self._send(messages, (), received)
         rows = received()
         return self._send(messages, rows, lambda: rows)
 
@@ -132,12 +127,6 @@ class Rehearsal(Transport):
         self._launch("exchange", [], 0)()
         return flag
 
-    def _launch(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int) -> Callable[[], None]:
-        """Reports a launch to the observer. Returns the function that reports the wait."""
-        if self._observer is None:
-            return lambda: None
-        return partial(self._observer.wait, self._observer.launch(kind, buffers, nbytes))
-
 
 def _allocate_widened(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Allocates two ranks' rows in float32, as the sum in rank order does."""
@@ -147,7 +136,7 @@ def _allocate_widened(rows: Tensor) -> tuple[Tensor, Tensor]:
 class RehearsedLink(Link):
     """The link of a simulated group, whose transport for every device is a rehearsal."""
 
-    def __init__(self, rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> None:
+    def __init__(self, rank: int, world: int, like: Rehearsed, observer: Launch = _unobserved) -> None:
         self.rank, self.world, self.like, self.observer = rank, world, like, observer
         self.order = Order(rank, world)
         self._rehearsal = Rehearsal(self.order, rank, world, like, observer)
@@ -163,6 +152,6 @@ class RehearsedLink(Link):
         return RehearsedLink(rank, world, self.like, self.observer)
 
 
-def rehearsed(rank: int, world: int, like: Rehearsed, observer: Observer | None = None) -> Comm:
+def rehearsed(rank: int, world: int, like: Rehearsed, observer: Launch = _unobserved) -> Comm:
     """Returns one rank of a simulated group that sends nothing."""
     return Comm(RehearsedLink(rank, world, like, observer) if world > 1 else Link(None))

@@ -19,6 +19,8 @@ from zero.plan.stages import resident
 from zero.report.planned import planned_for
 from zero.wrappers import prepared, unwrapped
 
+_FIGURES = ("parameters", "gradients", "optimizer", "resident", "peak", "sent")
+
 
 @dataclass(frozen=True)
 class Report:
@@ -48,28 +50,18 @@ class Report:
 
     def numbers(self) -> dict[str, int]:
         """The known figures by name, for loggers."""
-        found = {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "resident": self.resident,
-            "sent": self.sent,
-        }
-        if self.peak is not None:
-            found["peak"] = self.peak
+        known = {name: value for name in _FIGURES if (value := getattr(self, name)) is not None}
         if self.planned is not None:
-            found |= {"planned_resident": self.planned.resident, "planned_sent": self.planned.sent}
-        return {f"zero/{name}_bytes": value for name, value in found.items()}
+            known |= {"planned_resident": self.planned.resident, "planned_sent": self.planned.sent}
+        return {f"zero/{name}_bytes": value for name, value in known.items()}
 
     def __str__(self) -> str:
         """In MiB, with the plan in the line below."""
         title = f"stage {self.stage} ({TITLES[self.stage]}), rank {self.rank} of {self.world}, MiB"
-        here = [self.parameters, self.gradients, self.optimizer, self.resident, self.peak, self.sent]
-        lines = [["", "params", "grads", "optim", "resident", "peak", "sent"], ["here", *map(_mib, here)]]
-        if self.planned is not None:
-            cost = self.planned
-            plan = [cost.parameters, cost.gradients, cost.optimizer, cost.resident, cost.peak, cost.sent]
-            lines.append(["planned", *map(_mib, plan)])
+        lines = [["", "params", "grads", "optim", *_FIGURES[3:]]]
+        for name, one in {"here": self, "planned": self.planned}.items():
+            if one is not None:
+                lines.append([name, *(_mib(getattr(one, figure)) for figure in _FIGURES)])
         return f"{title}\n{aligned(lines)}"
 
 
