@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_two_devices, without_values
+from zero.comm.traffic import sent
 from zero.fsdp import MixedPrecision
 from zero.plan.attributes import plain_tensors, restored
 from zero.plan.meter import Meter
@@ -84,6 +85,18 @@ class Offloaded(Home):
 def on_host(tensor: Tensor) -> bool:
     """Whether offload has moved the tensor to the host."""
     return tensor.device.type == _HOST
+
+
+@contextmanager
+def rehearsed_traffic() -> Iterator[None]:
+    """In this context what steps would send is counted from 0 on. The count is restored afterwards."""
+    before = dict(sent)
+    sent.clear()
+    try:
+        yield
+    finally:
+        sent.clear()
+        sent.update(before)
 
 
 @contextmanager

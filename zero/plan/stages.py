@@ -179,8 +179,6 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _built(job, stage, rank)
-        if job.trace.wanted:
-            _count_slices(stepping(built.optimizer), job.trace)
         if not stage.startswith("3"):
             inputs = job.sizes.precision.cast_inputs(module, inputs, root=True)
         step = partial(_step, job, built, inputs, rehearsal)
@@ -192,24 +190,6 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
             held = step()
         sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
         return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), built.groups
-
-
-def _count_slices(optimizer: Optimizer, trace: Trace) -> None:
-    """A rehearsal steps only one slice of a long parameter. Its operators count as often as there are slices."""
-
-    def stepped() -> int:
-        return sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-
-    full = stepped()
-
-    def begin(*_: object) -> None:
-        trace.times = full / max(1, stepped())
-
-    def end(*_: object) -> None:
-        trace.times = 1
-
-    optimizer.register_step_pre_hook(begin)
-    optimizer.register_step_post_hook(end)
 
 
 def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -> dict[str, int]:

@@ -71,11 +71,10 @@ class Task:
 
 
 class Trace:
-    """Records tasks while it is `on`. times: how often each operator counts. wanted: otherwise it is never on."""
+    """Records tasks while it is `on`. wanted: otherwise it is never on."""
 
     def __init__(self, wanted: bool = True) -> None:
         self.wanted, self.on = wanted, False
-        self.times: float = 1
         self.tasks: list[Task] = []
         self._written: list[set[Storage]] = []
         """The storages that each task wrote."""
