@@ -391,7 +391,7 @@ class Experts(nn.Module):
 def experts_by_rank(
     rank: int, world: int, widths: tuple[int, int], run: list[list[int]], options: dict[str, Any]
 ) -> None:
-    model = zero.FSDP(Experts(widths), **options)
+    model = zero.FSDP(Experts(widths), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **options)
     optimizer = sgd(model.parameters())
     for _ in range(3):
         take_step(optimizer, model(batch(rank), run[rank]).square().mean())

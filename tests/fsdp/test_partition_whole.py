@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 import matrix
@@ -29,6 +30,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gain * self.down(torch.tanh(self.up(self.norm(x)))) @ self.transposed.t() @ self.transposed
+
+
+BLOCKS = ModuleWrapPolicy({Block})
 
 
 def net(blocks: int = 3) -> nn.Module:
@@ -63,7 +67,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def trains(rank: int, world: int, optim: str, options: dict[str, Any], tolerance: float) -> None:
-    build = partial(stage_3, partition="whole", **on_mesh(world, options))
+    build = partial(stage_3, partition="whole", auto_wrap_policy=BLOCKS, **on_mesh(world, options))
     both = SideBySide(net(), build, OPTIMIZERS[optim], tolerance=tolerance)
     before = both.model.state_dict()
     for step in range(4):
@@ -86,7 +90,9 @@ def test_three_ranks_agree_with_the_unsharded_run_within_rounding(optim):
 @ranks.on(2)
 def test_setup_cuts_for_the_optimizer(rank, world, optim):
     """zero.setup chooses the whole cut for an optimizer that it does not know to treat each element by itself."""
-    both = SideBySide(net(), lambda model, optim: zero.setup(model, optim, stage=3), OPTIMIZERS[optim])
+    both = SideBySide(
+        net(), lambda model, optim: zero.setup(model, optim, stage=3, auto_wrap_policy=BLOCKS), OPTIMIZERS[optim]
+    )
     for step in range(3):
         both.step(loss_on(rank, step))
 

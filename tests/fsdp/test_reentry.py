@@ -251,7 +251,7 @@ def test_a_graph_that_one_rank_alone_goes_through_again_is_refused_on_every_rank
 
 @ranks.raises(2, RuntimeError, r"blocks\.0\.up\.weight", "inside forward", timeout=20)
 def test_a_gradient_that_comes_past_forward_after_the_others_were_sent_is_refused(rank, world):
-    model = zero.FSDP(Stack(), sharding_strategy="NO_SHARD")
+    model = zero.FSDP(Stack(), sharding_strategy="NO_SHARD", auto_wrap_policy=ModuleWrapPolicy({Block}))
     penalty = model.module.blocks[0].up.weight.square().sum()
     (penalty + loss_on(rank, 0)(model)).backward()
 

@@ -115,7 +115,7 @@ def logged(rank: int, world: int, options: dict[str, Any]) -> list[str]:
 
 
 def test_the_log_says_how_many_units_there_are_and_how_large_the_largest_is():
-    (line,), others = ranks.run(logged, 2, args=({},))
+    (line,), others = ranks.run(logged, 2, args=({"auto_wrap_policy": ModuleWrapPolicy({FeedForward})},))
     assert others == []
     assert "FULL_SHARD, 4 units, the largest unit '1' with 0.3 MiB, 33 % of all): parameters and gradients of" in line
     (line,), _ = ranks.run(logged, 2, args=({"auto_wrap_policy": ModuleWrapPolicy({nn.Conv2d})},))
