@@ -17,7 +17,7 @@ from zero.comm.wire import PLAIN
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
 from zero.shards.shard_group import ShardGroup
-from zero.shards.steps import Gathering, StepCheck
+from zero.shards.steps import StepCheck
 
 if TYPE_CHECKING:
     from zero.oss.optimizer import OSS
@@ -27,13 +27,15 @@ _COMPRESSED_AT_ONCE = 2
 
 
 class Step:
-    """The steps of one OSS. checks: what is checked around them. gathering: when stepped shards reach all ranks.
+    """The steps of one OSS. checks: what is checked around them.
 
+    `leaves_in_flight`: whether all-gathers that overlap with computing outlive the step; `OSS.finish_gathers` then
+        waits for them. Until then parameters are NaN.
     writes_frozen: whether the optimizer may write into parameters without gradients.
     """
 
     def __init__(self, optimizer: OSS, checks: Sequence[StepCheck], *, writes_frozen: bool) -> None:
-        self.checks, self.gathering = checks, Gathering()
+        self.checks, self.leaves_in_flight = checks, False
         self._oss, self._comm, self._writes_frozen = optimizer, optimizer.comm, writes_frozen
         self._channel = self._comm.channel("the step of OSS")
         self._refusal = self._comm.channel("a step of OSS that it refuses")
@@ -86,11 +88,10 @@ class Step:
             if wire is not PLAIN and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
             self._oss.shards.masters.write([group])
-            left = self.gathering.leaves(group)
-            group.launch_unshard(wire=wire, conceal=left and self.gathering.conceals)
+            group.launch_unshard(wire=wire, conceal=self.leaves_in_flight and group.overlaps)
             in_flight.append(group)
         for group in in_flight:
-            if not self.gathering.leaves(group):
+            if not (self.leaves_in_flight and group.overlaps):
                 group.finish_unshard()
 
     # --------------------------------------------------------------------------------------------------- checks

@@ -2,7 +2,6 @@
 
 Steps       steps that are taken before all gradients are there; by default none
 StepCheck   what is checked before and after a step; by default nothing
-Gathering   when the stepped shards reach all ranks; by default within the step
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
-
-from zero.shards.shard_group import ShardGroup
 
 
 class Steps:
@@ -96,14 +93,3 @@ class StepCheck:
 
 
 checks: list[Callable[[Any], StepCheck]] = []
-
-
-class Gathering:
-    """Gathers within the step."""
-
-    conceals = False
-    """Whether parameters are NaN until their gather is finished."""
-
-    def leaves(self, group: ShardGroup) -> bool:
-        """Returns whether the gather of a group outlives the step; `OSS.finish_gathers` then waits for it."""
-        return False

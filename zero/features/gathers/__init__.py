@@ -20,16 +20,6 @@ from zero._torch import is_compiled, leaves
 from zero.oss.optimizer import OSS
 from zero.sdp.sharded_ddp import Reading, readings
 from zero.shards.shard_group import ShardGroup
-from zero.shards.steps import Gathering
-
-
-class Left(Gathering):
-    """Leaves gathers in flight where these overlap with computing."""
-
-    conceals = True
-
-    def leaves(self, group: ShardGroup) -> bool:
-        return group.overlaps
 
 
 class PendingGathers(Reading):
@@ -42,7 +32,7 @@ class PendingGathers(Reading):
         self._module, self._optimizers = module, optimizers
         self._guards: list[RemovableHandle] = []
         for optimizer in optimizers:
-            optimizer.stepper.gathering = Left()
+            optimizer.stepper.leaves_in_flight = True
             optimizer.register_step_post_hook(lambda *_: self._guard())
 
     def outside(self) -> None:
