@@ -158,16 +158,21 @@ def on(world: int | Literal["world"] = 2, **how: Any) -> Callable[[Callable[...,
     The test's first parameters are `rank` and `world`; what follows is pytest's, and reaches ranks as copies. "world"
     makes the number of ranks a parameter of pytest's, too.
     """
-    return lambda test: _on_ranks(test, world, lambda *call, args: run(*call, args=args, **how))
+    return lambda test: _on_ranks(test, world, lambda *call, words: run(*call, **how))
 
 
 def raises(
     world: int | Literal["world"], exception: type[BaseException] | str, *match: str, **how: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """As `on`, for a test that is to raise on every rank. The rest is given to `expect_error`."""
-    return lambda test: _on_ranks(
-        test, world, lambda *call, args: expect_error(*call, exception, *match, args=args, **how)
-    )
+    """As `on`, for a test that is to raise on every rank. The rest is given to `expect_error`.
+
+    A parameter of the test's by the name of `words` has one more pattern, or several.
+    """
+
+    def expecting(fn: Callable[..., Any], number: int, args: tuple[Any, ...], words: Sequence[str]) -> None:
+        expect_error(fn, number, exception, *match, *words, args=args, **how)
+
+    return lambda test: _on_ranks(test, world, expecting)
 
 
 def _on_ranks(
@@ -180,7 +185,9 @@ def _on_ranks(
     @wraps(test)
     def outside(**given: Any) -> None:
         __tracebackhide__ = True
-        called_by(outside, given.get("world", world), args=tuple(given[each.name] for each in own))
+        words = given.get("words", ())
+        words = [words] if isinstance(words, str) else words
+        called_by(outside, given.get("world", world), tuple(given[each.name] for each in own), words=words)
 
     pytests = [*own, number] if world == "world" else own
     outside.__signature__ = signature.replace(parameters=pytests)  # type: ignore[attr-defined]

@@ -111,14 +111,11 @@ def test_training_does_not_depend_on_the_default_device(stage, name):
     ranks.run(compared, args=(trains, stage, name, {}))
 
 
-def between(rank: int, world: int, *args: Any) -> None:
-    with between_hosts():
-        unchanged(trains, rank, *args)
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_training_between_hosts_does_not_depend_on_the_default_device(stage):
-    ranks.run(between, args=(stage, "sgd", {}))
+@ranks.on(2)
+def test_training_between_hosts_does_not_depend_on_the_default_device(rank, world, stage):
+    with between_hosts():
+        unchanged(trains, rank, stage, "sgd", {})
 
 
 @matrix.combined("stage, where", [1, 2, 3], OFFLOADS)

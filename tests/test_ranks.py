@@ -224,6 +224,17 @@ def _fails_on_rank_1(rank, world):
     assert "rank 0" in told
 
 
+@pytest.mark.parametrize("words", ["on rank", ["on", r"rank \d$"]], ids=["one pattern", "several"])
+@ranks.raises(2, ValueError, "not")
+def test_a_test_may_be_given_what_is_to_be_said(rank, world, words):
+    raise ValueError(f"not on rank {rank}")
+
+
+@ranks.raises(2, ValueError)
+def _raises_other_words(rank, world, words):
+    raise ValueError("other words")
+
+
 @ranks.raises(2, ValueError)
 def _raises_nothing(rank, world):
     pass
@@ -234,6 +245,8 @@ def test_a_test_on_ranks_fails_where_a_rank_does_and_tells_the_values_there():
         _fails_on_rank_1()
     with pytest.raises(ranks.RankError, match="should raise on each of 2 rank"):
         _raises_nothing()
+    with pytest.raises(ranks.RankError, match=r"ValueError and .words. and .these."):
+        _raises_other_words(words=["words", "these"])
 
 
 def _warn(rank, world):

@@ -167,7 +167,9 @@ def test_what_needs_all_parameters_at_once_is_refused(partition):
     ranks.expect_error(stepped, 2, RuntimeError, "LBFGS", args=(closed_over, {"partition": partition}), timeout=15)
 
 
-def uneven(rank: int, world: int, optim: Any) -> None:
+@pytest.mark.parametrize(("optim", "words"), [(Muon, "cut between ranks"), (Adam, "shape of the full parameter")])
+@ranks.raises(3, RuntimeError, timeout=15)
+def test_refusals_are_on_every_rank_whatever_it_has_itself(rank, world, optim, words):
     """Of three ranks two share a parameter, and the last has one to itself."""
     net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 16, bias=False))
     before = Adam(net.parameters())
@@ -179,11 +181,6 @@ def uneven(rank: int, world: int, optim: Any) -> None:
     assert [param.numel() for param in model.parameters()] == [[512, 0], [512, 0], [0, 512]][rank]
     model(torch.ones(1, 32)).sum().backward()
     (before if optim is Adam else optim(model.parameters())).step()
-
-
-@pytest.mark.parametrize(("optim", "words"), [(Muon, "cut between ranks"), (Adam, "shape of the full parameter")])
-def test_refusals_are_on_every_rank_whatever_it_has_itself(optim, words):
-    ranks.expect_error(uneven, 3, RuntimeError, words, args=(optim,), timeout=15)
 
 
 @pytest.mark.parametrize(

@@ -388,24 +388,18 @@ class Experts(nn.Module):
         return x + sum(outputs[number] for number in (run if use is None else use))
 
 
-def experts_by_rank(
-    rank: int, world: int, widths: tuple[int, int], run: list[list[int]], options: dict[str, Any]
-) -> None:
-    model = zero.FSDP(Experts(widths), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **options)
-    optimizer = sgd(model.parameters())
-    for _ in range(3):
-        take_step(optimizer, model(batch(rank), run[rank]).square().mean())
-
-
 @matrix.combined(
     "run, widths, options",
     [[[0], [1]], [[0, 1], [1, 0]], [[0], []], [[], [1]], [[0, 1], [0]]],
     [(WIDTH, WIDTH), (500, 900)],
     [{}, {"reshard_after_forward": False}],
 )
-def test_units_run_by_some_ranks_only_raise_on_every_rank(run, widths, options):
-    args = (widths, run, options)
-    ranks.expect_error(experts_by_rank, 2, RuntimeError, "rank 0", "rank 1", r"experts\.\d", args=args, timeout=15)
+@ranks.raises(2, RuntimeError, "rank 0", "rank 1", r"experts\.\d", timeout=15)
+def test_units_run_by_some_ranks_only_raise_on_every_rank(rank, world, run, widths, options):
+    model = zero.FSDP(Experts(widths), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **options)
+    optimizer = sgd(model.parameters())
+    for _ in range(3):
+        take_step(optimizer, model(batch(rank), run[rank]).square().mean())
 
 
 def experts_used_by_rank(rank: int, world: int, use: list[list[int]], options: dict[str, Any]) -> str:

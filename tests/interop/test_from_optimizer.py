@@ -156,7 +156,17 @@ def test_what_an_optimizer_does_not_keep_is_asked_for():
     assert all(not torch.equal(one, other) for one, other in zip(found, before, strict=True))
 
 
-def unfit(rank: int, world: int, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("on one rank no optimizer", ["given a Sequential", r"\(on rank 1\)"]),
+        ("an OSS", ["given an OSS"]),
+        ("state on one rank", ["state of 0 parameters", "state of 4 parameters"]),
+        ("state of another model", ["momentum_buffer", r"\[7, 5\]"]),
+    ],
+)
+@ranks.raises(2, ValueError, timeout=10)
+def test_what_cannot_be_taken_over_is_refused_on_every_rank(rank, world, what, words):
     model = net()
     optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.9)
     if what == "on one rank no optimizer" and rank == 1:
@@ -169,16 +179,3 @@ def unfit(rank: int, world: int, what: str) -> None:
     if what == "state of another model":
         optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones(7, 5)
     zero.OSS.from_optimizer(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("on one rank no optimizer", ["given a Sequential", r"\(on rank 1\)"]),
-        ("an OSS", ["given an OSS"]),
-        ("state on one rank", ["state of 0 parameters", "state of 4 parameters"]),
-        ("state of another model", ["momentum_buffer", r"\[7, 5\]"]),
-    ],
-)
-def test_what_cannot_be_taken_over_is_refused_on_every_rank(what, words):
-    ranks.expect_error(unfit, 2, ValueError, *words, args=(what,), timeout=10)

@@ -105,11 +105,6 @@ def test_what_takes_too_long_stays_unknown(fresh, monkeypatch):
 # ------------------------------------------------------------------------------------------------------- OSS, on ranks
 
 
-def _builds(rank, world, optim, given, group=None):
-    params = [*built(Net).parameters()]
-    zero.OSS([{"params": params, **(group or {})}], optim, **given)
-
-
 COUPLED = ["cannot be sharded", r"without zero \(stage 0\)"]
 REFUSED = {
     "a norm of all": (Clipping, {}, [r"Clipping \(optimizers\)", "beside other tensors", *COUPLED]),
@@ -121,13 +116,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sharded_so_is_refused_on_every_rank_with_the_reason(name):
-    optim, given, words = REFUSED[name]
-    ranks.expect_error(_builds, 2, ValueError, *words, args=(optim, given), timeout=15)
+@pytest.mark.parametrize(("optim", "given", "words"), REFUSED.values(), ids=REFUSED)
+@ranks.raises(2, ValueError, timeout=15)
+def test_what_cannot_be_sharded_so_is_refused_on_every_rank_with_the_reason(rank, world, optim, given, words):
+    zero.OSS(built(Net).parameters(), optim, **given)
 
 
-def _one_rank_runs_late(rank, world):
+@ranks.raises(2, ValueError, "took more than 0 seconds", timeout=15)
+def test_what_one_rank_finds_is_refused_on_all(rank, world):
     probe._SECONDS = 0.0 if rank else 10.0
     try:
         zero.OSS(built(Net).parameters(), type("New", (TrainedLion,), {}))
@@ -135,15 +131,11 @@ def _one_rank_runs_late(rank, world):
         probe._SECONDS = 10.0
 
 
-def _group_added(rank, world):
+@ranks.raises(2, ValueError, "Grouped .* needs each parameter whole", timeout=15)
+def test_what_a_later_group_brings_is_refused_on_all(rank, world):
     model = built(Net)
     optimizer = zero.OSS(model.first.parameters(), Grouped, most=None)
     optimizer.add_param_group({"params": model.middle.parameters(), "rank": 4})
-
-
-def test_what_one_rank_finds_or_a_later_group_brings_is_refused_on_all():
-    ranks.expect_error(_one_rank_runs_late, 2, ValueError, "took more than 0 seconds", timeout=15)
-    ranks.expect_error(_group_added, 2, ValueError, "Grouped .* needs each parameter whole", timeout=15)
 
 
 @pytest.mark.parametrize(

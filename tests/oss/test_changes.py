@@ -173,19 +173,16 @@ def test_weights_loaded_by_assigning_are_refused_with_the_remedy(rank, world, st
     take_step(optimizer, loss_of(model, rank, 2))
 
 
-def _assigned_in_part(rank, world, stage):
+@pytest.mark.parametrize(
+    ("stage", "words"), [(1, "did not receive grad"), (2, ["norm", "assign=True", "add_param_group"])]
+)
+@ranks.raises(2, RuntimeError)
+def test_one_parameter_replaced_is_refused(rank, world, stage, words):
     """One module's only: at stage 2 it is seen by ShardedDDP, at stage 1 by DistributedDataParallel a step later."""
     model, optimizer = at_stage(stage, built(), SGD, **MOMENTUM)
     train(model, optimizer, rank, range(1))
     model.module.norm.load_state_dict(nn.LayerNorm(37).state_dict(), assign=True)
     train(model, optimizer, rank, range(1, 2 if stage == 2 else 3))
-
-
-@pytest.mark.parametrize(
-    ("stage", "words"), [(1, ["did not receive grad"]), (2, ["norm", "assign=True", "add_param_group"])]
-)
-def test_one_parameter_replaced_is_refused(stage, words):
-    ranks.expect_error(_assigned_in_part, 2, RuntimeError, *words, args=(stage,))
 
 
 @ranks.on(2)
