@@ -26,10 +26,7 @@ def combined(names: str, *values: Iterable[Any]) -> Decorator:
     chosen = itertools.product(*numbers) if WHOLE else turns
     cases = [tuple(of[number] for of, number in zip(every, case, strict=True)) for case in chosen]
 
-    def named(value: object) -> str | None:
-        return getattr(value, "__name__", None)  # else the id of a function has its address, which differs by process
-
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        return pytest.mark.matrix(pytest.mark.parametrize(names, cases, ids=named)(function))
+        return pytest.mark.matrix(pytest.mark.parametrize(names, cases)(function))
 
     return mark

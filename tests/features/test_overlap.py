@@ -142,7 +142,7 @@ LOOPS = [(name, loop, {}) for name in OPTIMIZERS for loop in (accumulating, eval
 LOOPS.append(("sgd", evaluated, {"partition": "whole"}))
 
 
-@pytest.mark.parametrize(("name", "loop", "options"), LOOPS, ids=str)
+@pytest.mark.parametrize(("name", "loop", "options"), LOOPS, ids=lambda of: getattr(of, "__name__", str(of)))
 @beside
 def test_training_is_bit_for_bit_that_of_ddp(rank, world, name, loop, options):
     totals, finals = [], []
