@@ -129,10 +129,9 @@ class GradBucket:
         """Waits for the reduce, and adds the averages to the gradients of this rank's shard. It keeps those of
         parameters that this rank has not used until `decide`."""
         assert self._handle is not None
-        handle, group = self._handle, self.group
+        handle, self._handle, group = self._handle, None, self.group
         with shown("wait_for_reduce", group.label, group.comm.rank):
             sums: Tensor = handle.wait()
-        self._handle = None
         used: list[tuple[int, Tensor]] = []
         for index, flat in self._messages.cut(group.bring(sums)):
             gradient = group.shapes.shaped(index, flat)
