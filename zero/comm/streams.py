@@ -73,9 +73,9 @@ class NoStreams:
     def compute_here(self) -> None:
         """Makes the current stream the computing stream."""
 
-    def expect_computing(self, what: str) -> None:
+    def expect_computing(self, what: str, of: str) -> None:
         """Raises RuntimeError if the current stream is not the one on which the forward or backward began: transfers
-        are ordered with that stream only. what: the code that runs here, in words for the user."""
+        are ordered with that stream only. what: the code that runs here, for the user, with {} in place of `of`."""
 
     def release(self) -> None:
         """Orders later all-gathers after the computing so far, which was the last use of a full buffer."""
@@ -107,11 +107,11 @@ class Streams(NoStreams):
     def compute_here(self) -> None:
         self._computing = self._current
 
-    def expect_computing(self, what: str) -> None:
+    def expect_computing(self, what: str, of: str) -> None:
         if self._current != self._computing:
             raise RuntimeError(
-                f"{what} on another stream ({self._current}) than the forward or backward that it is part of began on "
-                f"({self._computing}). Run whole steps on one stream. Code inside of a wrapped module may use other "
+                f"{what.format(of)} on another stream ({self._current}) than the forward or backward that it is part of "
+                f"began on ({self._computing}). Run whole steps on one stream. Code inside of a wrapped module may use other "
                 "streams, if they wait for this one and this one waits for them."
             )
 
@@ -202,9 +202,9 @@ class ModelStreams(NoStreams):
         for one in self._all:
             one.compute_here()
 
-    def expect_computing(self, what: str) -> None:
+    def expect_computing(self, what: str, of: str) -> None:
         for one in self._all:
-            one.expect_computing(what)
+            one.expect_computing(what, of)
 
     def settle(self) -> None:
         for one in self._all:

@@ -98,7 +98,7 @@ class Backward:
             at_end_of_backward(finish)
 
     def _enter(self, unit: Unit) -> None:
-        self._model.streams.expect_computing(f"{unit.title} of FSDP runs")
+        self._model.streams.expect_computing("{} of FSDP runs", unit.title)
         self._model.steps.entering(unit)
         unit.unshard(for_backward=True)
         if self._reducing is unit:  # backward has reached it again

@@ -105,7 +105,7 @@ class Schedule:
         events = self._model.events
         if not self.running:
             self._begin_forward()
-        self._model.streams.expect_computing(f"{unit.title} of FSDP runs")
+        self._model.streams.expect_computing("{} of FSDP runs", unit.title)
         for entering in events.entering:
             entering(unit)
         unit.companions = [other for companions in events.companions for other in companions(unit)]

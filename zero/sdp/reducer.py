@@ -153,7 +153,7 @@ class Reducer:
         group, index = self._places[param]
         number = self._numbers[group]
         bucket = self._buckets[number]
-        self._streams.expect_computing(f"the gradient of {group.names[index]} arrived")
+        self._streams.expect_computing("the gradient of {} arrived", group.names[index])
         if number < self._launched:
             bucket.refuse_late(index)
         gradient, param.grad = param.grad, None
