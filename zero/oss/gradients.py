@@ -79,8 +79,7 @@ class OwnedGradients:
         self.arrive_sharded = False
         self._oss = optimizer
         self._made: dict[nn.Parameter, OwnedGradient] = {}
-        self._shown: set[nn.Parameter] = set()
-        """Parameters that show a gradient without values."""
+        self._shown: list[tuple[nn.Parameter, OwnedGradient]] = []
 
     def arrive(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""
@@ -92,25 +91,31 @@ class OwnedGradients:
     def show(self, params: Iterable[tuple[nn.Parameter, str]]) -> None:
         """Shows that these parameters, given with their names, have gradients."""
         for param, name in params:
-            shown, part = self._made.get(param), self._oss.part(param)
-            if shown is None or shown.part is not part:  # parameters were laid out again
-                shown = self._made[param] = OwnedGradient(param, name, part)
-            self._shown.add(param)
+            shown = self._made.get(param)
+            if shown is None:
+                shown = self._made[param] = OwnedGradient(param, name, self._oss.part(param))
+            self._shown.append((param, shown))
             param.grad = shown
 
     def drop_cleared(self) -> None:
         """Drops the gradients of shards whose parameters' gradients were cleared by `param.grad = None`."""
-        for param in [param for param in self._shown if param.grad is None]:
-            self._shown.remove(param)
-            self._oss.part(param).grad = None
+        for param, shown in self._shown:
+            if param.grad is None:
+                shown.part.grad = None
+        self._shown = [pair for pair in self._shown if pair[0].grad is not None]
 
     def hide(self) -> None:
         """Shows none any more, before autograd or the user puts full gradients into `param.grad`."""
         self.drop_cleared()
-        for param in self._shown:
-            if param.grad is self._made[param]:
+        for param, shown in self._shown:
+            if param.grad is shown:
                 param.grad = None
-        self._shown.clear()
+        self._shown = []
+
+    def forget(self) -> None:
+        """Shows none any more: the parameters were laid out again."""
+        self.hide()
+        self._made.clear()
 
     # ----------------------------------------------------------------------------------------- for a step
 

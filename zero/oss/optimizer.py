@@ -155,6 +155,7 @@ class OSS(Optimizer):
         somewhere = any(self.comm.all_gather_text("some" if some_state else ""))
         full = self.saved.gathered() if somewhere else None
         self.shards = self._how.lay_out(self.param_groups, numel)
+        self.gradients.forget()
         self.optim.state.clear()
         for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
             inner["params"] = self.shards.group(outer)["params"]

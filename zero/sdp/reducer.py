@@ -115,11 +115,10 @@ class Reducer:
     def _register_hooks(self) -> None:
         # A weak reference: the garbage collector does not find cycles through hooks of autograd.
         arrived = partial(Reducer.arrived, proxy(self))
-        for param in self._places:
-            if param.requires_grad:
-                self._trained_in_forward.add(param)
-            if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = param.register_post_accumulate_grad_hook(arrived)
+        trained = {param for param in self._places if param.requires_grad}
+        self._trained_in_forward |= trained
+        for param in trained - self._hooks.keys():
+            self._hooks[param] = param.register_post_accumulate_grad_hook(arrived)
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
