@@ -111,8 +111,8 @@ class Streams(NoStreams):
         if self._current != self._computing:
             raise RuntimeError(
                 f"{what.format(of)} on another stream ({self._current}) than the forward or backward that it is part "
-                f"of began on ({self._computing}). Run whole steps on one stream. Code inside of a wrapped module may use "
-                "other streams, if they wait for this one and this one waits for them."
+                f"of began on ({self._computing}). Run whole steps on one stream. Code inside of a wrapped module may "
+                "use other streams, if they wait for this one and this one waits for them."
             )
 
     @contextmanager
