@@ -1,6 +1,7 @@
 """Steps that are taken slice by slice: the numbers of whole ones, bit for bit, with less held in between."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -115,11 +116,8 @@ def test_what_a_step_holds_in_between_is_of_a_slice():
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW amsgrad"])
 @ranks.on(2)
 def test_oss_steps_as_the_plain_optimizer_beside_ddp(rank, world, name):
-    before, slices.SLICE = slices.SLICE, 64
-    try:
-        optim, options = ELEMENTWISE[name]
-        (reference, plain), (model, sharded) = pair(optim, **options)
+    optim, options = ELEMENTWISE[name]
+    (reference, plain), (model, sharded) = pair(optim, **options)
+    with mock.patch.object(slices, "SLICE", 64):
         same(train(model, sharded, rank), train(reference, plain, rank))
-        same_weights(model, reference)
-    finally:
-        slices.SLICE = before
+    same_weights(model, reference)
