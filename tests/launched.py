@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -22,15 +23,12 @@ def launched(rank: int, world: int, **environment: str) -> Iterator[None]:
     _freeze(len(sys.modules) // 500)
     started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in {**started, **where, **environment}.items()})
+    given = {name: str(value) for name, value in {**started, **where, **environment}.items()}
     try:
-        with warnings.catch_warnings():
+        with mock.patch.dict(os.environ, given), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`log_with`", UserWarning)
             yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
         for state in (AcceleratorState, PartialState, GradientState):
             state._shared_state.clear()
 

@@ -5,6 +5,7 @@ The model and its inputs are on the CPU; what zero makes by itself must follow t
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -102,13 +103,10 @@ def trains(rank: int, folder: str, stage: int, name: str, options: dict[str, Any
     return trained(model, optimizer, rank), state_of(model, optimizer)
 
 
-def compared(rank: int, world: int, work: Callable[..., Any], *args: Any) -> None:
-    unchanged(work, rank, *args)
-
-
 @matrix.combined("stage, name", STAGES, OPTIMIZERS)
-def test_training_does_not_depend_on_the_default_device(stage, name):
-    ranks.run(compared, args=(trains, stage, name, {}))
+@ranks.on(2)
+def test_training_does_not_depend_on_the_default_device(rank, world, stage, name):
+    unchanged(trains, rank, stage, name, {})
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -119,8 +117,9 @@ def test_training_between_hosts_does_not_depend_on_the_default_device(rank, worl
 
 
 @matrix.combined("stage, where", [1, 2, 3], OFFLOADS)
-def test_offload_does_not_depend_on_the_default_device(tmp_path, stage, where):
-    ranks.run(compared, args=(trains, stage, "sgd", {"offload": OFFLOADS[where](tmp_path)}))
+@ranks.on(2)
+def test_offload_does_not_depend_on_the_default_device(rank, world, tmp_path, stage, where):
+    unchanged(trains, rank, stage, "sgd", {"offload": OFFLOADS[where](tmp_path)})
 
 
 class Elsewhere(nn.Parameter):
@@ -165,21 +164,11 @@ def clips_and_scales(rank: int, folder: str, stage: int) -> Any:
     return told[:2] + told[4:], zero.full_state_dict(model)  # the norm of the second step is not a number
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_clipping_and_scaling_do_not_depend_on_the_default_device(stage):
-    ranks.run(compared, args=(clips_and_scales, stage))
-
-
 def joins(rank: int, folder: str, stage: int) -> Any:
     model, optimizer = built(stage, OPTIMIZERS["sgd"])
     with zero.join(model, optimizer):
         losses = [train_step(model, optimizer, [batch(rank, step)]) for step in range(2 + rank)]
     return losses, zero.full_state_dict(model)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_uneven_data_does_not_depend_on_the_default_device(stage):
-    ranks.run(compared, args=(joins, stage))
 
 
 def halves(rank: int, folder: str, stage: int) -> Any:
@@ -199,9 +188,13 @@ def halves(rank: int, folder: str, stage: int) -> Any:
     return losses, zero.full_state_dict(model), state_of(model, optimizer)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_mixed_precision_does_not_depend_on_the_default_device(stage):
-    ranks.run(compared, args=(halves, stage))
+WORKS = [*itertools.product([clips_and_scales, joins], STAGES), *itertools.product([halves], [1, 2, 3])]
+
+
+@pytest.mark.parametrize(("work", "stage"), WORKS)
+@ranks.on(2)
+def test_other_ways_of_training_do_not_depend_on_the_default_device(rank, world, work, stage):
+    unchanged(work, rank, stage)
 
 
 class Waves(nn.Module):
@@ -248,8 +241,9 @@ def looked_at(rank: int, folder: str) -> Any:
     return told, other.state_dict(), dict(zero.unwrap(other).named_parameters()), report.stage
 
 
-def test_full_and_local_state_at_stage_3_do_not_depend_on_the_default_device():
-    ranks.run(compared, args=(looked_at,))
+@ranks.on(2)
+def test_full_and_local_state_at_stage_3_do_not_depend_on_the_default_device(rank, world):
+    unchanged(looked_at, rank)
 
 
 def planned(rank: int, folder: str) -> Any:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -57,18 +58,12 @@ def test_one_process_of_a_launcher_trains_alone(value, monkeypatch):
 
 def in_a_group_of_one(rank: int, world: int) -> int:
     """The remedy that the message tells, for a process that trains alone on purpose."""
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = "2"
-    try:
+    with mock.patch.dict(os.environ, WORLD_SIZE="2"):
         told = ranks.refusal(of_setup(3))
         call = told[told.rindex("torch.distributed.init_process_group(") :].rstrip(".")
         exec(call, {"torch": torch})
         model, _ = of_setup(3)()
         return len(zero.full_state_dict(model)) + dist.get_world_size()
-    finally:
-        os.environ.pop("WORLD_SIZE")
-        if before is not None:
-            os.environ["WORLD_SIZE"] = before
 
 
 def test_the_message_tells_how_one_of_them_trains_alone():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -42,6 +44,11 @@ class Net(nn.Module):
 def plain_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the level that torch.compile puts in."""
     return {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
+
+
+needs_gpt2 = pytest.mark.skipif(
+    not (find_spec("transformers") and find_spec("sklearn")), reason="needs transformers and scikit-learn"
+)
 
 
 def gpt2_trained(rank: int, build: Callable[[nn.Module, Any], tuple[nn.Module, nn.Module]]) -> tuple[Any, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import BLOCKS, WIDTH, Net, gpt2_trained, plain_names
+from compiling import BLOCKS, WIDTH, Net, gpt2_trained, needs_gpt2, plain_names
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
@@ -87,7 +87,9 @@ def test_blocks_compiled_to_machine_code_train_as_under_ddp():
     ranks.run(as_ddp, args=(in_place, False, "inductor", "sgd"), timeout=100)
 
 
-def gpt2(rank: int, world: int) -> None:
+@needs_gpt2
+@ranks.on(2)
+def test_compiled_blocks_of_gpt2_train_as_under_ddp(rank, world):
     def build(wrap: Any, model: Any, backend: Any) -> tuple[nn.Module, nn.Module]:
         in_place(model.transformer.h, backend)
         wrapped = wrap(model)
@@ -97,9 +99,3 @@ def gpt2(rank: int, world: int) -> None:
     (expected, graphs), (found, own_graphs) = trained
     assert graphs == own_graphs == 1
     same(found, expected)
-
-
-def test_compiled_blocks_of_gpt2_train_as_under_ddp():
-    pytest.importorskip("transformers")
-    pytest.importorskip("sklearn")
-    ranks.run(gpt2)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import WIDTH, Block, Net, gpt2_trained, plain_names
+from compiling import WIDTH, Block, Net, gpt2_trained, needs_gpt2, plain_names
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -314,14 +314,10 @@ def test_compiling_leaves_gradients_that_are_there_alone(options, reset, graphs)
     assert found == [(numbers, graphs) for numbers, _ in expected]
 
 
-def gpt2(rank: int, world: int) -> None:
+@needs_gpt2
+@pytest.mark.skipif(not WHOLE, reason="runs under make matrix; test_compile has GPT-2 with its blocks compiled")
+@ranks.on(2)
+def test_gpt2_trains_as_uncompiled(rank, world):
     (expected, none), (found, graphs) = (gpt2_trained(rank, partial(how, options={})) for how in (uncompiled, around))
     assert none == 0 < graphs
     same(found, expected)
-
-
-@pytest.mark.skipif(not WHOLE, reason="runs under make matrix; test_compile has GPT-2 with its blocks compiled")
-def test_gpt2_trains_as_uncompiled():
-    pytest.importorskip("transformers")
-    pytest.importorskip("sklearn")
-    ranks.run(gpt2)

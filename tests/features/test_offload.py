@@ -20,7 +20,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 import matrix
 import ranks
 import zero
-from models import CASES
+from models import CASES, take_step
 from sidebyside import SideBySide, sgd, stage_3
 from zero.comm.wire import PLAIN
 from zero.features.offload.disk import Disk
@@ -146,11 +146,7 @@ def test_a_checkpoint_goes_from_files_to_files(rank, world, tmp_path):
     optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
 
     def step(model: zero.FSDP, optimizer: AdamW, number: int) -> float:
-        optimizer.zero_grad()
-        loss = model(*case.batch(rank, number).inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.item()
+        return take_step(optimizer, model(*case.batch(rank, number).inputs).square().mean())
 
     for number in range(2):
         step(models[0], optimizers[0], number)
@@ -160,14 +156,10 @@ def test_a_checkpoint_goes_from_files_to_files(rank, world, tmp_path):
     assert losses[0] == losses[1]
 
 
-def no_room(rank: int, world: int, path: Path) -> None:
-    path = path / "file" if rank else path
-    zero.FSDP(nn.Linear(3, 3), offload=zero.DiskOffload(path))
-
-
-def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(tmp_path):
+@ranks.raises(2, ValueError, "no room for the shards of the root unit", r"rank 1")
+def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(rank, world, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    ranks.expect_error(no_room, 2, ValueError, "no room for the shards of the root unit", r"rank 1", args=(tmp_path,))
+    zero.FSDP(nn.Linear(3, 3), offload=zero.DiskOffload(tmp_path / "file" if rank else tmp_path))
 
 
 def test_a_tensor_in_a_file_keeps_its_values_and_its_order_in_memory(tmp_path):

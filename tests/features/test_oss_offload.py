@@ -234,14 +234,11 @@ def test_what_is_stepped_and_its_state_are_not_resident(tmp_path):
     assert ranks.run(grown, 1, args=(None,))[0] > 15
 
 
-def no_room(rank: int, world: int, path: Path) -> None:
-    offload = zero.DiskOffload(path / "file" if rank else path)
-    zero.OSS(model_of().parameters(), SGD, lr=0.1, offload=offload)
-
-
-def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(tmp_path):
+@ranks.raises(2, ValueError, "no room for the shards of OSS", r"rank 1")
+def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(rank, world, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    ranks.expect_error(no_room, 2, ValueError, "no room for the shards of OSS", r"rank 1", args=(tmp_path,))
+    offload = zero.DiskOffload(tmp_path / "file" if rank else tmp_path)
+    zero.OSS(model_of().parameters(), SGD, lr=0.1, offload=offload)
 
 
 @ranks.raises(2, ValueError, "offload='cpu'", "zero.CPUOffload", r"rank 1")

@@ -163,11 +163,8 @@ def full_disk(rank: int, path: Path) -> Iterator[dict[str, Any]]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(*args)
 
-    os.posix_fallocate = allocate_while_there_is_room
-    try:
+    with mock.patch("os.posix_fallocate", allocate_while_there_is_room):
         yield {"offload": zero.DiskOffload(path)}
-    finally:
-        os.posix_fallocate = allocate
 
 
 @contextmanager
@@ -188,21 +185,15 @@ def failing_function(rank: int, path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def failing_reset(rank: int, path: Path) -> Iterator[dict[str, Any]]:
-    Line.calls_left = 4
-    try:
+    with mock.patch.object(Line, "calls_left", 4):
         yield {}
-    finally:
-        Line.calls_left = None
 
 
 @contextmanager
 def missing_reset(rank: int, path: Path) -> Iterator[dict[str, Any]]:
-    reset = Line.reset_parameters
-    del Line.reset_parameters
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(Line, "reset_parameters")
         yield {}
-    finally:
-        Line.reset_parameters = reset  # type: ignore[method-assign]
 
 
 Failure = Callable[[int, Path], Any]
@@ -354,11 +345,8 @@ def test_values_go_unit_by_unit_and_all_are_gone_at_the_end(rank, world, tmp_pat
         found.append(sum(value() is not None for value in values))
         broadcast(self, tensors)
 
-    Placement.broadcast = count_and_broadcast  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Placement, "broadcast", count_and_broadcast):
         wrapped = zero.FSDP(model, **({"offload": zero.DiskOffload(tmp_path)} if offloads else {}))
-    finally:
-        Placement.broadcast = broadcast  # type: ignore[method-assign]
     assert wrapped.shard_groups
     found.append(sum(value() is not None for value in values))
     assert found == sorted(found, reverse=True)

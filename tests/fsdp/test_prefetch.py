@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,13 +70,10 @@ def events(model: zero.FSDP, told: list[str]) -> Any:
         block.linear.register_forward_pre_hook(lambda *_, number=number: told.append(f"forward {number}"))
         for number, block in enumerate(model.module.blocks)
     ]
-    ShardGroup.launch_unshard = noted  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(ShardGroup, "launch_unshard", noted):
         yield
-    finally:
-        ShardGroup.launch_unshard = launch  # type: ignore[method-assign]
-        for hook in hooks:
-            hook.remove()
+    for hook in hooks:
+        hook.remove()
 
 
 def what_happens(rank: int, world: int, prefetch: zero.Prefetch) -> list[str]:

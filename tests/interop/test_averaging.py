@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,11 +68,8 @@ def test_gradients_go_by_reading(rank, world):
         read(self, rank, address, into, nbytes)
 
     model, _ = zero.setup(CASES["wide"].model(), OPTIMIZERS["sgd"], stage=1)
-    Peers.read = counting  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Peers, "read", counting):
         model(*CASES["wide"].batch(rank, 0).inputs).sum().backward()
-    finally:
-        Peers.read = read  # type: ignore[method-assign]
     size = sum(param.nbytes for param in model.parameters())
     assert size <= total <= 1.01 * size + 4096  # half of them to add up, half of the averages
 

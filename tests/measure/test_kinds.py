@@ -4,6 +4,7 @@ import random
 import re
 import time
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -124,11 +125,8 @@ def test_what_cannot_be_sharded_so_is_refused_on_every_rank_with_the_reason(rank
 
 @ranks.raises(2, ValueError, "took more than 0 seconds", timeout=15)
 def test_what_one_rank_finds_is_refused_on_all(rank, world):
-    probe._SECONDS = 0.0 if rank else 10.0
-    try:
+    with mock.patch.object(probe, "_SECONDS", 0.0 if rank else 10.0):
         zero.OSS(built(Net).parameters(), type("New", (TrainedLion,), {}))
-    finally:
-        probe._SECONDS = 10.0
 
 
 @ranks.raises(2, ValueError, "Grouped .* needs each parameter whole", timeout=15)
