@@ -32,6 +32,7 @@ NAMES = {
 OPTIONS = {
     "gathers": "zero.ShardedDDP(model, zero.OSS(model.parameters()), overlap_param_gather=True)",
     "host_memory": "zero.comm.configure(host_memory='ptracer')",
+    "meta": "zero.FSDP(model, param_init_fn=print)",
     "offload": "zero.FSDP(model, offload='anything')",
     "two_levels": "zero.FSDP(model, optimizer_sharding='all')",
 }
