@@ -10,6 +10,7 @@
 7. A folder of zero/features may be missing: no feature imports another, and whoever else imports one does so where it
    is used.
 8. The core has no word of a feature, but where a seam is described.
+9. No file has more than 350 lines, no function more than 50.
 """
 
 import ast
@@ -386,3 +387,22 @@ def test_core_has_no_word_of_a_feature():
 def test_word_of_a_feature_is_seen(line, count):
     assert len([*words_of_features(Path("zero/fsdp/unit.py"), [line])]) == count
     assert not [*words_of_features(Path("zero/plan/plan.py"), [line])]
+
+
+def too_long(name: str, source: str) -> Iterator[str]:
+    if len(source.splitlines()) > 350:
+        yield name
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 50:
+            yield f"{name}: {node.name}"
+
+
+def test_files_and_functions_are_short():
+    assert not [one for path in (ROOT / "zero").rglob("*.py") for one in too_long(str(path), path.read_text())]
+
+
+def test_what_is_long_is_seen():
+    short = "def f():\n" + "    pass\n" * 49
+    assert [*too_long("a.py", short * 7)] == []
+    assert [*too_long("a.py", short * 7 + "\n")] == ["a.py"]
+    assert [*too_long("a.py", short + "    pass\n")] == ["a.py: f"]

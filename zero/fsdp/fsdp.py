@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from zero._torch import children_of
 from zero.comm import Comm
@@ -16,7 +17,7 @@ from zero.fsdp.build import Builder, Options, makers, restore_module
 from zero.fsdp.choice import Choice
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
 from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown, translate
-from zero.fsdp.precision import MixedPrecision, as_precision
+from zero.fsdp.precision import CastBuffer, MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, in_words, large_unit
@@ -108,43 +109,38 @@ class FSDP(Weights):
     ) -> None:
         super().__init__()
         self.module = module
-        refuse_unknown(more, known={*homes})
         asked = GivenOptions(prefetch, [*ignored_modules], [*ignored_parameters])
         strategy, placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
         with placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
-            home = _understand(more, asked)
+            home = _understand(more, asked, param_init_fn)
             precision = as_precision(mixed_precision)
             stays = strategy.keeps_parameters or reshard_after_forward is False
             options = Options(partition, precision, stays, sync_module_states, home, asked.resolved_prefetch)
-        for change in asked.before:
-            change(module)
+        asked.change(module)
         nested = _nested_in(module)
         choice = Choice(module, nested, _parameters_of(nested), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
-        if param_init_fn is not None and not makers[-1].gives_memory:
-            problem = problem or "param_init_fn needs a feature that is missing: zero/features/meta."
-        problem = problem or _problem(choice, nested, options, placement)
-        signature = f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.signature()}"
-        placement.compare(_GIVEN, [signature, *choice.signature()], problem)
+        lines = [f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.signature()}", *choice.signature()]
+        placement.compare(_GIVEN, lines, problem or _problem(choice, nested, options, placement))
         builder = Builder(choice, placement, options, param_init_fn)
-        units = builder.build()  # nothing after this fails
-        cast_buffers, self._hooks = builder.cast_buffers, builder.hooks
+        units, self._hooks = builder.build(), builder.hooks  # nothing after this fails
         for name, fsdp in nested.items():
-            units += fsdp._hand_over(module, name)
-            cast_buffers += fsdp._model.cast_buffers
-            self._hooks += fsdp._hooks
+            units += fsdp._hand_over(module, name, builder.cast_buffers, self._hooks)
         self._model = Model(
             *(module, units, placement, options.prefetch),
             ignored=asked.ignored_modules,
             partition=partition,
-            cast_buffers=cast_buffers,
+            cast_buffers=builder.cast_buffers,
         )
         self.broadcast_buffers = broadcast_buffers
         self._run = self._runner(as_one_unit)
-        title = f"FSDP({type(module).__name__}, {strategy}, {in_words(units)})"
-        left_out = f"{len(choice.ignored)} parameters, ignored as the caller asked" if choice.ignored else ""
-        announce(title, placement.comm, self.shard_groups, left_out, sharded="parameters and gradients")
+        self._announce(strategy, len(choice.ignored))
+
+    def _announce(self, strategy: ShardingStrategy, ignored: int) -> None:
+        title = f"FSDP({type(self.module).__name__}, {strategy}, {in_words(self._units)})"
+        left_out = f"{ignored} parameters, ignored as the caller asked" if ignored else ""
+        announce(title, self._model.comm, self.shard_groups, left_out, sharded="parameters and gradients")
 
     def _runner(self, as_one_unit: Sequence[nn.Module | type[nn.Module]]) -> Callable[..., Any]:
         """Returns what runs in forward."""
@@ -158,9 +154,14 @@ class FSDP(Weights):
             run = replace(forward)
         return run
 
-    def _hand_over(self, root: nn.Module, name: str) -> Sequence[Unit]:
-        """Puts the module back into its place in `root`, and returns the units to the FSDP around this one."""
+    def _hand_over(
+        self, root: nn.Module, name: str, cast_buffers: list[CastBuffer], hooks: list[RemovableHandle]
+    ) -> Sequence[Unit]:
+        """Puts the module back into its place in `root`. Returns the units to the FSDP around this one, and appends to
+        its cast buffers and hooks."""
         self._model.dismiss()
+        cast_buffers += self._model.cast_buffers
+        hooks += self._hooks
         for parent in root.modules():
             for child, module in children_of(parent).items():
                 if module is self:
@@ -271,9 +272,12 @@ def running_model(fsdp: FSDP) -> Model:
     return fsdp._model
 
 
-def _understand(more: dict[str, Any], asked: GivenOptions) -> Home:
+def _understand(more: dict[str, Any], asked: GivenOptions, param_init_fn: object) -> Home:
     """Takes the options of features and those of other names out of `more`. Returns where shards lie."""
+    refuse_unknown(more, known={*homes})
     home, wrong = take_home(more)
+    if param_init_fn is not None and not makers[-1].gives_memory:
+        wrong = "param_init_fn needs a feature that is missing: zero/features/meta."
     if wrong is not None:
         raise ValueError(wrong)
     translate(more, asked)

@@ -114,6 +114,10 @@ class GivenOptions:
     ignored_parameters: list[nn.Parameter] = field(default_factory=list)
     before: list[Callable[[nn.Module], None]] = field(default_factory=list)
 
+    def change(self, module: nn.Module) -> None:
+        for change in self.before:
+            change(module)
+
     @property
     def ignored(self) -> list[nn.Parameter]:
         """All ignored parameters, including those of ignored modules."""

@@ -74,27 +74,49 @@ def plan(
     timed_on = None if hardware is None else as_hardware(hardware)
     options = _options(options, precision, timed_on)
     wanted = _wanted(stages, options)
+    _refuse(model, worlds, wanted, optimizer, options, hardware, batch, tokens)
+    given = as_prefetch(prefetch)
+    sizes = partial(_sizes, model, auto_wrap_policy, options.precision)
+    options = replace(options, master_dtype=options.master_dtype or _stored(sizes(given)))
+    job = Job(sizes(given), worlds[0], optimizer, options, given, batch, tokens, Trace(wanted=False))
+    costs, timings = _rehearsed(job, sizes, [*product(worlds, wanted)], timed_on)
+    return Plan(job.sizes.numel, tuple(costs), memory, batch is not None, tuple(timings))
+
+
+def _refuse(
+    model: nn.Module | Sizes,
+    worlds: list[int],
+    wanted: Sequence[str],
+    optimizer: Callable[..., Optimizer],
+    options: Options,
+    hardware: Hardware | str | Path | None,
+    batch: Sequence[Any] | None,
+    tokens: int | None,
+) -> None:
+    """Raises ValueError for what cannot be planned."""
     problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, wanted)
     problem = problem or _unfit(optimizer, options) or _untimed(hardware, batch, tokens)
     if problem:
         raise ValueError(problem)
     if batch is not None and isinstance(model, Sizes):
         raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
-    given = as_prefetch(prefetch)
-    sizes = partial(_sizes, model, auto_wrap_policy, options.precision)
-    options = replace(options, master_dtype=options.master_dtype or _stored(sizes(given)))
-    job = Job(sizes(given), worlds[0], optimizer, options, given, batch, tokens, Trace(wanted=False))
+
+
+def _rehearsed(
+    job: Job, sizes: Callable[[Prefetch], Sizes], cases: list[tuple[int, str]], hardware: Hardware | None
+) -> tuple[list[Cost], list[Timing]]:
+    """Rehearses a step of each case, a number of ranks and a stage; with hardware also of other prefetches."""
     costs: list[Cost] = []
     timings: list[Timing] = []
-    for world, stage in product(worlds, wanted):
-        for name, one in [(None, given)] if timed_on is None else prefetches(stage, given):
-            trace = Trace(wanted=timed_on is not None)
+    for world, stage in cases:
+        for name, one in [(None, job.prefetch)] if hardware is None else prefetches(stage, job.prefetch):
+            trace = Trace(wanted=hardware is not None)
             cost = cost_of(replace(job, sizes=sizes(one), world=world, prefetch=one, trace=trace), stage)
-            if one == given:
+            if one == job.prefetch:
                 costs.append(cost)
-            if timed_on is not None:
-                timings.append(timed(trace, timed_on, stage, name, world))
-    return Plan(job.sizes.numel, tuple(costs), memory, batch is not None, tuple(timings))
+            if hardware is not None:
+                timings.append(timed(trace, hardware, stage, name, world))
+    return costs, timings
 
 
 def _options(options: Options | None, precision: MixedPrecision | None, hardware: Hardware | None) -> Options:
