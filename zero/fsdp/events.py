@@ -39,6 +39,9 @@ class ModelEvents:
     def forward_begins(self) -> None:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
 
+    def mode_begins(self) -> None:
+        """A forward of the model begins, the first in training or the first in evaluation (`module.training`)."""
+
     def companions(self, unit: Unit) -> Iterable[Unit]:
         """Returns other units that must be unsharded where this one computes, in forward and in backward."""
         return ()

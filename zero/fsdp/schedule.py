@@ -30,11 +30,13 @@ class Schedule:
     the model other than forward find parameters unsharded, too, if they call modules.
 
     `running`: units whose forward is running, from the outside in.
+    `modes`: the modes (`module.training`) in which a forward of the model has begun.
     """
 
     def __init__(self, model: Model) -> None:
         self._model, self._root, self._backward = model, model.root, model.backward
         self.running: list[Unit] = []
+        self.modes: set[bool] = set()
         self._forwards_begun = 0
         """How many forwards of units have begun."""
         self._last_entered = self._root
@@ -106,6 +108,11 @@ class Schedule:
         if not self.running:
             self._begin_forward()
         self._model.streams.expect_computing("{} of FSDP runs", unit.title)
+        mode, in_backward = unit.module.training, self._backward.active
+        if unit is self._root and unit.entry_module is None and mode not in self.modes and not in_backward:
+            self.modes.add(mode)
+            for begins in events.mode_begins:
+                begins()
         for entering in events.entering:
             entering(unit)
         unit.companions = [other for companions in events.companions for other in companions(unit)]

@@ -48,8 +48,6 @@ class Compiling(ModelEvents):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._searched_modes: set[bool] = set()
-        """The modes (`module.training`) in which a forward has begun."""
         self._uncompiled = False
         """Whether the running forward runs uncompiled although modules are compiled."""
         self._enters_by_units = False
@@ -69,17 +67,12 @@ class Compiling(ModelEvents):
             return _unless_traced_in(unit, hidden)
         return hidden
 
-    def entering(self, unit: Unit) -> None:
-        """Notes the mode. Compiled modules lose the hooks of modules inside, which are called through them alone."""
-        if unit is not self.model.root or unit.entry_module is not None or self.model.backward.active:
-            return
-        training = unit.module.training
-        if training not in self._searched_modes:
-            self._searched_modes.add(training)
-            compiled = set() if self._uncompiled else compiled_modules(unit.module)
-            self.model.schedule.traced = bool(compiled)
-            if compiled:
-                self._remove_inner_hooks(compiled)
+    def mode_begins(self) -> None:
+        """Compiled modules lose the hooks of modules inside, which are called through them alone."""
+        compiled = set() if self._uncompiled else compiled_modules(self.model.module)
+        self.model.schedule.traced = bool(compiled)
+        if compiled:
+            self._remove_inner_hooks(compiled)
 
     def _remove_inner_hooks(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Removes the hooks from modules inside units, or from those of `modules`: units then call them.
@@ -130,7 +123,7 @@ class Compiling(ModelEvents):
 
     @property
     def _searches_next(self) -> bool:
-        due = self.model.module.training not in self._searched_modes
+        due = self.model.module.training not in self.model.schedule.modes
         return due and self.model.schedule.installed and not self.model.root.summoned
 
     def _run_uncompiled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -35,8 +35,6 @@ class Reads(ModelEvents):
         super().__init__(model)
         self._reads: dict[Unit, list[Unit]] = {}
         self._read: set[Unit] = set()
-        self._searched_modes: set[bool] = set()
-        """The modes (`module.training`) in which a forward has been searched."""
         self._search = ExitStack()
 
     def companions(self, unit: Unit) -> Iterable[Unit]:
@@ -45,14 +43,9 @@ class Reads(ModelEvents):
     def late(self, unit: Unit) -> bool:
         return unit in self._read
 
-    def entering(self, unit: Unit) -> None:
-        if unit is not self.model.root or unit.entry_module is not None or self.model.backward.active:
-            return
-        training = unit.module.training
-        if training not in self._searched_modes:
-            self._searched_modes.add(training)
-            if not self.model.schedule.traced:
-                self._search.enter_context(ForeignReads(self.model.index, self._found))
+    def mode_begins(self) -> None:
+        if not self.model.schedule.traced:
+            self._search.enter_context(ForeignReads(self.model.index, self._found))
 
     def leaving(self, unit: Unit) -> None:
         if unit is self.model.root:
