@@ -176,24 +176,29 @@ def test_replicas_count_one_after_another(strategy):
 BLOCKS = 8
 
 
-def peaks(rank: int, world: int) -> tuple[int, int, int]:
-    """Bytes of the model, of a unit, and what full_state_dict(to=0) adds at its peak."""
+def peaks(rank: int, world: int, everywhere: bool) -> tuple[int, int, int]:
+    """Bytes of the model, of a unit, and what state_dict(), or full_state_dict(to=0), adds at its peak."""
     inner = nn.Sequential(*(FeedForward(64, 512) for _ in range(BLOCKS)))
     size = sum(param.nbytes for param in inner.parameters())
     with Meter() as meter:
         model = zero.FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({FeedForward}))
         meter.reset_peak()
         before = meter.live()
-        found = zero.full_state_dict(model, to=0, device="cpu")
-        assert bool(found) == (rank == 0)
+        found = model.state_dict() if everywhere else zero.full_state_dict(model, to=0, device="cpu")
+        assert bool(found) == (everywhere or rank == 0)
         return size, model.unit_bytes, meter.peak() - before
 
 
 def test_ranks_that_get_nothing_hold_nothing():
-    (size, unit, first), (_, _, second) = ranks.run(peaks)
+    (size, unit, first), (_, _, second) = ranks.run(peaks, args=(False,))
     assert size == pytest.approx(BLOCKS * unit, rel=0.01)
     assert second <= unit / 2  # its shard, where that is sent
-    assert size <= first <= size + 2 * unit
+    assert size <= first <= size + unit / 10
+
+
+def test_a_state_dict_takes_the_full_weights_and_no_copy_of_them():
+    for size, unit, peak in ranks.run(peaks, args=(True,)):
+        assert size <= peak <= size + unit / 10
 
 
 @pytest.mark.parametrize("stage", STAGES)

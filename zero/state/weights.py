@@ -151,10 +151,15 @@ class Recipient:
             group.summon(None if self.to is None else placement.owner(self.to))
             try:
                 if self.receives(placement):
-                    copies.update({param: self.copy(param) for param in group.params})
+                    copies.update({param: self._taken(param) for param in group.params})
             finally:
                 group.dismiss(keep=False)
         return copies
+
+    def _taken(self, summoned: Tensor) -> Tensor:
+        """Returns a tensor whose memory the parameter has only until `dismiss`; a copy if it is to be elsewhere."""
+        here = self.device is None or torch.device(self.device) == summoned.device
+        return summoned.detach() if here else self.copy(summoned)
 
     def copy(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns a copy on the recipient's device, with storage of its own."""
@@ -202,8 +207,6 @@ def state_dict(module: nn.Module, sharded: Sharded, *args: Any, **kwargs: Any) -
     summon_full_params the values are those that this rank sees there.
     """
     _refuse_unreadable(sharded)
-    if not args and not kwargs and (named := _named(module)) is not None:
-        return _gathered(named, sharded, Recipient())
     destination = kwargs.get("destination", args[0] if args else None)
     before = dict(destination or {})
     with ExitStack() as stack:
