@@ -27,6 +27,7 @@ from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, Part, geometry_of, memory_order, tensor_problem
 from zero.comm import Comm
 from zero.fsdp import FSDP
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.partition import Place, places_in
@@ -217,7 +218,7 @@ class Training:
 
     def stepped(self, optimizer: Optimizer) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
+        for param in params_of(optimizer):
             name, place = self._names[param], self._places.get(param)
             if place is None:
                 yield whole(name, param)

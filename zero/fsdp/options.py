@@ -115,6 +115,7 @@ class GivenOptions:
     before: list[Callable[[nn.Module], None]] = field(default_factory=list)
 
     def change(self, module: nn.Module) -> None:
+        """Calls `before` with the module, such as to move it."""
         for change in self.before:
             change(module)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 SHARD_MARK = "zero_shard"
 """Key that marks one rank's shard, in a state_dict or its groups."""
 
 
-def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+class Grouped(Protocol):
+    """An optimizer, or what stands for one."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+def params_of(optimizer: Grouped) -> list[nn.Parameter]:
     """The parameters of all groups, in their order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 

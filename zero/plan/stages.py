@@ -18,6 +18,7 @@ from zero.comm import Comm
 from zero.comm.packing import batches
 from zero.comm.traffic import traffic
 from zero.fsdp import FSDP, Prefetch
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.oss.gradients import full_gradient
 from zero.plan.averaging import Averaged
@@ -214,7 +215,7 @@ def stepping(optimizer: Optimizer) -> Optimizer:
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
     """Bytes by kind. A storage counts once, however many tensors view it. groups: the parameters' shard groups."""
     inner = [stepping(one) for one in optimizers]
-    stepped = [param for one in inner for group in one.param_groups for param in group["params"]]
+    stepped = [param for one in inner for param in params_of(one)]
     params: list[Tensor] = [*model.parameters()]
     for group in groups:
         params += [*([group.full] if group.full.untyped_storage().nbytes() else []), *group.exchange.kept]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zero.comm import Comm
 from zero.fsdp.unit import Unit
 from zero.interop.from_optimizer import arguments
-from zero.measure.param_groups import described_options
+from zero.measure.param_groups import described_options, params_of
 from zero.oss import OSS
 from zero.plan import Cost, Options, Sizes, plan
 from zero.shards.steps import Steps, steps_of
@@ -92,4 +92,4 @@ def _without_values(units: Sequence[Unit], inner: nn.Module) -> Sizes:
 def _master_dtype(optimizer: Optimizer) -> torch.dtype | None:
     if not isinstance(optimizer, OSS) or not optimizer.keeps_masters:
         return None
-    return next(optimizer.part(param).dtype for group in optimizer.param_groups for param in group["params"])
+    return optimizer.part(params_of(optimizer)[0]).dtype

@@ -157,7 +157,8 @@ class GradBucket:
         used: whether any rank has used a parameter, by position. May be empty if no rank sent zeros.
         """
         for index, gradient in self._undecided:
-            self._add([(index, gradient)] if used[index] else ())
+            if used[index]:
+                self._add([(index, gradient)])  # one by one: there may be two of a parameter
         self.reduced = self.used.union(index for index, anywhere in used.items() if anywhere)
         self._forget_usage()
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zero.comm import COLLECTION, Comm
 from zero.measure import param_groups
+from zero.measure.param_groups import params_of
 from zero.shards.masters import settled
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
@@ -256,8 +257,7 @@ def numbered(
 
 def _shards_of(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamShard]:
     """Yields the shards of all ranks (or of `rank`), in the same order on all ranks."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    numbers = {param: number for number, param in enumerate(params)}
+    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
     for group in optimizer.shard_groups:
         for owner in range(group.layout.world) if rank is None else [rank]:
             for span in group.layout.spans(owner):
@@ -269,8 +269,7 @@ def _shards_of(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamSha
 def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
     """Yields the parameters in no shard group, with their numbers."""
     sharded = {param for group in optimizer.shard_groups for param in group.params}
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    yield from ((number, param) for number, param in enumerate(params) if param not in sharded)
+    yield from ((number, param) for number, param in enumerate(params_of(optimizer)) if param not in sharded)
 
 
 def _described(optimizer: Sharded, settle: bool) -> str:
