@@ -213,3 +213,7 @@ def test_the_command_of_the_plan_runs(capsys: pytest.CaptureFixture[str]) -> Non
             words[words.index(word)] = smaller
     plan_command(words)
     assert "64 ranks: stage 1" in capsys.readouterr().out
+
+
+def test_dir_lists_the_public_names_alone():
+    assert sorted(dir(zero)) == sorted(zero.__all__)
