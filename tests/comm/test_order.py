@@ -177,7 +177,7 @@ class CompleteJustAfterwards:
 
 
 def test_a_transfer_that_is_complete_just_after_the_time_is_up_has_arrived():
-    ProcessGroupTransport._await(mock.Mock(_watchdog=mock.Mock()), CompleteJustAfterwards())  # type: ignore[arg-type]
+    ProcessGroupTransport._await(mock.Mock(), [CompleteJustAfterwards()])  # type: ignore[arg-type]
 
 
 def test_logs_are_compared_where_both_have_entries():

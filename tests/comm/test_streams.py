@@ -53,9 +53,9 @@ def test_so_it_does_where_a_backend_has_a_stream_of_its_own(scenario):
 NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("comm/process_group.py", "_await", "work.wait()"): "3",
     ("comm/streams.py", "begin", "self._gathers.wait_stream(self._computing)"): "3, no parameters in the root",
-    ("comm/streams.py", "gathers", "self._gathers.wait_stream(self._current)"): "2",
-    ("comm/streams.py", "reductions", "self._reductions.wait_stream(self._current)"): "3",
-    ("comm/streams.py", "beside", "result = launched.wait()"): "3",
+    ("comm/streams.py", "gather", "self._gathers.wait_stream(self._current)"): "2",
+    ("comm/streams.py", "reduce", "self._reductions.wait_stream(self._current)"): "3",
+    ("comm/streams.py", "_launch", "result = launch().wait()"): "3",
     ("comm/streams.py", "finish", "waiting.wait_event(arrival)"): "3",
     ("comm/streams.py", "to_host", "self._reductions.wait_stream(self._current)"): "1 offloaded",
     ("comm/streams.py", "to_host", "source.record_stream(self._reductions)"): "1 offloaded, with other strides",

@@ -15,7 +15,7 @@ from simulated.device import Device, Site
 from simulated.group import Group
 from simulated.memory import Memory
 from zero.comm import Comm
-from zero.comm.link import Link
+from zero.comm.link import Link, Transports
 from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
 from zero.comm.streams import Streams
@@ -38,7 +38,7 @@ class SimulatedLink(Link):
             for _ in range(2)
         ]
         where = self.order, groups[0], rank, world
-        self._overlapping = Overlapping(
+        overlapping = Overlapping(
             *where,
             blocks=False,
             checks=self._checks,
@@ -47,10 +47,11 @@ class SimulatedLink(Link):
             abort=lambda: simulated.aborted.append(1),
         )
 
-    def transport(self, device: torch.device | None = None) -> Transport:
-        if self.world == 1:
-            return Local()
-        return self._checks if device is None else self._overlapping
+        self.transports = Transports(lambda kind: Local() if world == 1 else overlapping)
+
+    @property
+    def on_host(self) -> Transport:
+        return Local() if self.world == 1 else self._checks
 
     def without_backend(self, devices: object) -> str | None:
         return None

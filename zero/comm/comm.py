@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm.link import Link, link_of
-from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM, Transfer
+from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, copy_into, empty_flat, flatten
 from zero.comm.traffic import sent
-from zero.comm.transport import Handle, Message, Transport
+from zero.comm.transport import Handle, Message
 
 
 class Comm:
@@ -69,7 +69,7 @@ class Comm:
         return comm
 
     def _use(self, group: dist.ProcessGroup | None, link: Link) -> None:
-        self.group, self.link, self._order = group, link, link.order
+        self.group, self.link, self._order, self._transports = group, link, link.order, link.transports
         self.rank, self.world = link.rank, link.world
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
@@ -79,15 +79,15 @@ class Comm:
 
     def transport_name(self, device: torch.device) -> str:
         """Returns the name of the transport for tensors on the device. Collective the first time."""
-        return self.link.transport(device).name
+        return self._transports[device.type].name
 
     def reads(self, device: torch.device) -> bool:
         """Returns whether ranks read tensors on the device from one another's memory. Collective the first time."""
-        return self.world > 1 and self.link.transport(device).reads
+        return self.world > 1 and self._transports[device.type].reads
 
     def overlaps(self, tensor: Tensor) -> bool:
         """Returns whether transfers of tensors on this device overlap with computing. Collective the first time."""
-        return self.world > 1 and self.link.transport(tensor.device).overlaps
+        return self.world > 1 and self._transports[tensor.device.type].overlaps
 
     def device_problem(self, devices: Sequence[torch.device]) -> str | None:
         """Returns why this group cannot send tensors on these devices, in words for the user; None if it can."""
@@ -102,10 +102,8 @@ class Comm:
         )
 
     def refuse_if_broken(self, buffers: object) -> None:
-        """Raises RuntimeError if a transfer of the group has failed. Then no transfer that was in flight counts as
-        complete, and `buffers` are kept alive: such a transfer may still write into them."""
-        with Transfer(self._order, None, buffers):
-            pass
+        """Raises RuntimeError if a transfer of the group has failed; see Order.refuse_if_broken."""
+        self._order.refuse_if_broken(buffers)
 
     # ---------------------------------------------------------------------------------- comparing the ranks
 
@@ -127,7 +125,7 @@ class Comm:
         """Collective. Raises RuntimeError on every rank unless all ranks call it with the same channel after the same
         operations. Returns whether any rank has the flag."""
         if self.world > 1:
-            flag = self.link.transport().compare(channel, flag=flag)
+            flag = self.link.on_host.compare(channel, flag=flag)
             self._order.agreed()
         return flag
 
@@ -158,7 +156,7 @@ class Comm:
     def _exchange(self, data: bytes) -> list[bytes]:
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
         sent["other"] += len(data) * (self.world - 1)
-        return self.link.transport().exchange(data)
+        return self.link.on_host.exchange(data)
 
     # ---------------------------------------------------------------------------------------------- shards
 
@@ -172,7 +170,7 @@ class Comm:
         """
         low, high = bounds[self.rank : self.rank + 2]
         sent["gather"] += (high - low) * full.element_size() * (self.world - 1)
-        return self.link.transport(full.device).gather(full, bounds, channel)
+        return self._transports[full.device.type].gather(full, bounds, channel)
 
     def reduce(
         self, messages: Sequence[Message], *, times: float = 1, into: Tensor | None = None, channel: int = REDUCTION
@@ -189,18 +187,14 @@ class Comm:
         The sums are flat, one message after another; those of 16-bit floats are float32 unless `into` is given. `wait`
         may block until the other ranks have called `wait`.
         """
-        return self._to_owners(messages).reduce(messages, times, into, channel)
+        sent["reduce"] += sum((len(flat) - counts[self.rank]) * flat.element_size() for flat, counts in messages)
+        return self._transports[messages[0][0].device.type].reduce(messages, times, into, channel)
 
     def all_to_all(self, messages: Sequence[Message], channel: int = REDUCTION) -> Handle:
         """Collective. Sends the messages as `reduce` does. `wait` returns for each message the elements from all ranks,
         one row a rank."""
-        return self._to_owners(messages).all_to_all(messages, channel)
-
-    def _to_owners(self, messages: Sequence[Message]) -> Transport:
-        """Counts the bytes of messages, and returns the transport that sends them."""
-        if self.world > 1:
-            sent["reduce"] += sum((len(flat) - counts[self.rank]) * flat.element_size() for flat, counts in messages)
-        return self.link.transport(messages[0][0].device)
+        sent["reduce"] += sum((len(flat) - counts[self.rank]) * flat.element_size() for flat, counts in messages)
+        return self._transports[messages[0][0].device.type].all_to_all(messages, channel)
 
     # ------------------------------------------------------------------------------------- other tensors
 
@@ -210,7 +204,7 @@ class Comm:
             return
         for batch in batches(tensors):
             flat = flatten(batch) if self.rank == source else empty_flat(batch)
-            self.link.transport(flat.device).broadcast(flat, source)
+            self._transports[flat.device.type].broadcast(flat, source)
             if self.rank == source:
                 sent["other"] += flat.nbytes * (self.world - 1)
             else:
@@ -221,7 +215,7 @@ class Comm:
         operation, which ranks compare; by default all such sums share one number."""
         if self.world > 1:
             sent["other"] += 2 * tensor.nbytes * (self.world - 1) // self.world
-            self.link.transport(tensor.device).all_reduce(tensor, channel, maximum=maximum)
+            self._transports[tensor.device.type].all_reduce(tensor, channel, maximum=maximum)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         """Collective. Sends flat tensors from their owners to rank `to` of the group, or (None) to all ranks.
@@ -234,8 +228,8 @@ class Comm:
         own = [tensor for owner, tensor in transfers if owner == self.rank and tensor is not None]
         receivers = self.world - 1 if to is None else int(to != self.rank)
         sent["other"] += sum(tensor.nbytes for tensor in own) * receivers
-        devices = [tensor.device for _, tensor in transfers if tensor is not None]
-        self.link.transport(devices[0] if devices else torch.device("cpu")).collect(transfers, to)
+        kinds = [tensor.device.type for _, tensor in transfers if tensor is not None]
+        self._transports[kinds[0] if kinds else "cpu"].collect(transfers, to)
 
 
 def _as_text(lines: Sequence[str], problem: str | None) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, proxy
@@ -21,11 +22,9 @@ import torch
 import torch.distributed as dist
 
 from zero._torch import abort, another_like, backend_of, store_of, timeout_of
-from zero.comm.order import COMPARISON, Order, Transfer
+from zero.comm.order import COMPARISON, Order
 from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.transport import Local, Transport
-
-_CPU = torch.device("cpu")
 
 _TIMEOUT = timedelta(minutes=30)
 """The timeout of transfers on the CPU if the group has no backend for the CPU: torch's own default."""
@@ -88,13 +87,12 @@ class Link:
         self._store = None if group is None else store_of(group)
         for factory in factories:
             factory.check()
-        self._transports: dict[str, Transport] = {}
+        self.transports: Mapping[str, Transport] = Transports(self._choose)
 
-    def transport(self, device: torch.device = _CPU) -> Transport:
-        """Returns the transport for a type of device. Collective the first time for each type."""
-        if device.type not in self._transports:
-            self._transports[device.type] = self._choose(device)
-        return self._transports[device.type]
+    @property
+    def on_host(self) -> Transport:
+        """The transport by which the ranks compare what they do."""
+        return self.transports["cpu"]
 
     def without_backend(self, devices: Iterable[torch.device]) -> str | None:
         """Returns the first of these types of device for which the group has no backend, if there is one."""
@@ -111,8 +109,8 @@ class Link:
         on every rank, if the grid does not contain all ranks of the job.
         """
         column = ",".join(map(str, across.ranks))
-        self.transport().compare(COMPARISON)
-        texts = self.transport().exchange(column.encode().ljust(8 * across.world))  # numbers below 10 million
+        self.on_host.compare(COMPARISON)
+        texts = self.on_host.exchange(column.encode().ljust(8 * across.world))  # numbers below 10 million
         ranks = [int(rank) for text in texts for rank in text.decode().split(",")]
         if sorted(ranks) != [*range(dist.get_world_size())]:
             raise ValueError(
@@ -127,35 +125,37 @@ class Link:
         group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False)
         return group
 
-    def _choose(self, device: torch.device) -> Transport:
+    def _choose(self, kind: str) -> Transport:
         if self._group is None or self.world == 1:
             return Local()
+        device = torch.device(kind)
         backend = backend_of(self._group, device)
-        arguments = self.order, self._group, self.rank, self.world
-        if device.type != "cpu":
+        if kind != "cpu":
             assert backend is not None, f"the group has no backend for {device}"
-            return self._device_transport(device, backend, self.transport())
+            return self._device_transport(device, backend, self.on_host)
+        if backend in (None, "gloo"):
+            timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
+            return self.order.attempt(None, None, partial(self._cpu_transport, timeout))
         assert self._store is not None
-        if backend not in (None, "gloo"):  # this backend can compare operations, too
-            if backend != "fake":  # whose store keeps no values
-                with StoreExchange(self._store, self.rank, self.world, _TIMEOUT) as exchange:
-                    self._watch(exchange.nonce)
-            return Overlapping(*arguments, blocks=True, checks=Gloo(*arguments), name=str(backend))
-        timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
-        with Transfer(self.order, None, None), StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
-            return self._cpu_transport(exchange)
+        if backend != "fake":  # whose store keeps no values
+            with StoreExchange(self._store, self.rank, self.world, _TIMEOUT) as exchange:
+                self._watch(exchange.nonce)
+        where = self.order, self._group, self.rank, self.world
+        # This backend can compare operations, too.
+        return Overlapping(*where, blocks=True, checks=Gloo(*where), name=str(backend))
 
-    def _cpu_transport(self, exchange: StoreExchange) -> Transport:
+    def _cpu_transport(self, timeout: timedelta) -> Transport:
         """Collective. Returns the first transport that is offered, else Gloo on a group of its own."""
-        for factory in factories:
-            offered = factory.offer(self.order, exchange)
-            if offered is not None:
-                return offered
-        # Not torch.distributed.new_group(): it is collective over all ranks of the job, or (use_local_synchronization)
-        # waits for ever if ranks are in different numbers of groups (torch 2.13).
-        own = self._watch(exchange.nonce)
-        gloo = dist.ProcessGroupGloo(own, self.rank, self.world, exchange.timeout)
-        return Gloo(self.order, gloo, self.rank, self.world)
+        assert self._store is not None
+        with StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
+            for factory in factories:
+                offered = factory.offer(self.order, exchange)
+                if offered is not None:
+                    return offered
+            # Not torch.distributed.new_group(): it is collective over all ranks of the job, or
+            # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
+            gloo = dist.ProcessGroupGloo(self._watch(exchange.nonce), self.rank, self.world, timeout)
+            return Gloo(self.order, gloo, self.rank, self.world)
 
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
@@ -186,6 +186,17 @@ class Link:
         for watch in watchers:
             watch(self.order, store, self.rank, self.world)
         return store
+
+
+class Transports(dict[str, Transport]):
+    """Transports by type of device. Each is chosen when it is first asked for, which is collective."""
+
+    def __init__(self, choose: Callable[[str], Transport]) -> None:
+        self._choose = choose
+
+    def __missing__(self, kind: str) -> Transport:
+        self[kind] = self._choose(kind)
+        return self[kind]
 
 
 class StoreExchange:

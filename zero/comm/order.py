@@ -17,9 +17,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from zero.comm.transport import Handle
+T = TypeVar("T")
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 """Channels that every process group has."""
@@ -34,7 +34,6 @@ _MOST_SETTLED = 1 << 17
 class Order:
     """The log of one process group in one process.
 
-    queue: transfers in flight that must be completed in the order in which they were launched.
     digest: a digest of the operations since the ranks last compared their logs.
     comparisons: the number of times that they compared them.
     broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
@@ -46,7 +45,6 @@ class Order:
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        self.queue: list[Handle] = []
         self.digest, self.comparisons = 0, 0
         self.broken: str | None = None
         self.at_failure: list[Callable[[str], object]] = []
@@ -154,8 +152,26 @@ class Order:
 
     # ------------------------------------------------------------------------------------------- failures
 
-    def refuse_if_broken(self) -> None:
+    def attempt(self, channel: int | None, buffers: object, act: Callable[[], T]) -> T:
+        """Returns the result of `act`, a part of a transfer that can fail. Keeps the buffers alive if it does.
+
+        Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
+        """
         if self.broken:
+            self.refuse_if_broken(buffers)
+        try:
+            return act()
+        except BaseException as error:
+            reason = self._fail(channel, buffers, error)
+            if isinstance(error, (RuntimeError, OSError)):  # not Ctrl-C
+                raise RuntimeError(reason) from error
+            raise
+
+    def refuse_if_broken(self, buffers: object = None) -> None:
+        """Raises RuntimeError if a transfer has failed. Then no transfer that was in flight counts as complete, and
+        `buffers` are kept alive: such a transfer may still read them or write into them."""
+        if self.broken:
+            self._kept_alive.append(buffers)
             raise RuntimeError(f"{self.broken} Initialise the process group again before going on.")
 
     def refuse_differing(self, channel: int, channels: Mapping[int, int]) -> None:
@@ -186,13 +202,9 @@ class Order:
             for act in self.at_failure:
                 act(reason)
 
-    def keep_alive(self, buffers: object) -> None:
-        """Keeps the buffers of a transfer that did not complete: it may still read them or write into them."""
-        self._kept_alive.append(buffers)
-
-    def fail(self, channel: int | None, buffers: object, error: BaseException) -> str:
+    def _fail(self, channel: int | None, buffers: object, error: BaseException) -> str:
         """Records the failure of a transfer. Returns the message for the user."""
-        self.keep_alive(buffers)
+        self._kept_alive.append(buffers)
         if self.broken:
             return self.broken  # ranks are out of step, or an earlier transfer failed
         operation = "a transfer" if channel is None else self.name(channel)
@@ -203,29 +215,6 @@ class Order:
         )
         self.mark_broken(reason)
         return reason
-
-
-class Transfer:
-    """A context for code of a transfer that can fail. It keeps the buffers alive if it does.
-
-    A generator would take three times as long, and each transfer enters several.
-    """
-
-    __slots__ = ("_buffers", "_channel", "_order")
-
-    def __init__(self, order: Order, channel: int | None, buffers: object) -> None:
-        self._order, self._channel, self._buffers = order, channel, buffers
-
-    def __enter__(self) -> None:
-        if self._order.broken:
-            self._order.keep_alive(self._buffers)
-            self._order.refuse_if_broken()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            reason = self._order.fail(self._channel, self._buffers, error)
-            if isinstance(error, (RuntimeError, OSError)):  # not Ctrl-C
-                raise RuntimeError(reason) from error
 
 
 def _compares_each() -> bool:

@@ -71,8 +71,11 @@ def sum_in_rank_order(received: Sequence[Tensor], times: float = 1) -> Tensor:
 
 
 def add_in_order(rows: Sequence[Tensor] | Tensor, into: Tensor, times: float = 1) -> None:
-    """Overwrites `into` with `times` the sum of two tensors or more, all of one length."""
-    torch.add(wide(rows[0]), wide(rows[1]), out=into)
+    """Overwrites `into` with `times` the sum of tensors of one length."""
+    if len(rows) == 1:
+        into.copy_(rows[0])
+    else:
+        torch.add(wide(rows[0]), wide(rows[1]), out=into)
     for row in rows[2:]:
         into += row
     if times != 1:

@@ -19,7 +19,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, pairwise, repeat
 from typing import Any
 
@@ -34,8 +34,8 @@ from zero._torch import (
     in_stream_order,
     reduce_scatter_of_one_tensor,
 )
-from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order, Transfer
-from zero.comm.packing import concatenate, lengths, sum_in_rank_order, wide
+from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order
+from zero.comm.packing import concatenate, lengths, wide
 from zero.comm.transport import Handle, Message, Transport
 
 _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
@@ -60,78 +60,80 @@ class ProcessGroupTransport(Transport):
         if blocks:
             order.at_failure.append(lambda _: _never_drop(group))
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
-        received, works = self._send(messages, channel)
+    def _launch(
+        self,
+        channel: int,
+        nbytes: int,
+        buffers: object,
+        launch: Callable[[], list[dist.Work | None]],
+        result: Callable[[], Any] = lambda: None,
+    ) -> Handle:
+        """Launches an operation. Collective if it is new here: then ranks compare it. `wait` returns `result()`; the
+        buffers are kept until the transfer has ended."""
+        if self._order.append(channel, nbytes):
+            self.compare(channel)
+            self._order.settle()
+        works = self._order.attempt(channel, buffers, launch)
 
-        def finish() -> Tensor:
-            nonlocal messages, works
-            self._wait(works, channel, (messages, received))
-            messages, works = [], []  # frees what was sent before the sums get memory
-            sums = self._sum(received, times)
-            return sums if into is None else into.copy_(sums)
+        def finish() -> Any:
+            nonlocal buffers, works
+            self._order.attempt(channel, buffers, lambda: self._await(works))
+            buffers, works = None, []  # what was sent is freed before the result gets memory
+            return result()
 
         return Handle(finish)
 
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
-        received, works = self._send(messages, channel)
-
-        def finish() -> list[Tensor]:
-            self._wait(works, channel, (messages, received))
-            return received
-
-        return Handle(finish)
-
-    _sum = staticmethod(sum_in_rank_order)
-
-    def _send(self, messages: Sequence[Message], channel: int) -> tuple[list[Tensor], list[dist.Work | None]]:
-        """Launches an all-to-all of each message. Returns what is received, one row a rank, and the launched work."""
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
-        self._begin(channel, sum(message.nbytes for message, _ in messages))
-        with Transfer(self._order, channel, (messages, received)):
-            pairs = zip(messages, received, strict=True)
-            return received, [self._all_to_all(rows, message, counts) for (message, counts), rows in pairs]
+        nbytes = sum(message.nbytes for message, _ in messages)
 
-    def _all_to_all(self, rows: Tensor, message: Tensor, counts: Sequence[int]) -> dist.Work | None:
-        """Launches the all-to-all of one message. rows: filled with the received elements, one row a rank."""
-        received = [counts[self._rank]] * self._world
-        return all_to_all_of_one_tensor(self._reduces_by, _real(rows.view(-1)), _real(message), received, [*counts])
+        def launch() -> list[dist.Work | None]:
+            return [
+                all_to_all_of_one_tensor(
+                    *(self._reduces_by, _real(rows.view(-1)), _real(message)),
+                    *([counts[self._rank]] * self._world, [*counts]),
+                )
+                for rows, (message, counts) in zip(received, messages, strict=True)
+            ]
+
+        return self._launch(channel, nbytes, (messages, received), launch, lambda: received)
 
     def broadcast(self, flat: Tensor, source: int) -> None:
-        self._run(BROADCAST, flat, lambda: self._broadcast(flat, source))
+        self._launch(BROADCAST, flat.nbytes, flat, lambda: [self._broadcast(flat, source)]).wait()
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         options = in_stream_order(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
-        self._run(channel, tensor, lambda: self._group.allreduce([_real(tensor)], options))
+        launch = partial(self._group.allreduce, [_real(tensor)], options)
+        self._launch(channel, tensor.nbytes, tensor, lambda: [launch()]).wait()
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         self.compare(COLLECTION)
         for owner, tensor in transfers:
             if tensor is not None and tensor.numel():
-                with Transfer(self._order, COLLECTION, tensor):
-                    self._collect(owner, tensor, to)
+                self._order.attempt(COLLECTION, tensor, partial(self._collect, owner, tensor, to))
 
     def _collect(self, owner: int, tensor: Tensor, to: int | None) -> None:
         if to is None:
-            self._await(self._broadcast(tensor, owner))
+            self._await([self._broadcast(tensor, owner)])
         elif self._rank == owner != to:
-            self._await(self._group.send([_as_sent(tensor)], to, 0))
+            self._await([self._group.send([_as_sent(tensor)], to, 0)])
         elif self._rank == to != owner:
-            self._await(self._group.recv([_as_sent(tensor)], owner, 0))
+            self._await([self._group.recv([_as_sent(tensor)], owner, 0)])
 
     def exchange(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self._world)]
-        with Transfer(self._order, COMPARISON, (received, sent)):
-            self._await(self._group.allgather([received], [sent]))
+        launch = partial(self._group.allgather, [received], [sent])
+        self._order.attempt(COMPARISON, (received, sent), lambda: self._await([launch()]))
         return [row.numpy().tobytes() for row in received]
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
         self._order.record(channel)
         signature = torch.tensor([channel, self._order.digest, flag], device="cpu")
         received = signature.new_empty(self._world * len(signature))
-        with Transfer(self._order, channel, (signature, received)):
-            self._await(all_gather_of_one_tensor(self._group, received, signature))
+        launch = partial(all_gather_of_one_tensor, self._group, received, signature)
+        self._order.attempt(channel, (signature, received), lambda: self._await([launch()]))
         channels, digests, flags = zip(*received.view(self._world, -1).tolist(), strict=True)
         self._order.refuse_differing(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
@@ -142,38 +144,22 @@ class ProcessGroupTransport(Transport):
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work | None:
         return self._group.broadcast([_as_sent(flat)], _from(source))  # type: ignore[no-any-return]
 
-    def _begin(self, channel: int, nbytes: int) -> None:
-        """Notes an operation before its launch. Collective if it is new here: then ranks compare it."""
-        if self._order.append(channel, nbytes):
-            self.compare(channel)
-            self._order.settle()
-
-    def _run(self, channel: int, tensor: Tensor, launch: Callable[[], dist.Work | None]) -> None:
-        self._begin(channel, tensor.nbytes)
-        with Transfer(self._order, channel, tensor):
-            self._await(launch())
-
-    def _wait(self, works: Sequence[dist.Work | None], channel: int, buffers: object) -> None:
-        with Transfer(self._order, channel, buffers):
-            for work in works:
-                self._await(work)
-
-    def _await(self, work: dist.Work | None) -> None:
-        if work is None:  # NCCL ran it on the current stream, and there is nothing to wait for
-            return
-        if not self._while_waiting:
-            work.wait()
-            return
-        for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])):
-            try:
-                work.wait(interval)
-                return
-            except RuntimeError:
-                if work.is_completed():  # it failed, or completed just after the interval
+    def _await(self, works: Sequence[dist.Work | None]) -> None:
+        for work in works:
+            if work is None:  # NCCL ran it on the current stream, and there is nothing to wait for
+                continue
+            for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])) if self._while_waiting else ():
+                try:
+                    work.wait(interval)  # not once more: Gloo would wait for another message
                     break
-                for look in self._while_waiting:
-                    look()
-        work.wait()
+                except RuntimeError:
+                    if work.is_completed():  # it failed, or completed just after the interval
+                        work.wait()
+                        break
+                    for look in self._while_waiting:
+                        look()
+            else:
+                work.wait()
 
 
 class Gloo(ProcessGroupTransport):
@@ -185,11 +171,11 @@ class Gloo(ProcessGroupTransport):
         super().__init__(order, group, rank, world, blocks=True)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        self._begin(channel, full.nbytes)
-        with Transfer(self._order, channel, full):
+        def launch() -> list[dist.Work | None]:
             shards = [full[low:high] for low, high in pairwise(bounds)]
-            works = [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
-        return Handle(lambda: self._wait(works, channel, full))
+            return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
+
+        return self._launch(channel, full.nbytes, full, launch)
 
 
 class Overlapping(ProcessGroupTransport):
@@ -232,35 +218,29 @@ class Overlapping(ProcessGroupTransport):
         equal = longest * self._world == len(full)
         rows = full if equal else full.new_empty(self._world * longest)
         sent = own if equal or len(own) == longest else concatenate([own, own.new_empty(longest - len(own))])
-        self._begin(channel, full.nbytes)
-        with Transfer(self._order, channel, (full, rows, sent)):
-            works = [all_gather_of_one_tensor(self._group, _as_sent(rows), _as_sent(sent))]
 
         def finish() -> None:
-            self._wait(works, channel, (full, rows, sent))
             if not equal:
                 shards = [full[low:high] for low, high in pairwise(bounds)]
                 copy_all(shards, [row[: len(shard)] for row, shard in zip(rows.split(longest), shards, strict=True)])
 
-        return Handle(finish)
+        launch = partial(all_gather_of_one_tensor, self._group, _as_sent(rows), _as_sent(sent))
+        return self._launch(channel, full.nbytes, (full, rows, sent), lambda: [launch()], finish)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         if not scatters(messages):
             return super().reduce(messages, times, into, channel)
         message, counts = messages[0]
         sums = message.new_empty(counts[0]) if into is None else into
-        self._begin(channel, message.nbytes)
-        with Transfer(self._order, channel, (message, sums)):
-            works = [reduce_scatter_of_one_tensor(self._reduces_by, _real(sums), _real(message))]
+        launch = partial(reduce_scatter_of_one_tensor, self._reduces_by, _real(sums), _real(message))
 
         def finish() -> Tensor:
-            self._wait(works, channel, (message, sums))
             return sums if times == 1 else sums.mul_(times)
 
-        return Handle(finish)
+        return self._launch(channel, message.nbytes, (message, sums), lambda: [launch()], finish)
 
     @staticmethod
-    def _sum(received: Sequence[Tensor], times: float = 1) -> Tensor:
+    def sum(received: Sequence[Tensor], times: float = 1) -> Tensor:
         """Sums by one kernel a message, whatever the number of ranks."""
         sums = [rows.sum(0, dtype=wide(rows[:0]).dtype) for rows in received]
         total = sums[0] if len(sums) == 1 else concatenate(sums)

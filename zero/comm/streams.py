@@ -20,9 +20,8 @@ It frees memory only once the host has found that the device no longer uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,31 +31,22 @@ from zero.comm.comm import Comm
 from zero.comm.transport import Handle
 
 
-class OnStream(Protocol):
-    """Turns the handle of a transfer, launched within the context of a stream, into one for the computing stream."""
-
-    def __call__(self, launched: Handle, *, keeps: object = None) -> Handle:
-        """Returns a handle whose `wait` makes the computing stream wait. keeps: tensors to keep alive until then."""
-
-
-def _in_place(launched: Handle, *, keeps: object = None) -> Handle:
-    return launched
-
-
-_IN_PLACE = nullcontext(_in_place)
-
-
 class NoStreams:
     """The interface, for devices without streams such as the CPU: everything runs where it is launched."""
 
-    def gathers(self, comm: Comm, *, ahead: bool, from_host: bool) -> AbstractContextManager[OnStream]:
-        """Returns a context in which an all-gather is launched beside the computing. from_host: it reads the memory of
-        the CPU. ahead: it does not wait for the computing since `begin`, only for the uses of released buffers."""
-        return _IN_PLACE
+    def gather(
+        self, comm: Comm, launch: Callable[[], Handle], *, keeps: object, ahead: bool, from_host: bool
+    ) -> Handle:
+        """Launches an all-gather beside the computing. Returns a handle whose `wait` makes the computing stream wait.
 
-    def reductions(self, comm: Comm) -> AbstractContextManager[OnStream]:
-        """Returns a context in which a reduction of tensors computed so far is launched beside the computing."""
-        return _IN_PLACE
+        keeps: tensors to keep alive until then. from_host: it reads the memory of the CPU. ahead: it does not wait for
+        the computing since `begin`, only for the uses of released buffers.
+        """
+        return launch()
+
+    def reduce(self, comm: Comm, launch: Callable[[], Handle], *, keeps: object) -> Handle:
+        """Launches a reduction of tensors computed so far beside the computing. See `gather`."""
+        return launch()
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         """Returns `source` in the dtype and on the device of `like`. A copy to the CPU is complete only after the host
@@ -115,41 +105,34 @@ class Streams(NoStreams):
                 "use other streams, if they wait for this one and this one waits for them."
             )
 
-    @contextmanager
-    def gathers(self, comm: Comm, *, ahead: bool, from_host: bool) -> Iterator[OnStream]:
+    def gather(
+        self, comm: Comm, launch: Callable[[], Handle], *, keeps: object, ahead: bool, from_host: bool
+    ) -> Handle:
         self._refuse_capture()
         if not ahead:
             self._gathers.wait_stream(self._current)
         if from_host:
             self._at_host.add(self._gathers)
-        with self._on(self._gathers, comm) as on_stream:
-            yield on_stream
+        return self._launch(self._gathers, comm, launch, keeps)
 
-    @contextmanager
-    def reductions(self, comm: Comm) -> Iterator[OnStream]:
+    def reduce(self, comm: Comm, launch: Callable[[], Handle], *, keeps: object) -> Handle:
         self._refuse_capture()
         self._reductions.wait_stream(self._current)
-        with self._on(self._reductions, comm) as on_stream:
-            yield on_stream
+        return self._launch(self._reductions, comm, launch, keeps)
 
-    @contextmanager
-    def _on(self, stream: Any, comm: Comm) -> Iterator[OnStream]:
+    def _launch(self, stream: Any, comm: Comm, launch: Callable[[], Handle], keeps: object) -> Handle:
         launched_on = self._current
-
-        def beside(launched: Handle, *, keeps: object = None) -> Handle:
-            result = launched.wait()
+        with self._module.stream(stream):
+            result = launch().wait()
             arrival = stream.record_event()
 
-            def finish() -> Any:
-                comm.refuse_if_broken((keeps, result))
-                for waiting in {launched_on, self._current}:
-                    waiting.wait_event(arrival)
-                return result
+        def finish() -> Any:
+            comm.refuse_if_broken((keeps, result))
+            for waiting in {launched_on, self._current}:
+                waiting.wait_event(arrival)
+            return result
 
-            return Handle(finish)
-
-        with self._module.stream(stream):
-            yield beside
+        return Handle(finish)
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         if not apart(source, like) or like.device.type != "cpu":

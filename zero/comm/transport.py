@@ -12,54 +12,24 @@ from typing import Any
 
 from torch import Tensor
 
-from zero.comm.packing import concatenate, wide
+from zero.comm.packing import sum_in_rank_order
 
 Message = tuple[Tensor, Sequence[int]]
 """A flat tensor, and the number of its elements that go to each rank, in rank order: the same numbers on all ranks."""
 
 
 class Handle:
-    """A transfer in flight. It owns the buffers until `wait` has returned the result.
+    """A transfer in flight. `finish` owns the buffers until it has returned the result."""
 
-    queue: the transfers that compare or launch operations in `wait`. They are completed in the order of their launches,
-        so that this order is the same on every rank, whichever handle a rank waits for first.
-    """
-
-    def __init__(self, finish: Callable[[], Any], queue: list[Handle] | None = None) -> None:
-        self._finish = finish
-        self._queue = queue
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._waited = False
-        if queue is not None:
-            queue.append(self)
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
 
     def wait(self) -> Any:
-        """Waits for the transfer and returns its result. Must not be called again after it has returned.
-
-        Raises the error of the transfer, also if it came up in the `wait` of another handle.
-        """
-        assert not self._waited, "this transfer was waited for before"
-        while self._queue and self in self._queue:
-            self._queue.pop(0)._complete()
-        if self._error is not None:
-            raise self._error
-        if self._queue is None:
-            self._result = self._finish()
-        self._waited, self._finish = True, _nothing
-        result, self._result = self._result, None
+        """Waits for the transfer and returns its result, or raises its error. Must not be called after it returned."""
+        assert self._finish is not None, "this transfer was waited for before"
+        result = self._finish()
+        self._finish = None
         return result
-
-    def _complete(self) -> None:
-        finish, self._finish = self._finish, _nothing
-        try:
-            self._result = finish()
-        except BaseException as error:
-            self._error = error
-            raise
-
-
-def _nothing() -> None: ...
 
 
 class Transport(ABC):
@@ -82,11 +52,20 @@ class Transport(ABC):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         """Fills the flat `full`. Rank r sends elements [bounds[r], bounds[r + 1]), which its own `full` holds."""
 
-    @abstractmethod
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         """Sums over the ranks the elements sent to this rank. `wait` returns `times` the sums, flat, one message after
         another: a new tensor (float32 for 16-bit floats), or the flat `into`, which may overlap this rank's share of
         the messages. On the CPU they are added in rank order."""
+        received = self.all_to_all(messages, channel)
+
+        def sums() -> Tensor:
+            total = self.sum(received.wait(), times)
+            return total if into is None else into.copy_(total)
+
+        return Handle(sums)
+
+    sum = staticmethod(sum_in_rank_order)
+    """Adds what `all_to_all` has received."""
 
     @abstractmethod
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
@@ -120,14 +99,6 @@ class Local(Transport):
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         return Handle(lambda: None)
-
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
-        def own() -> Tensor:
-            sums = wide(concatenate([message for message, _ in messages]))
-            sums = sums if times == 1 else sums * times
-            return sums if into is None else into.copy_(sums)
-
-        return Handle(own)
 
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         return Handle(lambda: [message.unsqueeze(0) for message, _ in messages])

@@ -9,13 +9,14 @@ A transfer takes no time here. An observer can model its time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from zero.comm import Comm
-from zero.comm.link import Link
+from zero.comm.link import Link, Transports
 from zero.comm.order import Order
 from zero.comm.packing import lengths, wide
 from zero.comm.process_group import scatters
@@ -47,10 +48,12 @@ class Rehearsal(Transport):
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
         self._order, self._rank, self._world = order, rank, world
         self._host_memory = like == "host memory"
+        self._handle: Callable[[Finish], Handle] = Handle
         if self._host_memory:
-            from zero.features.host_memory.transport import CHUNK  # the folder may be missing
+            from zero.features.host_memory import transport  # the folder may be missing
 
-            self._chunk = CHUNK
+            self._chunk, queue = transport.CHUNK, list[transport.QueuedHandle]()
+            self._handle = partial(transport.QueuedHandle, queue=queue)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         longest = max(lengths(bounds))
@@ -101,7 +104,7 @@ class Rehearsal(Transport):
             wait()
             return finish()
 
-        return Handle(finished, self._order.queue if self._host_memory else None)
+        return self._handle(finished)
 
     def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
         """Allocates the chunks that HostMemory reads from all ranks at a time. own: this rank's elements by message."""
@@ -140,9 +143,7 @@ class RehearsedLink(Link):
         self.rank, self.world, self.like, self.observer = rank, world, like, observer
         self.order = Order(rank, world)
         self._rehearsal = Rehearsal(self.order, rank, world, like, observer)
-
-    def transport(self, device: torch.device | None = None) -> Transport:
-        return self._rehearsal
+        self.transports = Transports(lambda kind: self._rehearsal)
 
     def without_backend(self, devices: Iterable[torch.device]) -> str | None:
         return None

@@ -10,6 +10,7 @@ this rank did not use a parameter, it learns only at the end of the backward whe
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -119,11 +120,9 @@ class GradBucket:
         self.used |= self._sent
         self.missing = self.missing or len(self._sent) < len(self.trained)
         self._taken, self.taken_bytes = {}, 0
-        with (
-            shown("reduce", group.label, group.comm.rank),
-            group.streams.reductions(group.exchange.gathered_by) as on_stream,
-        ):
-            self._handle = on_stream(group.exchange.reduce(messages, self._wire), keeps=messages)
+        launch = partial(group.exchange.reduce, messages, self._wire)
+        with shown("reduce", group.label, group.comm.rank):
+            self._handle = group.streams.reduce(group.exchange.gathered_by, launch, keeps=messages)
 
     def finish(self) -> None:
         """Waits for the reduce, and adds the averages to the gradients of this rank's shard. It keeps those of

@@ -210,19 +210,18 @@ class ShardGroup:
         if conceal:
             unknown = self.full.new_full((), torch.nan)
             self._bind([unknown.expand(shape) for shape in self.shapes.full])
-        from_host = self.home.apart
+
+        def launch() -> Handle:
+            if self.frees:
+                self.gathered_as = wire if self.comm.world > 1 else PLAIN
+                self.full.untyped_storage().resize_(self.full.nbytes)
+            return self.exchange.gather(self.full, self.shard if self.frees else None, wire, channel)
+
+        by, keeps, apart = self.exchange.gathered_by, (self.full, self.exchange), self.home.apart
         try:
-            with (
-                shown("unshard", self.label, self.comm.rank),
-                self.streams.gathers(self.exchange.gathered_by, ahead=ahead, from_host=from_host) as beside,
-                torch.no_grad(),
-            ):
-                if self.frees:
-                    self.gathered_as = wire if self.comm.world > 1 else PLAIN
-                    self.full.untyped_storage().resize_(self.full.nbytes)
-                gathered = self.exchange.gather(self.full, self.shard if self.frees else None, wire, channel)
-                self._handle = beside(gathered, keeps=(self.full, self.exchange))
-                if self.home.apart:
+            with shown("unshard", self.label, self.comm.rank), torch.no_grad():
+                self._handle = self.streams.gather(by, launch, keeps=keeps, ahead=ahead, from_host=apart)
+                if apart:
                     self.home.used(self.shard)
         except BaseException:
             self._become(GroupState.LOST)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order, Transfer
+from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, wide
 from zero.comm.process_group import refuse_differing_logs
 from zero.comm.transport import Handle, Message, Transport
@@ -34,6 +35,34 @@ Addresses = Mapping[int, int]
 """The address of the data to read, by rank, for each other rank."""
 
 
+class QueuedHandle(Handle):
+    """A transfer that compares operations in `wait`. queue: all that are in flight. They are completed in the order of
+    their launches, so that this order is the same on every rank, whichever handle a rank waits for first."""
+
+    def __init__(self, finish: Callable[[], Any], queue: list[QueuedHandle]) -> None:
+        super().__init__(finish)
+        self._queue = queue
+        queue.append(self)
+
+    def wait(self) -> Any:
+        """Also raises the error of the transfer if it came up in the `wait` of another handle."""
+        while self in self._queue:
+            self._queue.pop(0)._complete()
+        return super().wait()
+
+    def _complete(self) -> None:
+        try:
+            result = super().wait()
+            self._finish = lambda: result
+        except BaseException as error:
+            self._finish = partial(_raise, error)
+            raise
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
 class HostMemory(Transport):
     """The transport for tensors on the CPU, within one host."""
 
@@ -41,6 +70,7 @@ class HostMemory(Transport):
 
     def __init__(self, order: Order, peers: Peers, rank: int, world: int) -> None:
         self._order, self._peers, self._rank, self._world = order, peers, rank, world
+        self._queue: list[QueuedHandle] = []
         order.at_failure.append(lambda _: peers.close())  # the other ranks wait for this rank to read: it will not
 
     def _launch(self, channel: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Handle:
@@ -48,29 +78,27 @@ class HostMemory(Transport):
         the memory that any rank reads or writes."""
         self._announce(channel, address, buffers)
 
-        def finish() -> Any:
-            addresses = self._notes(channel, buffers)
-            with Transfer(self._order, channel, buffers):
-                result = read(addresses)
-                self._peers.finish()
+        def read_all(addresses: Addresses) -> Any:
+            result = read(addresses)
+            self._peers.finish()
             return result
 
-        return Handle(finish, self._order.queue)
+        return QueuedHandle(
+            lambda: self._order.attempt(channel, buffers, partial(read_all, self._notes(channel, buffers))), self._queue
+        )
 
     def _announce(self, channel: int, address: int, buffers: object) -> None:
-        with Transfer(self._order, channel, buffers):
-            self._peers.announce(channel, address)
+        self._order.attempt(channel, buffers, partial(self._peers.announce, channel, address))
 
     def _notes(self, channel: int, buffers: object) -> Addresses:
-        with Transfer(self._order, channel, buffers):
-            notes = self._peers.notes()
+        notes = self._order.attempt(channel, buffers, self._peers.notes)
         self._order.refuse_differing(channel, {rank: note.number for rank, note in notes.items()})
         return {rank: note.address for rank, note in notes.items()}
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
         digest = self._order.digest & _DIGEST_MASK  # of operations by other transports of the group
         self._announce(channel, digest << 1 | flag, None)  # in place of an address
-        received: Addresses = Handle(lambda: self._notes(channel, None), self._order.queue).wait()
+        received: Addresses = QueuedHandle(lambda: self._notes(channel, None), self._queue).wait()
         if any(word >> 1 != digest for word in received.values()):
             refuse_differing_logs(self, self._order)
         self._order.compared()
