@@ -79,7 +79,7 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("sdp/bucket.py", "_add", "self.group.arrive()"): "3 offloaded, accumulated",
     ("comm/wire.py", "finish", "handle.wait()"): "2 in 16 bits",
     ("shards/shard_group.py", "finish_unshard", "handle.wait()"): "3",
-    ("shards/shard_group.py", "_leave_shard", "self.streams.release()"): "3",
+    ("shards/shard_group.py", "reshard", "self.streams.release()"): "3",
     ("shards/shard_group.py", "settle", "self.streams.settle()"): "3 offloaded",
     ("shards/placement.py", "average", "averages: Tensor = within.wait()"): "3 hybrid",
     ("sdp/bucket.py", "finish", "sums: Tensor = handle.wait()"): "3",

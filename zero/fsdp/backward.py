@@ -79,9 +79,7 @@ class Backward:
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
         """The hook on the unit's inputs: completes it once backward has passed all of its expected calls."""
-        if unit.state is not TrainingState.BACKWARD or not unit.complete(call):
-            return
-        if unit.calls == 0 and not unit.completes_at_end:
+        if unit.state is TrainingState.BACKWARD and unit.complete(call):
             self._complete(unit)
 
     def _begin(self) -> None:
@@ -124,12 +122,12 @@ class Backward:
         Under no_sync stores the gradients instead of reducing them.
         """
         self._in_backward.remove(unit)
+        unit.gradients.hand_over()
+        unit.end_backward()  # before waiting: an all-gather into its memory need not wait for the reduction
         if self.reduces:
-            unit.gradients.hand_over()
-            unit.end_backward()  # before waiting: an all-gather into its memory need not wait for the reduction
             self._finish_reduce()
         else:
-            unit.end_unreduced_backward()
+            unit.gradients.show_unreduced()
         if self._prefetches_after and not at_end:
             self._launch_ahead(unit)
         if self.reduces:
@@ -164,8 +162,7 @@ class Backward:
         self._finish_reduce()
         self._end.reach([bucket for unit in self._units for bucket in unit.gradients.buckets])
         for unit in self._units:
-            unit.forget_calls()
-            unit.reshard()
+            unit.end_backward()
             unit.settle()
         self.active = self.awaited = False
         self.accumulates = not self.reduces

@@ -121,23 +121,18 @@ class Unit:
             self._late |= call.late
 
     def complete(self, call: Call) -> bool:
-        """Counts the backward of the call as complete. Returns whether it was expected."""
-        expected = call.expected_round == self._round
-        if expected:
-            call.expected_round = -1
-            self.calls -= 1
-        return expected
+        """Counts the backward of the call as complete, if it was expected. Returns whether that was the last one, and
+        all gradients of the unit are there."""
+        if call.expected_round != self._round:
+            return False
+        call.expected_round = -1
+        self.calls -= 1
+        return self.calls == 0 and not self.completes_at_end
 
     @property
     def completes_at_end(self) -> bool:
         """Whether its gradients are complete only at the end of backward."""
         return self._late or any(late(self) for late in self.events.late)
-
-    def forget_calls(self) -> None:
-        self.calls = 0
-        self._late = False
-        self.earliest = math.inf
-        self._round += 1
 
     def forget_forward(self) -> None:
         """Forgets forwards that an exception has ended."""
@@ -202,7 +197,8 @@ class Unit:
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain."""
-        self.finish_unshard()
+        if any(group.state is GroupState.GATHERING for group in self.groups):
+            self.finish_unshard()
         for group in self.groups:
             if group.state is GroupState.UNSHARDED:
                 for resharding in self.events.resharding:
@@ -221,16 +217,13 @@ class Unit:
         self.state = TrainingState.BACKWARD
         self.gradients.enter_backward()
 
-    def end_unreduced_backward(self) -> None:
-        """Ends a backward under no_sync: stores the full gradients and reshards the parameters."""
-        full = self.gradients.take_full()
-        self.end_backward()
-        self.gradients.keep(full)
-
     def end_backward(self) -> None:
-        """Ends a backward whose gradients were taken, and reshards the parameters."""
+        """Forgets the expected backwards, and reshards the parameters. The gradients were taken."""
         self.state = TrainingState.IDLE
-        self.forget_calls()
+        self.calls = 0
+        self.earliest = math.inf
+        self._late = False
+        self._round += 1
         self.reshard()
 
     @property

@@ -2,14 +2,14 @@
 
     at rest       `param.grad` is this rank's shard of the averaged gradient, in the shard's shape, for any optimizer
     in backward   `param.grad` is autograd's own full gradient; the shard's earlier gradient is in `_accumulated`
-    no_sync       full gradients are in `_unreduced`; `param.grad` is this rank's shard of them, or of earlier ones
+    no_sync       the buckets have taken the full gradients, and launch nothing; `param.grad` is this rank's slice
 
 Autograd adds gradients of results computed from parameters at rest to `param.grad` at rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -24,61 +24,80 @@ class UnitGradients:
 
     `buckets`: one a group.
     `left_unreduced`: whether a backward under no_sync has gone through the unit since its gradients were last reduced.
-    `reducing`: whether a reduction of the gradients is in flight.
     """
 
     def __init__(self, groups: Sequence[ShardGroup], *, wire: Wire = PLAIN) -> None:
         self.buckets = [GradBucket(group, group.params, wire=wire) for group in groups]
-        self.left_unreduced = self.reducing = False
+        self.left_unreduced = False
+        self._trained: list[tuple[GradBucket, int, nn.Parameter]] = []
+        """The parameters that have gradients in this backward, with their places."""
         self._accumulated: dict[nn.Parameter, Tensor] = {}
-        self._unreduced: dict[nn.Parameter, Tensor] = {}
-        self._shows_accumulated: set[nn.Parameter] = set()
-        """Parameters with an unreduced gradient whose `grad` is the accumulated gradient of the shard."""
+        self._slices: dict[nn.Parameter, Tensor] = {}
+        """This rank's slices of gradients that are not reduced. Each is `param.grad`, until the user clears that, or
+        the accumulated gradient of the shard stands there."""
 
-    def _trained(self) -> Iterator[tuple[GradBucket, int, nn.Parameter]]:
-        for bucket in self.buckets:
-            for index in bucket.trained:
-                yield bucket, index, bucket.group.params[index]
+    @property
+    def reducing(self) -> bool:
+        """Whether a reduction of the gradients is in flight."""
+        return any(bucket.reducing for bucket in self.buckets)
 
     # ------------------------------------------------------------------------------------------- a backward
 
     def enter_backward(self) -> None:
-        """Sets `param.grad` up for the full gradients that autograd writes from here on. No reduction is in flight."""
-        for bucket in self.buckets:
-            assert not bucket.reducing
-            bucket.notice_trained()
-        for _, _, param in self._trained():
-            param.grad = self._set_aside(param)
-
-    def _set_aside(self, param: nn.Parameter) -> Tensor | None:
-        """Sets the shard's gradient aside, returns no_sync's full gradient; drops both if zero_grad was called."""
-        grad, param.grad = param.grad, None
-        unreduced = self._unreduced.pop(param, None)
-        if grad is None:
-            self._accumulated.pop(param, None)
-        elif unreduced is None or param in self._shows_accumulated:
-            self._accumulated[param] = grad
-        self._shows_accumulated.discard(param)
-        return None if grad is None else unreduced
-
-    def hand_over(self) -> None:
-        """Moves the gradients of a complete backward into the buckets, to be reduced."""
-        for bucket in self.buckets:
-            for index in bucket.trained:
-                param = bucket.group.params[index]
-                gradient, param.grad = param.grad, None
-                bucket.take(index, gradient)
-        self.reducing, self.left_unreduced = True, False
+        """Sets `param.grad` up for the full gradients that autograd writes from here on."""
+        for _, _, param, unreduced in self._begin():
+            param.grad = unreduced
 
     def hand_over_leftovers(self) -> None:
-        """Moves gradients of backwards under no_sync into the buckets, if a later backward did not reach the unit."""
-        for bucket, index, param in self._trained():
-            bucket.take(index, self._set_aside(param))
-        self.reducing, self.left_unreduced = True, False
+        """Has the buckets reduce what they took under no_sync, if a later backward has not reached the unit."""
+        for bucket, index, _, unreduced in self._begin():
+            bucket.take(index, unreduced)
+        self.left_unreduced = False
+
+    def _begin(self) -> list[tuple[GradBucket, int, nn.Parameter, Tensor | None]]:
+        """Sets accumulated gradients aside; no reduction is in flight. Returns the parameters that have gradients in
+        this backward, with their places and what no_sync has left. Drops both where the user has cleared `param.grad`.
+        """
+        unreduced: dict[nn.Parameter, Tensor] = {}
+        for bucket in self.buckets:
+            assert not bucket.reducing
+            unreduced.update((bucket.group.params[index], gradient) for index, gradient in bucket.give_back())
+            bucket.notice_trained()
+        self._trained = [
+            (bucket, index, bucket.group.params[index]) for bucket in self.buckets for index in bucket.trained
+        ]
+        begun: list[tuple[GradBucket, int, nn.Parameter, Tensor | None]] = []
+        for place in self._trained:
+            param = place[2]
+            grad, param.grad = param.grad, None
+            shown = self._slices.pop(param, None)
+            if grad is None:
+                self._accumulated.pop(param, None)
+            elif grad is not shown:
+                self._accumulated[param] = grad
+            begun.append((*place, None if grad is None or shown is None else unreduced.get(param)))
+        return begun
+
+    def hand_over(self) -> None:
+        """Moves the gradients of a complete backward into the buckets."""
+        for bucket, index, param in self._trained:
+            gradient, param.grad = param.grad, None
+            bucket.take(index, gradient)
+        self.left_unreduced = False
+
+    def show_unreduced(self) -> None:
+        """Shows in `param.grad` this rank's slices of what the buckets have taken. The parameters are resharded."""
+        self.left_unreduced = True
+        for bucket, index, param in self._trained:
+            own = bucket.own_of_taken(index)
+            if own is None:  # this backward has no gradient of it
+                param.grad = self._accumulated.pop(param, None)
+            else:
+                param.grad = self._slices[param] = own
 
     def finish(self, title: str) -> None:
         """Waits for this rank's shards of the gradients, and adds them to the accumulated ones. title: the unit's."""
-        for bucket, index, param in self._trained():
+        for bucket, index, param in self._trained:
             if param.grad is not None:  # autograd does not refuse it if the shard has the full parameter's shape
                 raise RuntimeError(
                     f"{bucket.group.names[index]} got a gradient after {title} of FSDP had sent its gradients, in the "
@@ -87,66 +106,41 @@ class UnitGradients:
                 )
             param.grad = self._accumulated.pop(param, None)
         for bucket in self.buckets:
-            if bucket.reducing:
-                bucket.finish()
-        self.reducing = False
+            bucket.finish()
 
-    # ----------------------------------------------------------------------------------------- under no_sync
-
-    def take_full(self) -> dict[nn.Parameter, tuple[ShardGroup, int, Tensor]]:
-        """Takes the full gradients of a backward under no_sync, for `keep` once the parameters are resharded."""
-        full = {param: (bucket.group, i, param.grad) for bucket, i, param in self._trained() if param.grad is not None}
-        for param in full:
-            param.grad = None
-        return full
-
-    def keep(self, full: dict[nn.Parameter, tuple[ShardGroup, int, Tensor]]) -> None:
-        """Stores full gradients until they are reduced; `param.grad` shows the elements of this rank's shard."""
-        self.left_unreduced = True
-        for param in self._accumulated.keys() - full.keys():  # this backward has no gradient of them
-            param.grad = self._accumulated.pop(param)
-        for param, (group, index, gradient) in full.items():
-            ordered = group.shapes.in_memory_order(index, gradient)
-            span = group.spans.get(index)
-            shard = (ordered[span.start : span.stop] if span else ordered[:0]).to(group.shard)
-            param.grad = group.shapes.shaped(index, shard) if span else shard.view(group.shard_views[index].shape)
-            self._unreduced[param] = gradient
+    # ---------------------------------------------------------------------------------------------- at rest
 
     def unreduced(self, param: nn.Parameter) -> bool:
         """Returns whether the parameter has a gradient from no_sync that was not reduced."""
-        return param in self._unreduced
-
-    # ---------------------------------------------------------------------------------------------- at rest
+        return param in self._slices
 
     def show_accumulated(self, param: nn.Parameter) -> None:
         """Puts the shard's accumulated gradient into `param.grad`, to which autograd is about to add another."""
         if param.grad is None:  # cleared
-            self._unreduced.pop(param, None)
+            self._slices.pop(param, None)
             self._accumulated.pop(param, None)
-        elif param in self._unreduced and param not in self._shows_accumulated:
+        elif param.grad is self._slices.get(param):
             param.grad = self._accumulated.pop(param, None)
-            self._shows_accumulated.add(param)
 
     # -------------------------------------------------------------------------------------------- exceptions
 
     def drop_full(self) -> None:
         """Drops the full gradients of a backward that an exception has ended."""
-        for _, _, param in self._trained():
+        for _, _, param in self._trained:
             param.grad = None
         self.left_unreduced = False
 
     @property
     def has_set_aside(self) -> bool:
         """Whether gradients from before a backward that an exception has ended are set aside."""
-        return bool(self._accumulated.keys() - self._unreduced.keys())
+        return bool(self._accumulated.keys() - self._slices.keys())
 
     def restore(self) -> None:
         """Puts these gradients back into `param.grad`. Unreduced gradients remain."""
-        for param in self._accumulated.keys() - self._unreduced.keys():
+        for param in self._accumulated.keys() - self._slices.keys():
             param.grad = self._accumulated.pop(param)
 
     def abandon(self) -> None:
-        """Waits for the reductions in flight and drops their results."""
-        self.reducing = False
+        """Waits for the reductions in flight and drops their results. Unreduced gradients remain."""
         for bucket in self.buckets:
-            bucket.abandon()
+            bucket.abandon(keeps_taken=bool(self._slices))

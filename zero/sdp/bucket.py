@@ -95,6 +95,20 @@ class GradBucket:
         self._taken[index] = self.group.shapes.in_memory_order(index, gradient)
         self.taken_bytes += gradient.nbytes
 
+    def give_back(self) -> list[tuple[int, Tensor]]:
+        """Returns the gradients that the bucket has taken and not sent, with their positions. It is empty then."""
+        taken, self._taken, self.taken_bytes = self._taken, {}, 0
+        return [(index, self.group.shapes.shaped(index, flat)) for index, flat in taken.items()]
+
+    def own_of_taken(self, index: int) -> Tensor | None:
+        """Returns this rank's slice of a gradient that the bucket has taken, in the dtype and on the device of the
+        shard; None if it has taken none of this parameter."""
+        flat, span = self._taken.get(index), self.group.spans.get(index)
+        if flat is None:
+            return None
+        own = flat[span.start : span.stop] if span else flat[:0]
+        return self.group.shapes.shaped(index, own.to(self.group.shard))
+
     def refuse_late(self, index: int) -> NoReturn:
         """Raises RuntimeError for a gradient that came after the launch."""
         raise RuntimeError(
@@ -125,10 +139,11 @@ class GradBucket:
             self._handle = group.streams.reduce(group.exchange.gathered_by, launch, keeps=messages)
 
     def finish(self) -> None:
-        """Waits for the reduce, and adds the averages to the gradients of this rank's shard. It keeps those of
-        parameters that this rank has not used until `decide`."""
-        assert self._handle is not None
+        """Waits for the reduce, if one is in flight, and adds the averages to the gradients of this rank's shard. It
+        keeps those of parameters that this rank has not used until `decide`."""
         handle, self._handle, group = self._handle, None, self.group
+        if handle is None:
+            return
         with shown("wait_for_reduce", group.label, group.comm.rank):
             sums: Tensor = handle.wait()
         used: list[tuple[int, Tensor]] = []
@@ -161,9 +176,10 @@ class GradBucket:
         self.reduced = self.used.union(index for index, anywhere in used.items() if anywhere)
         self._forget_usage()
 
-    def abandon(self) -> None:
+    def abandon(self, *, keeps_taken: bool = False) -> None:
         """Waits for the reduce in flight, and forgets a backward that was interrupted."""
-        self._taken, self.taken_bytes = {}, 0
+        if not keeps_taken:
+            self._taken, self.taken_bytes = {}, 0
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()

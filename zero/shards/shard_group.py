@@ -142,13 +142,13 @@ class ShardGroup:
         if not self.frees:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
         alike = not home.apart and not other_dtype and self.exchange.gathered_by is self.comm
-        self.shard_in_full = self._options.shard_in_full and self.frees and alike
+        self.shard_in_full = False
         if self._options.own_shard:
             if other_dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
                 self._full_views = self._views_to_bind()
-            self._become(GroupState.SHARDED)
-            self._leave_shard()
+            self.reshard()
+            self.shard_in_full = self._options.shard_in_full and self.frees and alike
 
     def __repr__(self) -> str:
         return f"ShardGroup({len(self.params)} x {self.full.dtype}, {self.state.value}, {self.layout.world} ranks)"
@@ -254,13 +254,10 @@ class ShardGroup:
                     self.shard.copy_(self.own_of_full)
             elif self.home.apart:
                 self.home.used(self.shard)
-            self._leave_shard()
-
-    def _leave_shard(self) -> None:
-        self._bind(self.shard_views)
-        if self.frees:
-            self.streams.release()
-            self.full.untyped_storage().resize_(0)
+            self._bind(self.shard_views)
+            if self.frees:
+                self.streams.release()
+                self.full.untyped_storage().resize_(0)
 
     def bring(self, sums: Tensor) -> Tensor:
         """Converts a gradient of the shard to the dtype and device of `stepped`. The copy may be on its way until
