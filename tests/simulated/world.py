@@ -18,9 +18,9 @@ from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
-from zero.comm.streams import Streams
 from zero.comm.transport import Local, Transport
 from zero.features import offload
+from zero.features.streams import Streams
 from zero.plan.transport import Rehearsal
 from zero.shards.masters import Masters
 
@@ -129,7 +129,7 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
             memory.in_host_memory(made)
         return made
 
-    for module in ("zero.shards.shard_group", "zero.comm.streams"):
+    for module in ("zero.shards.shard_group", "zero.features.streams"):
         stack.enter_context(mock.patch(f"{module}.apart", lambda one, other: on_host(one) != on_host(other)))
     stack.enter_context(mock.patch.object(offload.HostHome, "place", placed))
     stack.enter_context(mock.patch.object(offload.HostHome, "has", lambda home, shard: on_host(shard)))

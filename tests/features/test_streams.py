@@ -50,17 +50,27 @@ def test_so_it_does_where_a_backend_has_a_stream_of_its_own(scenario):
     assert problem(scenario, own_stream=True) == ""
 
 
+STREAMS = "features/streams/__init__.py"
+
 NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("comm/process_group.py", "_await", "work.wait()"): "3",
-    ("comm/streams.py", "begin", "self._gathers.wait_stream(self._computing)"): "3, no parameters in the root",
-    ("comm/streams.py", "gather", "self._gathers.wait_stream(self._current)"): "2",
-    ("comm/streams.py", "reduce", "self._reductions.wait_stream(self._current)"): "3",
-    ("comm/streams.py", "_launch", "result = launch().wait()"): "3",
-    ("comm/streams.py", "finish", "waiting.wait_event(arrival)"): "3",
-    ("comm/streams.py", "to_host", "self._reductions.wait_stream(self._current)"): "1 offloaded",
-    ("comm/streams.py", "to_host", "source.record_stream(self._reductions)"): "1 offloaded, with other strides",
-    ("comm/streams.py", "release", "self._gathers.wait_stream(self._current)"): "3",
-    ("comm/streams.py", "settle", "stream.record_event().synchronize()"): "3 offloaded",
+    (
+        "features/streams/__init__.py",
+        "begin",
+        "self._gathers.wait_stream(self._computing)",
+    ): "3, no parameters in the root",
+    (STREAMS, "gather", "self._gathers.wait_stream(self._current)"): "2",
+    (STREAMS, "reduce", "self._reductions.wait_stream(self._current)"): "3",
+    (STREAMS, "_launch", "result = launch().wait()"): "3",
+    (STREAMS, "finish", "waiting.wait_event(arrival)"): "3",
+    (STREAMS, "to_host", "self._reductions.wait_stream(self._current)"): "1 offloaded",
+    (
+        "features/streams/__init__.py",
+        "to_host",
+        "source.record_stream(self._reductions)",
+    ): "1 offloaded, with other strides",
+    (STREAMS, "release", "self._gathers.wait_stream(self._current)"): "3",
+    (STREAMS, "settle", "stream.record_event().synchronize()"): "3 offloaded",
     ("fsdp/backward.py", "_begin", "self._model.streams.begin()"): "3 written before backward",
     ("fsdp/backward.py", "_finish", "unit.settle()"): "3 offloaded",
     ("comm/streams.py", "begin", "one.begin()"): "3, no parameters in the root",
