@@ -34,7 +34,7 @@ OPTIONS = {
     "host_memory": "zero.comm.configure(host_memory='ptracer')",
     "meta": "zero.FSDP(model, param_init_fn=print)",
     "offload": "zero.FSDP(model, offload='anything')",
-    "two_levels": "zero.FSDP(model, optimizer_sharding='all')",
+    "hybrid": "zero.FSDP(model, sharding_strategy='NO_SHARD')",
 }
 """A call that asks for what each feature brings by an option."""
 

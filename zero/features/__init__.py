@@ -10,7 +10,6 @@ from typing import Any
 
 from zero.comm import link
 from zero.shards import home
-from zero.shards.placement import optimizer_shardings
 
 NAMES = {
     "CPUOffload": "offload",
@@ -57,10 +56,8 @@ def _refusal(feature: str, option: str, *nothing: Any, otherwise: Any = None) ->
 
 
 _NO_HOME = _refusal("offload", "offload", None, False, otherwise=home.DEVICE)
-_NO_PLACEMENT = _refusal("two_levels", "optimizer_sharding")
 _REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Callable[..., Any]]]] = {
     "offload": (home.homes, {"offload": _NO_HOME, "cpu_offload": _NO_HOME}),
-    "two_levels": (optimizer_shardings, {"all": lambda placement, strategy: _NO_PLACEMENT("all")}),
     "host_memory": (link.settings, {"host_memory": _refusal("host_memory", "host_memory", None, "off")}),
 }
 """By feature: a registry, and what stands there for its options if the folder is missing."""

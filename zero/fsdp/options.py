@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from zero.comm import Comm
 from zero.fsdp.prefetch import Prefetch, as_prefetch
-from zero.shards.placement import Placement, optimizer_shardings
+from zero.shards.placement import Placement, placements
 
 
 class ShardingStrategy(enum.Enum):
@@ -54,7 +53,7 @@ def place(
 
     process_group: one group, or for hybrid strategies a pair: the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
-    optimizer_sharding: a key of `optimizer_shardings`; "group" shards the optimizer as the parameters.
+    optimizer_sharding: "group" or "all".
     """
     groups = [process_group]
     if device_mesh is not None:
@@ -65,41 +64,13 @@ def place(
         if device_mesh is not None and process_group is not None:
             raise ValueError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
         known = as_strategy(strategy)
-        return known, _shared_out(_placed(known, groups), known, optimizer_sharding), None
+        if optimizer_sharding not in ("group", "all"):
+            raise ValueError(f"optimizer_sharding={optimizer_sharding!r} is unknown. Choose 'group' or 'all'.")
+        if known.name not in placements:
+            raise ValueError(f"{known.name} needs a feature that is missing: zero/features/hybrid.")
+        return known, placements[known.name](known.name, groups, optimizer_sharding), None
     except ValueError as error:
         return ShardingStrategy.FULL_SHARD, Placement(Comm(groups[0] if groups else None)), str(error)
-
-
-def _shared_out(placement: Placement, strategy: ShardingStrategy, optimizer_sharding: Any) -> Placement:
-    if optimizer_sharding not in optimizer_shardings:
-        known = " or ".join(map(repr, optimizer_shardings))
-        raise ValueError(f"optimizer_sharding={optimizer_sharding!r} is unknown. Choose {known}.")
-    return optimizer_shardings[optimizer_sharding](placement, strategy.name)
-
-
-def _placed(strategy: ShardingStrategy, groups: list[Any]) -> Placement:
-    if not strategy.hybrid:
-        if len(groups) != 1:
-            raise ValueError(
-                f"{strategy.name} takes one process group, but was given {len(groups)}. HYBRID_SHARD takes two."
-            )
-        if strategy is ShardingStrategy.NO_SHARD:
-            return Placement(Comm.alone(), Comm(groups[0]))
-        return Placement(Comm(groups[0]))
-    if len(groups) != 2:
-        raise ValueError(
-            f"{strategy.name} needs two groups: process_group=(to shard within, to replicate across), or a "
-            "DeviceMesh of two dimensions, (replicas, shards)."
-        )
-    if any(isinstance(group, Comm) for group in groups):  # a plan's ranks, which do not exist
-        return Placement(Comm(groups[0]), Comm(groups[1]))
-    shards, replicas = ([*dist.get_process_group_ranks(group)] for group in groups)
-    if set(shards) & set(replicas) != {dist.get_rank()}:
-        raise ValueError(
-            f"{strategy.name} was given, as process_group, the ranks {shards} to shard within and {replicas} to "
-            "replicate across. They must have this rank in common and no other, as rows and columns of a DeviceMesh."
-        )
-    return Placement(Comm(groups[0]), Comm(groups[1]))
 
 
 @dataclass

@@ -137,14 +137,17 @@ def _oss(job: Job, comm: Any) -> OSS:
 
 def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
     """Stage 3: FSDP. kept: parameters stay unsharded from forward to backward (SHARD_GRAD_OP)."""
-    shards = job.world // job.options.replicas
+    replicas = job.options.replicas
+    hybrid, shards = replicas > 1 or job.options.optimizer_sharding != "group", job.world // replicas
+    comms = job.comm(rank, shards), job.comm(0, replicas, stride=shards)
+    strategies = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
     units = {*job.sizes.unit_modules.values()}
     model = FSDP(
         job.sizes.module,
-        process_group=(job.comm(rank, shards), job.comm(0, job.options.replicas, stride=shards)),
+        process_group=comms if hybrid else comms[0],
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
         partition=job.options.partition,
-        sharding_strategy="HYBRID_SHARD_ZERO2" if kept else "HYBRID_SHARD",
+        sharding_strategy=strategies[kept],
         optimizer_sharding=job.options.optimizer_sharding,
         mixed_precision=job.sizes.precision,
         prefetch=job.prefetch,

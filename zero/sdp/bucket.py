@@ -103,11 +103,13 @@ class GradBucket:
     def own_of_taken(self, index: int) -> Tensor | None:
         """Returns this rank's slice of a gradient that the bucket has taken, in the dtype and on the device of the
         shard; None if it has taken none of this parameter."""
-        flat, span = self._taken.get(index), self.group.spans.get(index)
+        flat, group = self._taken.get(index), self.group
         if flat is None:
             return None
-        own = flat[span.start : span.stop] if span else flat[:0]
-        return self.group.shapes.shaped(index, own.to(self.group.shard))
+        if index not in group.spans:
+            return torch.empty_like(group.shard_views[index])
+        span = group.spans[index]
+        return group.shapes.shaped(index, flat[span.start : span.stop].to(group.shard))
 
     def refuse_late(self, index: int) -> NoReturn:
         """Raises RuntimeError for a gradient that came after the launch."""

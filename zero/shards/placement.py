@@ -1,17 +1,12 @@
-"""Over which ranks a model is sharded, across which it is replicated, and how the shards of its groups travel.
-
-    Exchange    shards are gathered among the ranks that own them, and gradients are averaged over these ranks
-    Replicated  averages are averaged over the replicate group, too (hybrid sharding)
-
-A Placement makes the exchanges of its groups.
-"""
+"""Over which ranks a model is sharded, and how the shards of its groups travel: among the ranks that own them. Features
+bring others (zero/features/hybrid)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -67,49 +62,24 @@ class Exchange:
         return wire.reduce(comm, messages, 1 / comm.world, self._reduction)
 
 
-class Replicated(Exchange):
-    """Averages over replicas, too: the ranks that own the same shard."""
-
-    def __init__(self, comm: Comm, replicas: Comm, layout: Layout, label: str) -> None:
-        self._replicas = replicas
-        super().__init__(comm, layout, label)
-
-    def rename(self, label: str) -> None:
-        super().rename(label)
-        self._averaging = self._replicas.channel(f"the averaging over replicas of {label}")
-
-    def comms(self) -> list[Comm]:
-        return [self.gathered_by, self._replicas]
-
-    def reduce(self, messages: Sequence[Message], wire: Wire) -> Handle:
-        within = super().reduce(messages, wire)
-
-        def average() -> Tensor:
-            averages: Tensor = within.wait()
-            self._replicas.all_reduce(averages, channel=self._averaging)
-            return averages.mul_(1 / self._replicas.world)
-
-        return Handle(average)
-
-
 class Placement:
-    """comm: the ranks that each own a shard. replicas: the ranks that own the same shard (None: nobody else).
+    """comm: the ranks that each own a shard.
 
-    A subclass may own shards over other ranks than it gathers parameters among.
+    `replicas`: the ranks that own the same shard (None: nobody else).
     """
 
-    def __init__(self, comm: Comm, replicas: Comm | None = None) -> None:
-        self.comm, self.replicas = comm, replicas
+    replicas: Comm | None = None
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
 
     def exchange(self, layout: Layout, label: str) -> Exchange:
         """Returns how the shards of a group travel. label: the name of the group in error messages."""
-        if self.replicas is not None:
-            return Replicated(self.comm, self.replicas, layout, label)
         return Exchange(self.comm, layout, label)
 
     def all_groups(self) -> list[Comm]:
         """Through which a rank reaches all others, one after another."""
-        return [self.comm] if self.replicas is None else [self.comm, self.replicas]
+        return [self.comm]
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
@@ -122,11 +92,11 @@ class Placement:
     def owner(self, rank: int) -> int:
         """Which rank of `comm` is rank `rank` of all that the model is spread over, counted node by node; of replicas
         the one in the same node."""
-        return rank % self.comm.world
+        return rank
 
     def has(self, rank: int) -> bool:
         """Whether rank `rank` of all is in `comm`."""
-        return self.replicas is None or rank // self.comm.world == self.replicas.rank
+        return True
 
     @property
     def first(self) -> bool:
@@ -157,6 +127,20 @@ class Placement:
             comm.broadcast(tensors)
 
 
-optimizer_shardings: dict[str, Callable[[Placement, str], Placement]] = {"group": lambda placement, strategy: placement}
-"""By the option of FSDP: returns another placement for that of a strategy, which is given by its name, too. Collective
-over all ranks of the job. May raise ValueError."""
+def _over_one_group(strategy: str, groups: Sequence[Any], optimizer_sharding: str) -> Placement:
+    if len(groups) != 1:
+        raise ValueError(f"{strategy} takes one process group, but was given {len(groups)}. HYBRID_SHARD takes two.")
+    if optimizer_sharding != "group":
+        raise ValueError(
+            f"optimizer_sharding='all' is for hybrid strategies, not for {strategy}, which shards the optimizer's "
+            "state as parameters. Choose HYBRID_SHARD with groups to shard within and to replicate across."
+        )
+    return Placement(Comm(groups[0]))
+
+
+placements: dict[str, Callable[[str, Sequence[Any], str], Placement]] = {
+    "FULL_SHARD": _over_one_group,
+    "SHARD_GRAD_OP": _over_one_group,
+}
+"""By strategy: returns the placement for the strategy's name, the groups of ranks, and the option optimizer_sharding
+("group" or "all"). Collective over all ranks of the job. May raise ValueError."""

@@ -23,12 +23,13 @@ from zero.comm.transport import Message
 from zero.fsdp.events import ModelEvents, makers
 from zero.fsdp.model import Model
 from zero.shards.layout import Layout
-from zero.shards.placement import Exchange, Placement, optimizer_shardings
+from zero.shards.placement import Exchange, Placement
 
 
 class TwoLevelPlacement(Placement):
     """within: the ranks of this node, among which parameters are gathered. across: those of all nodes that have this
-    rank's place. The ranks of both, in the order of `Link.joined`, own the shards of a layout."""
+    rank's place. The ranks of both, in the order of `Link.joined`, own the shards of a layout. The constructor is
+    collective over all ranks of the job; it raises ValueError if the two groups do not span all."""
 
     def __init__(self, within: Comm, across: Comm) -> None:
         super().__init__(_all_of(within, across))
@@ -50,16 +51,6 @@ def _all_of(within: Comm, across: Comm) -> Comm:
     if within.world == 1 or across.world == 1:
         return across if within.world == 1 else within
     return Comm(within.link.joined(across.link))
-
-
-def over_all_ranks(placement: Placement, strategy: str) -> Placement:
-    """Collective over all ranks of the job. Raises ValueError for a strategy that is not hybrid."""
-    if placement.replicas is None or (placement.comm.group is None and not placement.comm.world > 1):
-        raise ValueError(
-            f"optimizer_sharding='all' is for hybrid strategies, not for {strategy}, which shards the optimizer's "
-            "state as parameters. Choose HYBRID_SHARD with groups to shard within and to replicate across."
-        )
-    return TwoLevelPlacement(placement.comm, placement.replicas)
 
 
 class Stale(ModelEvents):
@@ -136,4 +127,3 @@ class TwoLevels(Exchange):
 
 
 makers.append(Stale)
-optimizer_shardings["all"] = over_all_ranks
