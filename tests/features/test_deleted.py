@@ -61,7 +61,6 @@ OWN = """
     fsdp/test_clip_grad_norm fsdp/test_closures fsdp/test_edges fsdp/test_experts fsdp/test_fsdp fsdp/test_fsdp_errors
     checks/test_guard fsdp/test_nested state/test_optim_state fsdp/test_partition_whole
     fsdp/test_rebound fsdp/test_reentry checks/test_scaling fsdp/test_summation
-    fsdp/test_unit_sizes
 """
 """The core's own test files."""
 

@@ -20,7 +20,7 @@ from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_numb
 from zero.fsdp.precision import CastBuffer, MixedPrecision, as_precision
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.unit import Unit
-from zero.fsdp.units import Policy, in_words, large_unit
+from zero.fsdp.units import Policy, largest_unit
 from zero.fsdp.weights import Weights
 from zero.sdp.buffers import BufferSync
 from zero.shards import norm
@@ -127,28 +127,23 @@ class FSDP(Weights):
         units, self._hooks = builder.build(), builder.hooks  # nothing after this fails
         for name, fsdp in nested.items():
             units += fsdp._hand_over(module, name, builder.cast_buffers, self._hooks)
-        self._model = Model(
-            *(module, units, placement, options.prefetch),
-            ignored=asked.ignored_modules,
-            partition=partition,
-            cast_buffers=builder.cast_buffers,
-        )
+        ignored, cast_buffers = asked.ignored_modules, builder.cast_buffers
+        self._model = Model(module, units, placement, options, ignored, as_one_unit, cast_buffers)
         self.broadcast_buffers = broadcast_buffers
-        self._run = self._runner(as_one_unit)
+        self._run = self._runner()
         self._announce(strategy, len(choice.ignored))
 
     def _announce(self, strategy: ShardingStrategy, ignored: int) -> None:
-        title = f"FSDP({type(self.module).__name__}, {strategy}, {in_words(self._units)})"
+        number, (largest, share) = len(self._units), largest_unit(self._units)
+        units = f"{number} unit{'s' if number > 1 else ''}, the largest {largest.title} with {share} of all"
+        title = f"FSDP({type(self.module).__name__}, {strategy}, {units})"
         left_out = f"{ignored} parameters, ignored as the caller asked" if ignored else ""
         announce(title, self._model.comm, self.shard_groups, left_out, sharded="parameters and gradients")
 
-    def _runner(self, as_one_unit: Sequence[nn.Module | type[nn.Module]]) -> Callable[..., Any]:
+    def _runner(self) -> Callable[..., Any]:
         """Returns what runs in forward."""
-        placement, name = self._model.placement, type(self.module).__name__
-        warns = placement.comm.world > 1 and placement.first
-        warning = large_unit(self._units, f"FSDP({name})", as_one_unit) if warns else None
-        buffers = BufferSync(self.module, placement.all_groups()) if self.broadcast_buffers else None
-        forward = Forward(self._model, buffers, warning)
+        buffers = BufferSync(self.module, self._model.comms) if self.broadcast_buffers else None
+        forward = Forward(self._model, buffers)
         run: Callable[..., Any] = forward
         for replace in self._model.events.forward:
             run = replace(forward)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import ReferenceType, ref
@@ -12,20 +11,17 @@ from torch import nn
 from zero.comm import Comm
 from zero.comm.streams import ModelStreams
 from zero.fsdp.backward import Backward
+from zero.fsdp.build import Options
 from zero.fsdp.events import Events, makers
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Unit
 from zero.sdp.buffers import BufferSync
 from zero.sdp.wrapper import UNWRAPPED
-from zero.shards.partition import Partition, Place, places_in
+from zero.shards.partition import Place, places_in
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 from zero.shards.steps import Steps
-
-_TO_USER = 6
-"""Frames from a warning to the code that calls the FSDP, through torch's module call."""
 
 _alive: list[ReferenceType[Model]] = []
 """All models that exist, in the order of their construction, which is the same on all ranks."""
@@ -59,8 +55,8 @@ class Index(Mapping[nn.Parameter, Place]):
 class Model:
     """What an FSDP runs, as long as the FSDP exists or until `dismiss`.
 
-    module: the user's. units: the root first. ignored: modules that are not sharded. partition: the user's option.
-    cast_buffers: the buffers that mixed precision has cast.
+    module: the user's. units: the root first. ignored: modules that are not sharded.
+    partition, as_one_unit: the user's options. cast_buffers: the buffers that mixed precision has cast.
     `index`: where the parameters lie. `comm`: the ranks that own shards. `comms`: all groups of ranks.
     `events`: what features do as the model runs. `steps`: takes steps of the optimizer in backward; by default none.
     """
@@ -70,19 +66,18 @@ class Model:
         module: nn.Module,
         units: Sequence[Unit],
         placement: Placement,
-        prefetch: Prefetch,
-        *,
+        options: Options,
         ignored: Sequence[nn.Module] = (),
-        partition: Partition = "auto",
+        as_one_unit: Sequence[nn.Module | type[nn.Module]] = (),
         cast_buffers: Sequence[CastBuffer] = (),
     ) -> None:
         self.module, self.units, self.placement, self.ignored = module, units, placement, ignored
-        self.partition, self.cast_buffers = partition, cast_buffers
+        self.partition, self.as_one_unit, self.cast_buffers = options.partition, as_one_unit, cast_buffers
         self.index = Index(units)
         self.root = units[0]
         self.comm: Comm = placement.comm
         self.comms = placement.all_groups()
-        self.prefetch = prefetch.where(overlaps=any(unit.overlaps for unit in units))
+        self.prefetch = options.prefetch.where(overlaps=any(unit.overlaps for unit in units))
         self.streams = ModelStreams(group.streams for group in self.index.groups)
         self.steps = Steps()
         self.events = Events()
@@ -130,12 +125,11 @@ class Model:
 
 
 class Forward:
-    """Calls the module, between what all ranks do before and after. buffers: broadcast before a forward. warning:
-    shown once, in the first forward."""
+    """Calls the module, between what all ranks do before and after. buffers: broadcast before a forward."""
 
-    def __init__(self, model: Model, buffers: BufferSync | None, warning: str | None = None) -> None:
+    def __init__(self, model: Model, buffers: BufferSync | None) -> None:
         self.module = model.module
-        self._model, self._buffers, self._warning = model, buffers, warning
+        self._model, self._buffers = model, buffers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.begin()
@@ -145,9 +139,6 @@ class Forward:
 
     def begin(self) -> None:
         """Collective. Raises RuntimeError if parameters were moved, cast or given other data since wrapping."""
-        if self._warning is not None:
-            warning, self._warning = self._warning, None
-            warnings.warn(warning, stacklevel=_TO_USER)
         self._model.refuse_moved()
         self._model.schedule.before_forward()
         if self._buffers is not None:

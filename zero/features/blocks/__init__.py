@@ -1,4 +1,5 @@
-"""Chooses the units of FSDP where no policy does: the blocks that a model repeats."""
+"""Chooses the units of FSDP where no policy does: the blocks that a model repeats. Warns of units that are too large
+(sizes.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from zero._torch import children_of
+from zero.features.blocks import sizes as sizes
 from zero.fsdp.units import choosers, only_holds
 
 _SMALL = 1 << 20

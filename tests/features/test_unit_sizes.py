@@ -16,7 +16,7 @@ import ranks
 import zero
 from logs import Heard
 from models import FeedForward
-from zero.fsdp.units import LARGE_MODEL
+from zero.features.blocks.sizes import LARGE_MODEL
 
 WIDTH = 64
 
@@ -45,7 +45,7 @@ class Recommender(nn.Module):
 
 def warned(rank: int, world: int, make: Callable[[], nn.Module], large: int = 1000) -> list[str]:
     """The warnings of three forwards."""
-    with mock.patch("zero.fsdp.units.LARGE_MODEL", large), warnings.catch_warnings(record=True) as told:
+    with mock.patch("zero.features.blocks.sizes.LARGE_MODEL", large), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model = make()
         for _ in range(3):
