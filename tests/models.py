@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from zero.fsdp.fsdp import FSDP, running_model
+
 VOCABULARY, CONTEXT = 61, 12
 CLASSES = 7
 
@@ -278,3 +280,8 @@ def reference(rank: int, case: Case, optim: Callable[..., Optimizer], **how: Any
     wrapped = DistributedDataParallel(model, **case.ddp) if torch.distributed.is_initialized() else model
     losses = train(wrapped, optim(model.parameters()), case, rank, **how)
     return Record(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+def unit_bytes(model: FSDP) -> int:
+    """Bytes of the full parameters of the largest unit."""
+    return max(sum(group.full.nbytes for group in unit.groups) for unit in running_model(model).units)

@@ -23,7 +23,7 @@ from torch.optim import Adam
 
 import ranks
 import zero
-from models import FeedForward
+from models import FeedForward, unit_bytes
 from transports import READS
 
 WIDTH, INNER, BLOCKS = 256, 768, 8  # 1.5 MiB a block; 12 MiB in all
@@ -64,7 +64,7 @@ def at_stage(stage: str) -> tuple[nn.Module, Any, int]:
         return wrapped, optimizer, largest_group(optimizer)
     prefetch = {"3 memory first": zero.MEMORY_FIRST, "3 speed first": zero.SPEED_FIRST}.get(stage)
     wrapped = zero.FSDP(model(), auto_wrap_policy=policy, reshard_after_forward=stage != "3 kept", prefetch=prefetch)
-    return wrapped, Adam(wrapped.parameters()), wrapped.unit_bytes
+    return wrapped, Adam(wrapped.parameters()), unit_bytes(wrapped)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.optim import Adam
 
 import ranks
 import zero
-from models import FeedForward, take_step
+from models import FeedForward, take_step, unit_bytes
 from sidebyside import data
 from zero.plan.meter import Meter
 
@@ -186,7 +186,7 @@ def peaks(rank: int, world: int, everywhere: bool) -> tuple[int, int, int]:
         before = meter.live()
         found = model.state_dict() if everywhere else zero.full_state_dict(model, to=0, device="cpu")
         assert bool(found) == (everywhere or rank == 0)
-        return size, model.unit_bytes, meter.peak() - before
+        return size, unit_bytes(model), meter.peak() - before
 
 
 def test_ranks_that_get_nothing_hold_nothing():

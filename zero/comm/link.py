@@ -33,12 +33,7 @@ _TIMEOUT = timedelta(minutes=30)
 class TransportFactory(Protocol):
     """Offers a transport for tensors on the CPU in place of Gloo.
 
-    A folder that brings one appends it to `factories`. Here is one that takes groups of a single rank:
-
-        class Alone:
-            def check(self): ...
-            def offer(self, order, exchange):
-                return Local() if exchange.world == 1 else None
+    A folder that brings one appends it to `factories`.
     """
 
     def check(self) -> None:

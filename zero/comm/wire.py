@@ -2,10 +2,6 @@
 
 A wire sends by the two operations of `Comm`, or by its all-to-all. Whoever asks for a dtype of what is sent takes a
 wire as well: a subclass of `Wire` plugs in without a change here.
-
-    class Reversed(Wire):                      # an example: a wire that is of no use
-        def gather(self, comm, full, bounds, channel, *, keeps_own):
-            handle = comm.gather(full.flip(0), ...)
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """The seam at which features take part in the forward and backward of a model.
 
 A feature subclasses `ModelEvents`, overrides what it needs, and appends itself to `makers`; from then on each FSDP
-makes one. Here is one that counts all-gathers:
-
-    class Counts(ModelEvents):
-        unshards = 0
-
-        def unsharded(self, group):
-            self.unshards += 1
-
-    makers.append(Counts)
+makes one (docs/how_it_is_built.md has one that counts all-gathers).
 
 The core calls only what is overridden, so that a feature costs nothing where it has nothing to do.
 """

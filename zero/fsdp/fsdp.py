@@ -238,11 +238,6 @@ class FSDP(Weights):
         """The dtype in which each buffer that MixedPrecision.buffer_dtype has cast is saved."""
         return {cast.tensor: cast.dtype for cast in self._model.cast_buffers}
 
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of the full parameters of the largest unit."""
-        return max(sum(group.full.nbytes for group in unit.groups) for unit in self._units)
-
     # ------------------------------------------------------------------------------------------ the module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 from weakref import ReferenceType, ref
 
@@ -27,29 +27,17 @@ _alive: list[ReferenceType[Model]] = []
 """All models that exist, in the order of their construction, which is the same on all ranks."""
 
 
-class Index(Mapping[nn.Parameter, Place]):
+class Index(dict[nn.Parameter, Place]):
     """Maps each parameter to its shard group and position. `units`: the root first; `groups`: those of all units."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
         self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
-        self._places = places_in(self.groups)
         self._units = {group: unit for unit in units for group in unit.groups}
+        super().__init__(places_in(self.groups))
 
     def unit_of(self, param: nn.Parameter) -> Unit:
-        return self._units[self._places[param].group]
-
-    def __getitem__(self, param: nn.Parameter) -> Place:
-        return self._places[param]
-
-    def __contains__(self, param: object) -> bool:
-        return param in self._places
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+        return self._units[self[param].group]
 
 
 class Model:

@@ -1,15 +1,7 @@
 """The seam at which the tensors that an optimizer steps lie elsewhere than on the device that computes.
 
 At stage 3 these are the shards, at stages 1 and 2 what stands in their place (masters.py). A feature subclasses `Home`
-and puts a maker into `homes`, under the name of the option by which users ask for it:
-
-    class InFloat64(Home):                     # an example: as a home that is of no use
-        apart = True
-
-        def place(self, shard):
-            return shard.double()
-
-    homes["exact"] = lambda given: InFloat64() if given else DEVICE      # OSS(..., exact=True), FSDP(..., exact=True)
+and puts a maker into `homes`, under the name of the option by which users ask for it.
 """
 
 from __future__ import annotations

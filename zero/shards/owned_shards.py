@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup
 
 
-class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
+class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     """Maps each parameter to the shard that this rank steps: a view of its shard group, or of the group's stepped
     tensor (masters.py). A shard is empty if this rank owns nothing of the parameter.
 
@@ -36,11 +36,11 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         masters: Masters,
         home: Home = DEVICE,
     ) -> None:
+        super().__init__()
         self._comm, self._cut, self._granularity = comm, cut, granularity
         self._loads = [0] * comm.world
         self.given: list[list[nn.Parameter]] = []
         """The parameters of each group, as they were laid out."""
-        self._shards: dict[nn.Parameter, nn.Parameter] = {}
         self._owned: set[nn.Parameter] = set()
         self._trained: set[ShardGroup] = set()
         self.shard_groups: list[ShardGroup] = []
@@ -73,7 +73,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             self.masters.add(flat)
             stepped = flat.views_of_shard(flat.stepped)
             for index, param in enumerate(flat.params):
-                self._shards[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
+                self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
                 if index in flat.spans:
                     self._owned.add(param)
 
@@ -92,7 +92,7 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
     def group(self, group: dict[str, Any]) -> dict[str, Any]:
         """A parameter group for the inner optimizer: this rank's shards that are not empty."""
         owned = [index for index, param in enumerate(group["params"]) if param in self._owned]
-        given = {**options(group), "params": [self._shards[group["params"][index]] for index in owned]}
+        given = {**options(group), "params": [self[group["params"][index]] for index in owned]}
         if "param_names" in group:
             given["param_names"] = [group["param_names"][index] for index in owned]
         return given
@@ -102,13 +102,13 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
         first = param_groups[0]
         if len(param_groups) > 1 or options(first) or "param_names" not in first:
             return []
-        return [(name, self._shards[param]) for name, param in zip(first["param_names"], first["params"], strict=True)]
+        return [(name, self[param]) for name, param in zip(first["param_names"], first["params"], strict=True)]
 
     def regroup(self, optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> None:
         """Replaces `param_groups` by the groups that an optimizer created of named shards; drops its empty shards."""
         first = param_groups[0]
         pairs = zip(first["param_names"], first["params"], strict=True)
-        param_groups[:] = groups_made(optimizer, {self._shards[param]: (name, param) for name, param in pairs})
+        param_groups[:] = groups_made(optimizer, {self[param]: (name, param) for name, param in pairs})
         self.given = [[*group["params"]] for group in param_groups]
         for inner, outer in zip(optimizer.param_groups, param_groups, strict=True):
             inner["params"] = self.group(outer)["params"]
@@ -140,29 +140,20 @@ class OwnedShards(Mapping[nn.Parameter, nn.Parameter]):
             if not by_group:
                 optimizer.step(**options)
         finally:
-            self.home.stepped(optimizer, [self._shards[param] for param in self._owned])
+            self.home.stepped(optimizer, [self[param] for param in self._owned])
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
         """Steps the shards of one group only. The optimizer treats each element by itself."""
         flat.arrive()
-        self.home.step(optimizer, [self._shards[flat.params[index]] for index in flat.spans])
+        self.home.step(optimizer, [self[flat.params[index]] for index in flat.spans])
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
         """Clears the gradients of these groups, or of all."""
         for flat in self.shard_groups if flats is None else flats:
             for param in flat.params:
-                self._shards[param].grad = None
+                self[param].grad = None
 
     def gradients(self) -> list[Tensor]:
         """The gradients of shards that are not empty."""
-        owned = [shard.grad for param, shard in self._shards.items() if param in self._owned]
+        owned = [shard.grad for param, shard in self.items() if param in self._owned]
         return [gradient for gradient in owned if gradient is not None]
-
-    def __getitem__(self, param: nn.Parameter) -> nn.Parameter:
-        return self._shards[param]
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)

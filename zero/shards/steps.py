@@ -54,12 +54,7 @@ def steps_of(optimizer: Optimizer) -> Steps:
 
 class StepCheck:
     """Checks nothing. A subclass in `checks` is made for each OSS. Error messages that it returns raise RuntimeError on
-    every rank.
-
-        class OnlyFinite(StepCheck):                       # an example
-            def gradients(self, found):
-                ...
-    """
+    every rank."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
