@@ -131,16 +131,16 @@ def mastered(dtype):
 def test_masters_are_those_that_were_saved_whatever_16_bits_the_parameters_have(tmp_path):
     model, optimizer = mastered(torch.float16)
     [flat] = optimizer.shard_groups
-    optimizer.master(flat).add_(torch.randn_like(optimizer.master(flat)) * 1e-5)
+    flat.master.add_(torch.randn_like(flat.master) * 1e-5)
     with torch.no_grad():
-        flat.shard.copy_(optimizer.master(flat))
-    saved = copy.deepcopy(optimizer.master(flat))
+        flat.shard.copy_(flat.master)
+    saved = copy.deepcopy(flat.master)
     zero.checkpoint.save(tmp_path, model, optimizer)
     model, optimizer = mastered(torch.bfloat16)
     zero.checkpoint.load(tmp_path, model, optimizer)
     model(torch.ones(1, 64).bfloat16()).sum().backward()
     optimizer.step()  # at a learning rate of nothing
-    assert torch.equal(optimizer.master(optimizer.shard_groups[0]), saved)
+    assert torch.equal(optimizer.shard_groups[0].master, saved)
 
 
 def keep_nan(rank, world, path):

@@ -91,7 +91,7 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("shards/shard_group.py", "finish_unshard", "handle.wait()"): "3",
     ("shards/shard_group.py", "reshard", "self.streams.release()"): "3",
     ("shards/shard_group.py", "settle", "self.streams.settle()"): "3 offloaded",
-    ("shards/placement.py", "average", "averages: Tensor = within.wait()"): "3 hybrid",
+    ("features/hybrid/__init__.py", "average", "averages: Tensor = within.wait()"): "3 hybrid",
     ("sdp/bucket.py", "finish", "sums: Tensor = handle.wait()"): "3",
 }
 """File, function and text of every line by which a stream or the host waits, and a scenario that needs it."""

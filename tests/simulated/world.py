@@ -22,7 +22,8 @@ from zero.comm.transport import Local, Transport
 from zero.features import offload
 from zero.features.streams import Streams
 from zero.plan.transport import Rehearsal
-from zero.shards.masters import Masters
+from zero.shards import masters
+from zero.shards.shard_group import ShardGroup
 
 _tensor = torch.tensor
 
@@ -103,7 +104,7 @@ def simulated(
 
 def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
     """By where `memory` has noted them to be: all tensors are on one device here."""
-    place, refresh, to_host = offload.HostHome.place, Masters.refresh, Streams.to_host
+    place, refresh, to_host = offload.HostHome.place, masters.refresh, Streams.to_host
     on_host = memory.is_in_host_memory
 
     def host_waits() -> None:
@@ -115,8 +116,8 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
         host_waits()
         return there
 
-    def refreshed(masters: Masters) -> None:
-        refresh(masters)
+    def refreshed(group: ShardGroup) -> None:
+        refresh(group)
         host_waits()  # for copies of the parameters
 
     def to_host_memory(streams: Streams, source: Tensor, to: Tensor) -> None:
@@ -133,6 +134,6 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
         stack.enter_context(mock.patch(f"{module}.apart", lambda one, other: on_host(one) != on_host(other)))
     stack.enter_context(mock.patch.object(offload.HostHome, "place", placed))
     stack.enter_context(mock.patch.object(offload.HostHome, "has", lambda home, shard: on_host(shard)))
-    stack.enter_context(mock.patch.object(Masters, "refresh", refreshed))
+    stack.enter_context(mock.patch.object(masters, "refresh", refreshed))
     stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
     stack.enter_context(mock.patch("torch.tensor", tensor))

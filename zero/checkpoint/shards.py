@@ -30,6 +30,7 @@ from zero.fsdp import FSDP
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.shards.masters import settled as settled_master
 from zero.shards.partition import Place, places_in
 from zero.wrappers import unwrapped
 
@@ -201,9 +202,10 @@ class Training:
     def masters(self, *, settled: bool) -> Iterator[Held]:
         """This rank's shards of masters. settled: as the next step uses them, to be read; otherwise to be filled."""
         sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        for optimizer, group in ((one, group) for one in sharding for group in one.shard_groups):
-            master = optimizer.settled_master(group) if settled else optimizer.master(group)
+        for group in (group for one in sharding for group in one.shard_groups):
+            master = group.master
             if master is not None:
+                master = settled_master(master, group.shard) if settled else master
                 for index in group.spans:
                     yield self._shard(f"master/{self._names[group.params[index]]}", Place(group, index), master)
 

@@ -59,19 +59,16 @@ class Prefetch:
         backward = self.backward_prefetch
         if backward == "auto":
             backward = BackwardPrefetch.BACKWARD_PRE if overlaps and limit == 3 else BackwardPrefetch.BACKWARD_POST
-        return Prefetch(backward, overlaps if self.forward_prefetch is None else self.forward_prefetch, limit)
-
-    @property
-    def before_forward(self) -> bool:
-        return self.limit != 1 and self.forward_prefetch is True
+        forward = overlaps if self.forward_prefetch is None else self.forward_prefetch
+        return Prefetch(None, False, limit) if limit == 1 else Prefetch(backward, forward, limit)
 
     @property
     def before_backward(self) -> bool:
-        return self.limit != 1 and self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        return self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
 
     @property
     def after_backward(self) -> bool:
-        return self.limit != 1 and self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        return self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
 
 
 MEMORY_FIRST = Prefetch(backward_prefetch=None, forward_prefetch=False, limit=1)

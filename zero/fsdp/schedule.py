@@ -137,7 +137,7 @@ class Schedule:
         if unit is not self._root and unit is not self._last_entered:
             self._last_entered.after, unit.before = unit, self._last_entered
         self._last_entered = unit
-        if unit.after is not None and self._model.prefetch.before_forward:
+        if unit.after is not None and self._model.prefetch.forward_prefetch:
             unit.after.unshard(ahead=True)
 
     def also_unshard(self, other: Unit) -> Unit:

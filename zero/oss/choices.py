@@ -25,7 +25,6 @@ from zero.shards.arguments import (
     wire_problem,
 )
 from zero.shards.home import take_home
-from zero.shards.masters import Masters
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 
@@ -104,7 +103,7 @@ class Choices:
             self._comm,
             cut=self.cut,
             granularity=self.granularity,
-            masters=Masters(self._master_dtype),
+            master_dtype=self._master_dtype,
             home=self.home,
         )
         shards.add(param_groups, numel)
@@ -142,7 +141,7 @@ def _followed_by_gather(oss: OSS, method: Callable[..., Any]) -> Callable[..., A
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         oss.stepper.refuse_changes()
-        oss.shards.masters.refresh()
+        oss.shards.refresh()
         result = method(*args, **kwargs)
         oss.stepper.share_options(oss.optim.param_groups, oss.param_groups)
         oss.stepper.gather(oss.shard_groups)

@@ -21,6 +21,7 @@ from zero.oss.saved import makers
 from zero.oss.step import Step
 from zero.shards.arguments import NO_JOIN
 from zero.shards.log import announce
+from zero.shards.masters import differs
 from zero.shards.partition import Partition, Place
 from zero.shards.shard_group import ShardGroup
 from zero.shards.steps import NO_STEPS, Steps, checks
@@ -151,7 +152,7 @@ class OSS(Optimizer):
         """
         self.stepper.refuse_changes()
         # Some ranks may own no shard that has state; before the first step no rank does.
-        some_state = self.optim.state or (self.keeps_masters and self.shards.masters.differ())
+        some_state = self.optim.state or any(map(differs, self.shards.masters))
         somewhere = any(self.comm.all_gather_text("some" if some_state else ""))
         full = self.saved.gathered() if somewhere else None
         self.shards = self._how.lay_out(self.param_groups, numel)
@@ -184,20 +185,12 @@ class OSS(Optimizer):
 
     @property
     def keeps_masters(self) -> bool:
-        return self.shards.masters.of_more_bits
+        return bool(self.shards.masters)
 
     @property
     def cuts_parameters(self) -> bool:
         """Whether parameters are cut inside, as with partition "even"."""
         return self._how.cut == "even"
-
-    def master(self, group: ShardGroup) -> Tensor | None:
-        """This rank's master weights of a shard group, flat, as long as its segment; None if it has none."""
-        return self.shards.masters.of(group)
-
-    def settled_master(self, group: ShardGroup) -> Tensor | None:
-        """The master weights for the next step: elements that were written into the parameters since replace theirs."""
-        return self.shards.masters.settled(group)
 
     # ------------------------------------------------------------------------------------------ gradients
 
@@ -337,7 +330,7 @@ class OSS(Optimizer):
     def take_shards(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
 
-        Keeps the tensors without copying them. Master weights are not among them: write into `master`.
+        Keeps the tensors without copying them. Master weights are not among them: write into `ShardGroup.master`.
         """
         self.saved.take(taken, groups)
 

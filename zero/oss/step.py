@@ -16,6 +16,7 @@ import torch
 from zero.comm.wire import PLAIN
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
+from zero.shards import masters
 from zero.shards.shard_group import ShardGroup
 from zero.shards.steps import StepCheck
 
@@ -67,7 +68,7 @@ class Step:
             problem = check.gradients(found)
             if problem is not None:
                 self._raise(problem)
-        self._oss.shards.masters.refresh()
+        self._oss.shards.refresh()
 
     def end(self) -> None:
         """Collective. Copies the options back, and gathers the shards that the step may have changed."""
@@ -87,7 +88,7 @@ class Step:
         for group in groups:
             if wire is not PLAIN and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
-            self._oss.shards.masters.write([group])
+            masters.write(group)
             group.launch_unshard(wire=wire, conceal=self.leaves_in_flight and group.overlaps)
             in_flight.append(group)
         for group in in_flight:
@@ -148,7 +149,7 @@ class Step:
     def begin(self) -> None:
         """Prepares the inner optimizer for steps in backward: parameters, options."""
         self.refuse_changes()
-        self._oss.shards.masters.refresh()
+        self._oss.shards.refresh()
         self._hand_options()
 
     def _hand_options(self) -> None:

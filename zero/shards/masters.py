@@ -21,68 +21,40 @@ _CHUNK = 2**22
 """Elements that are compared or copied at a time."""
 
 
-class Masters:
-    """The stepped tensors of groups whose dtype is narrower than `dtype`, and of all groups whose home is elsewhere."""
+def step_apart(group: ShardGroup, dtype: torch.dtype | None) -> None:
+    """Makes the stepped tensor of a group whose dtype is narrower than `dtype`, or whose home is elsewhere."""
+    shard, home = group.shard, group.home
+    if dtype is not None and shard.is_floating_point() and dtype.itemsize > shard.element_size():
+        shard = shard.to(dtype)
+    elif not home.apart or home.has(shard):
+        return
+    group.stepped = home.place(shard)
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
-        self._groups: list[ShardGroup] = []
 
-    def add(self, group: ShardGroup) -> None:
-        """Makes the stepped tensor of a group, if that is not to be the shard itself."""
-        shard = group.shard
-        if self._is_wider(group):
-            shard = shard.to(self._dtype)
-        elif not group.home.apart or group.home.has(shard):
-            return
-        group.stepped = group.home.place(shard)
-        self._groups.append(group)
+def differs(group: ShardGroup) -> bool:
+    """Returns whether the stepped tensor differs from the parameters in its dtype."""
+    return any(bool((own != shard.to(own)).any()) for own, shard in _chunks(group))
 
-    def _is_wider(self, group: ShardGroup) -> bool:
-        return (
-            self._dtype is not None
-            and group.full.is_floating_point()
-            and self._dtype.itemsize > group.full.element_size()
-        )
 
-    @property
-    def of_more_bits(self) -> bool:
-        """Whether there are master weights of a wider dtype, which belong to the optimizer state."""
-        return any(self._is_wider(group) for group in self._groups)
+def refresh(group: ShardGroup) -> None:
+    """Copies elements that were written into the parameters since the last `write` into the stepped tensor."""
+    for own, shard in _chunks(group):
+        now = shard.to(own.device)
+        torch.where(_written(now, own), now.to(own.dtype), own, out=own)
+    if group.stepped is not group.shard:
+        group.home.used(group.stepped)
 
-    def differ(self) -> bool:
-        """Whether any stepped tensor differs from the parameters in its dtype."""
-        chunks = (pair for group in self._groups for pair in _chunks(group))
-        return any(bool((own != shard.to(own)).any()) for own, shard in chunks)
 
-    def of(self, group: ShardGroup) -> Tensor | None:
-        """The master weights of a group; None if its stepped tensor is no wider than the parameters."""
-        return group.stepped if group in self._groups and self._is_wider(group) else None
-
-    def settled(self, group: ShardGroup) -> Tensor | None:
-        """The master weights for the next step; see `settled`."""
-        master = self.of(group)
-        return None if master is None else settled(master, group.shard)
-
-    def refresh(self) -> None:
-        """Copies elements that were written into the parameters since the last `write` into the stepped tensors."""
-        for group in self._groups:
-            for own, shard in _chunks(group):
-                now = shard.to(own.device)
-                torch.where(_written(now, own), now.to(own.dtype), own, out=own)
-            group.home.used(group.stepped)
-
-    def write(self, groups: Iterable[ShardGroup]) -> None:
-        """Copies the stepped tensors into this rank's shards of the parameters, rounded."""
-        for group in groups:
-            if group.stepped is not group.shard:
-                for own, shard in _chunks(group):
-                    shard.copy_(own)  # the host may write into masters from here on
-                group.home.used(group.stepped)
+def write(group: ShardGroup) -> None:
+    """Copies the stepped tensor into this rank's shard of the parameters, rounded."""
+    for own, shard in _chunks(group):
+        shard.copy_(own)  # the host may write into masters from here on
+    if group.stepped is not group.shard:
+        group.home.used(group.stepped)
 
 
 def settled(master: Tensor, shard: Tensor) -> Tensor:
-    """The master weights for the next step: elements of the shard that were written since replace the master's.
+    """Returns the master weights for the next step: elements of the shard that were written since replace the master's.
 
     Returns the master itself if none were written. Does not write into it: its weights may be loaded later.
     """
@@ -96,4 +68,7 @@ def _written(shard: Tensor, master: Tensor) -> Tensor:
 
 
 def _chunks(group: ShardGroup) -> Iterable[tuple[Tensor, Tensor]]:
+    """Yields the stepped tensor and the shard, some elements at a time; nothing if they are the same."""
+    if group.stepped is group.shard:
+        return ()
     return zip(group.stepped.split(_CHUNK), group.shard.split(_CHUNK), strict=True)

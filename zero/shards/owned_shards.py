@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,9 +13,9 @@ from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.named import groups_made
 from zero.measure.param_groups import options
+from zero.shards import masters
 from zero.shards.arguments import names
 from zero.shards.home import DEVICE, Home
-from zero.shards.masters import Masters
 from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup
@@ -33,7 +34,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         *,
         cut: Literal["even", "whole"],
         granularity: int | None,
-        masters: Masters,
+        master_dtype: torch.dtype | None,
         home: Home = DEVICE,
     ) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         self._trained: set[ShardGroup] = set()
         self.shard_groups: list[ShardGroup] = []
         self.places: dict[nn.Parameter, Place] = {}
-        self.masters, self.home = masters, home
+        self._master_dtype, self.home = master_dtype, home
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
         """Lays out the parameters of the groups, balanced with the shards that each rank owns.
@@ -70,12 +71,22 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         self.places.update(places_in(added))
         self._note_trained()
         for flat in added:
-            self.masters.add(flat)
+            masters.step_apart(flat, self._master_dtype)
             stepped = flat.views_of_shard(flat.stepped)
             for index, param in enumerate(flat.params):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
                 if index in flat.spans:
                     self._owned.add(param)
+
+    @property
+    def masters(self) -> list[ShardGroup]:
+        """The shard groups that have master weights."""
+        return [flat for flat in self.shard_groups if flat.master is not None]
+
+    def refresh(self) -> None:
+        """Copies what was written into parameters since the last step into the tensors that are stepped."""
+        for flat in self.shard_groups:
+            masters.refresh(flat)
 
     def trained_groups(self) -> list[ShardGroup]:
         """The shard groups that a step may have changed, in the order in which forward reads them.

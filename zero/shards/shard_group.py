@@ -166,6 +166,11 @@ class ShardGroup:
         views = self.shapes.views_of_full(self.full)
         return views if self.frees else [with_own_storage(view) for view in views]
 
+    @property
+    def master(self) -> Tensor | None:
+        """The master weights: the stepped tensor, if its dtype is wider than that of the parameters; else None."""
+        return self.stepped if self.stepped.element_size() > self.shard.element_size() else None
+
     def views_of_shard(self, shard: Tensor) -> list[Tensor]:
         """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
         return self.shapes.views_of_shard(shard, self.spans)

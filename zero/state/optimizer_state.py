@@ -314,7 +314,7 @@ def _wrapped(optimizer: Sharded) -> str | None:
 def _state_of(optimizer: Sharded, owned: ParamShard, settle: bool) -> dict[str, Any]:
     shard = optimizer.part(owned.param)
     state = dict(optimizer.optim.state.get(shard, {}))
-    if optimizer.master(owned.group) is not None:
+    if owned.group.master is not None:
         held = owned.group.shard_views[owned.index]
         state["master"] = settled(shard.detach(), held) if settle else shard.detach()
     return state
