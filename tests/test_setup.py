@@ -49,6 +49,14 @@ def test_ranks_of_a_launcher_that_were_not_initialised_are_refused(built):
     assert refused.value.__context__ is None
 
 
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_ranks_that_mpi_has_started_are_refused(name, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv(name, "3")
+    with pytest.raises(RuntimeError, match=rf"{name}=3 .* remove {name} from its environment"):
+        of_setup(3)()
+
+
 @pytest.mark.parametrize("value", ["1", "", None])
 def test_one_process_of_a_launcher_trains_alone(value, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE") if value is None else monkeypatch.setenv("WORLD_SIZE", value)

@@ -257,21 +257,29 @@ def _refuse_difference(what: str, expected: list[str], lines: list[str], rank: i
             )
 
 
+_LAUNCHED = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
+"""Where torchrun and others, Open MPI, and MPICH write the number of ranks into the environment."""
+
+
 def launched_ranks() -> int:
-    """Returns the number of ranks of the job, WORLD_SIZE of torchrun and other launchers; 1 without a launcher."""
-    value = os.environ.get("WORLD_SIZE", "")
-    return int(value) if value.isdecimal() else 1
+    """Returns the number of ranks that a launcher says it has started; 1 without a launcher."""
+    return max(_launched().values(), default=1)
+
+
+def _launched() -> dict[str, int]:
+    return {name: int(os.environ[name]) for name in _LAUNCHED if os.environ.get(name, "").isdecimal()}
 
 
 def refuse_launched() -> None:
     """Raises RuntimeError if a launcher has started other ranks. Called where torch.distributed is not initialised."""
     ranks = launched_ranks()
     if ranks > 1:
+        name = next(name for name, number in _launched().items() if number == ranks)
         raise RuntimeError(
-            f"WORLD_SIZE={ranks} in the environment says that a launcher has started {ranks} ranks, but "
+            f"{name}={ranks} in the environment says that a launcher has started {ranks} ranks, but "
             "torch.distributed is not initialised, so each rank would train another model. Call "
             'torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo") before you build '
-            "the model and its optimizer. For a process that is to train alone, remove WORLD_SIZE from its "
+            f"the model and its optimizer. For a process that is to train alone, remove {name} from its "
             'environment, or call torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), '
             "rank=0, world_size=1)."
         )
