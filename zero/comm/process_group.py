@@ -88,13 +88,11 @@ class ProcessGroupTransport(Transport):
         nbytes = sum(message.nbytes for message, _ in messages)
 
         def launch() -> list[dist.Work | None]:
-            return [
-                all_to_all_of_one_tensor(
-                    *(self._reduces_by, _real(rows.view(-1)), _real(message)),
-                    *([counts[self._rank]] * self._world, [*counts]),
-                )
-                for rows, (message, counts) in zip(received, messages, strict=True)
-            ]
+            works = []
+            for rows, (message, counts) in zip(received, messages, strict=True):
+                into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
+                works.append(all_to_all_of_one_tensor(self._reduces_by, into, sent, own, [*counts]))
+            return works
 
         return self._launch(channel, nbytes, (messages, received), launch, lambda: received)
 
