@@ -164,7 +164,7 @@ def test_a_model_trains_with_them(rank, world):
 def test_names_of_fsdp1_say_what_is_gathered_ahead(given, own):
     asked = GivenOptions()
     from_torch(dict(given), asked)
-    assert asked.resolved_prefetch == own
+    assert as_prefetch(asked.prefetch) == own
 
 
 def test_names_of_fsdp1_say_where_shards_lie():

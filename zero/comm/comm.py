@@ -132,7 +132,7 @@ class Comm:
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None, channel: int = COMPARISON) -> None:
         """Collective. Raises ValueError on every rank if any rank has a `problem`, or if the signature `lines` differs
         between ranks. Otherwise it costs one exchange of 32 bytes."""
-        texts = [_as_text(lines, problem)]
+        texts = [json.dumps({"problem": problem, "lines": list(lines)})]
         if self.world > 1:
             self.agree(channel)
             digests = self._exchange(hashlib.sha256(texts[0].encode()).digest())
@@ -232,11 +232,6 @@ class Comm:
         self._transports[kinds[0] if kinds else "cpu"].collect(transfers, to)
 
 
-def _as_text(lines: Sequence[str], problem: str | None) -> str:
-    """Returns the text that a rank sends. lines: its signature. problem: the error message of this rank, or None."""
-    return json.dumps({"problem": problem, "lines": list(lines)})
-
-
 def _refuse_differences(what: str, texts: Sequence[str]) -> None:
     """Raises ValueError if any rank has a problem, or if signatures differ. texts: of all ranks, or of this one."""
     ranks = [json.loads(text) for text in texts]
@@ -244,17 +239,14 @@ def _refuse_differences(what: str, texts: Sequence[str]) -> None:
     if problems:
         where = f" (on rank {', '.join(str(rank) for rank, _ in problems)})" if len(texts) > 1 else ""
         raise ValueError(f"{problems[0][1]}{where}")
+    expected = ranks[0]["lines"]
     for rank, given in enumerate(ranks):
-        _refuse_difference(what, ranks[0]["lines"], given["lines"], rank)
-
-
-def _refuse_difference(what: str, expected: list[str], lines: list[str], rank: int) -> None:
-    for position, (first, other) in enumerate(zip_longest(expected, lines, fillvalue="nothing")):
-        if first != other:
-            raise ValueError(
-                f"{what} differ between ranks: at position {position}, rank 0 has {first}, rank {rank} has {other}. "
-                "Build the same on every rank, in the same order."
-            )
+        for position, (first, other) in enumerate(zip_longest(expected, given["lines"], fillvalue="nothing")):
+            if first != other:
+                raise ValueError(
+                    f"{what} differ between ranks: at position {position}, rank 0 has {first}, rank {rank} has "
+                    f"{other}. Build the same on every rank, in the same order."
+                )
 
 
 _LAUNCHED = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"

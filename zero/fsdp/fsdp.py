@@ -18,7 +18,7 @@ from zero.fsdp.choice import Choice
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
 from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown, translate
 from zero.fsdp.precision import CastBuffer, MixedPrecision, as_precision
-from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
+from zero.fsdp.prefetch import BackwardPrefetch, Prefetch, as_prefetch
 from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, largest_unit
 from zero.fsdp.weights import Weights
@@ -116,8 +116,9 @@ class FSDP(Weights):
             home = _understand(more, asked, param_init_fn)
             precision = as_precision(mixed_precision)
             stays = strategy.keeps_parameters or reshard_after_forward is False
-            options = Options(partition, precision, stays, sync_module_states, home, asked.resolved_prefetch)
-        asked.change(module)
+            options = Options(partition, precision, stays, sync_module_states, home, as_prefetch(asked.prefetch))
+        for change in asked.before:
+            change(module)
         nested = _nested_in(module)
         choice = Choice(module, nested, _parameters_of(nested), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from zero.comm import Comm
-from zero.fsdp.prefetch import Prefetch, as_prefetch
 from zero.shards.placement import Placement, placements
 
 
@@ -85,21 +84,11 @@ class GivenOptions:
     ignored_parameters: list[nn.Parameter] = field(default_factory=list)
     before: list[Callable[[nn.Module], None]] = field(default_factory=list)
 
-    def change(self, module: nn.Module) -> None:
-        """Calls `before` with the module, such as to move it."""
-        for change in self.before:
-            change(module)
-
     @property
     def ignored(self) -> list[nn.Parameter]:
         """All ignored parameters, including those of ignored modules."""
         of_modules = (param for module in self.ignored_modules for param in module.parameters())
         return [*dict.fromkeys([*of_modules, *self.ignored_parameters])]
-
-    @property
-    def resolved_prefetch(self) -> Prefetch:
-        """The Prefetch. Raises ValueError for what is none."""
-        return as_prefetch(self.prefetch)
 
 
 translators: dict[str, Callable[[dict[str, Any], GivenOptions], None]] = {}

@@ -180,13 +180,11 @@ class Schedule:
         needs_backward = trains and watch_outputs(unit, output, partial(self._backward.reached, unit, call))
         self._backward.awaited |= needs_backward
         if not unit.running:
-            stays = unit is self._root or unit.stays or self._first_in_backward(unit)
+            # Backward will reach this unit first, as it did last time, and would gather it ahead.
+            first_in_backward = unit is self._root.before and self._model.prefetch.before_backward
+            stays = unit is self._root or unit.stays or first_in_backward
             self._leave(unit, stays=needs_backward and stays)
         return output
-
-    def _first_in_backward(self, unit: Unit) -> bool:
-        """Returns whether backward will reach the unit first, as it did last time, and would gather it ahead."""
-        return unit is self._root.before and self._model.prefetch.before_backward
 
     def _leave(self, unit: Unit, *, stays: bool) -> None:
         unit.inputs.clear()

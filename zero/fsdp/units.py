@@ -94,7 +94,7 @@ def params_by_unit(
         path = [unit_names[outer] for outer in _modules_around(root, prefix) if outer in unit_names]
         for name, param in module.named_parameters(prefix, recurse=False):
             names.setdefault(param, name)
-            around[param] = _common(around[param], path) if param in around else path
+            around[param] = [a for a, b in zip(around.get(param, path), path, strict=False) if a == b]
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in units}
     for param, path in around.items():
         if param not in ignored:
@@ -108,10 +108,6 @@ def _modules_around(root: nn.Module, prefix: str) -> list[nn.Module]:
     for atom in prefix.split(".") if prefix else []:
         around.append(around[-1].get_submodule(atom))
     return around
-
-
-def _common(first: list[str], second: list[str]) -> list[str]:
-    return [a for a, b in zip(first, second, strict=False) if a == b]
 
 
 def largest_unit(units: Sequence[Unit]) -> tuple[Unit, str]:

@@ -56,8 +56,12 @@ class Step:
             self.refuse_changes()
             self.collect()
             self._hand_options()
-            with self._raised_everywhere():
+            try:
                 self._oss.shards.step(inner, **given)
+            except Exception:
+                with suppress(RuntimeError):  # the other ranks raise, too: they would wait for this one
+                    self._comm.agree(self._failure)
+                raise
         self.end()
         return loss
 
@@ -133,16 +137,6 @@ class Step:
             problem = check.judge(maxima)
             if problem is not None:
                 raise RuntimeError(problem)
-
-    @contextmanager
-    def _raised_everywhere(self) -> Iterator[None]:
-        """A context whose errors raise on the other ranks, too, which would wait for this one."""
-        try:
-            yield
-        except Exception:
-            with suppress(RuntimeError):
-                self._comm.agree(self._failure)
-            raise
 
     # ------------------------------------------------------------------------------------------- options
 

@@ -132,11 +132,6 @@ class Reducer:
         for optimizer in self._optimizers:
             optimizer.gradients.hide()
 
-    def _show_gradients(self) -> None:
-        for bucket, owner in zip(self._buckets, self._owners, strict=True):
-            params, names = bucket.group.params, bucket.group.names
-            owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
-
     def retire(self, reason: str) -> None:
         """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""
         self._retired = reason
@@ -219,7 +214,9 @@ class Reducer:
         for optimizer in self._optimizers:
             optimizer.gradients.arrive()
             optimizer.steps.end(optimizer.shard_groups)
-        self._show_gradients()
+        for bucket, owner in zip(self._buckets, self._owners, strict=True):
+            params, names = bucket.group.params, bucket.group.names
+            owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
         self._launched = 0
         self._in_backward = False
 
