@@ -61,7 +61,7 @@ def plan(
     auto_wrap_policy, prefetch: as in FSDP. Sizes have their own units.
     memory: bytes that a rank has, to say which stages fit.
     batch: positional arguments of one forward of one rank, to measure its activations, without what a kernel holds only
-        while it runs. Attributes that forward sets are restored.
+        while it runs. A copy of the module runs, without values.
     options: further options of OSS, ShardedDDP and FSDP.
     stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload 1 and 2.
     hardware: "h100-8", "a100-8", "cpu", a TOML file or a Hardware, to time steps on. It decides the backend.

@@ -169,19 +169,18 @@ def cost_of(job: Job, stage: str) -> Cost:
 
 
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]:
-    module = job.sizes.module
-    owned = job.sizes.owned()
-    with rehearsing(module, job.device, job.trace) as rehearsal:
+    with rehearsing(job.sizes, job.device, job.trace) as (sizes, rehearsal):
+        job, module = replace(job, sizes=sizes), sizes.module
         inputs: Sequence[Any]
         if job.batch is None:
-            walk(module, job.sizes.unit_modules, owned, partial(job.trace.multiply, job.tokens or 0))
+            walk(module, sizes.unit_modules, sizes.owned(), partial(job.trace.multiply, job.tokens or 0))
             wanted = next(module.parameters()).requires_grad
             inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _built(job, stage, rank)
         if not stage.startswith("3"):
-            inputs = job.sizes.precision.cast_inputs(module, inputs, root=True)
+            inputs = sizes.precision.cast_inputs(module, inputs, root=True)
         step = partial(_step, job, built, inputs, rehearsal)
         for _ in range(_WARM_UP):
             step()
