@@ -128,7 +128,7 @@ def rehearsing(sizes: Sizes, device: str, trace: Trace) -> Iterator[tuple[Sizes,
         except Exception as error:
             raise ValueError(
                 f"the {type(sizes.module).__name__} cannot be copied ({error}), and a copy is what is planned. Plan it "
-                "before it holds such objects."
+                "before it holds such objects, or pass zero.plan.Sizes."
             ) from error
         stack.enter_context(mode)
         rehearsal = stack.enter_context(Rehearsal(trace))
