@@ -117,7 +117,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, one in enumerate(args):
             if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
                 ready[number] = of[one] = self.sharding.shard(one)
-                self.sharding.remember(of[one])
         for number, one in enumerate(ready):
             if isinstance(one, nn.Module):
                 if not self._is_sharded(one):
@@ -163,8 +162,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return isinstance(model, WRAPPERS) or model in self.sharding.wrapped
 
     def _keep(self, model: nn.Module) -> None:
-        if self._is_sharded(model):
-            self.sharding.remember(model)
+        if isinstance(model, WRAPPERS):
+            self.sharding.wrapped[model] = None
         if all(model is not other for other in self._models):
             self._models.append(model)
 
@@ -173,7 +172,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         optimizer = self.sharding.shard(optimizer)
-        self.sharding.remember(optimizer)
         prepared = states.ShardedAcceleratedOptimizer(
             optimizer, self.scaler, self._before_step, self.sharding.wrapper_of
         )
