@@ -18,11 +18,11 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     load_plan   what one rank reads of it, and what does not fit
     read        load
     export      the weights as other libraries read them
-    importing   other libraries' checkpoints; state_dicts and torch_distributed are what it reads
+    importing   other libraries' checkpoints, by state_dicts
     __main__    the command line
 
-torch.distributed.checkpoint (2.13) was tried as the engine, and is used to read and write its own format (`export_dcp`,
-`importing`). For the rest it was not used:
+torch.distributed.checkpoint (2.13) was tried as the engine, and is used to write its own format (`export_dcp`). For the
+rest it was not used:
 
 - Its chunks are boxes. A shard of the even cut begins and ends within a row, so that it takes up to three boxes of a
   matrix and more of a convolution, or else is stored flat, which others can no longer read by name and shape.
