@@ -101,11 +101,21 @@ class Trace:
 
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Records an operator that has run."""
-        if not self.on or (kind := _kind(func)) is None:
+        if not self.on or (name := _name(func)) is None:
             return
         read = [*tensors_among(args), *tensors_among(kwargs.values())]
         written = [*tensors_among((kwargs.get("out", args[0]) if result is None else result,))]
-        task = kind.task(args, kwargs, result, read, written)
+        moved = returned = sum(map(_nbytes, written))
+        if name in _PICKING:
+            moved += returned
+        else:
+            unread = written if name.endswith(_OVERWRITING) else [*tensors_among((kwargs.get("out"),))]
+            moved += sum(_nbytes(tensor) for tensor in read if not any(tensor is other for other in unread))
+        task = Task(name, COMPUTE, moved)
+        if (flops := _FLOPS.get(func.overloadpacket)) is not None:
+            task.flops, task.dtype = flops(*args, **kwargs, out_val=result), read[0].dtype
+        elif any(word in name for word in _INTENSIVE):
+            task.elements = sum(tensor.numel() for tensor in written)
         self._use(task, _storages((*read, *written)), _storages(written))
 
     def multiply(
@@ -174,31 +184,6 @@ class Trace:
 # ----------------------------------------------------------------------------------------------- operators
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of operator. flops: torch's formula, if it has one."""
-
-    name: str
-    flops: Callable[..., int] | None
-    overwriting: bool
-    picking: bool
-    intensive: bool
-
-    def task(self, args: Any, kwargs: Any, result: Any, read: Sequence[Tensor], written: Sequence[Tensor]) -> Task:
-        returned = sum(map(_nbytes, written))
-        if self.picking:
-            used = returned
-        else:
-            unread = written if self.overwriting else [*tensors_among((kwargs.get("out"),))]
-            used = sum(_nbytes(tensor) for tensor in read if not any(tensor is other for other in unread))
-        task = Task(self.name, COMPUTE, used + returned)
-        if self.flops is not None:
-            task.flops, task.dtype = self.flops(*args, **kwargs, out_val=result), read[0].dtype
-        elif self.intensive:
-            task.elements = sum(tensor.numel() for tensor in written)
-        return task
-
-
 def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
     """FLOPs of scores and of weighted values; torch counts masked ones too."""
     return 4 * q.numel() * k.shape[-2]
@@ -218,13 +203,11 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 
 
 @cache
-def _kind(func: Any) -> _Kind | None:
-    """The operator's kind; None if it computes nothing."""
+def _name(func: Any) -> str | None:
+    """The operator's name; None if it computes nothing."""
     if func.is_view or any(word in func.name() for word in _FREE):
         return None
-    name = func.name().partition("::")[2].partition(".")[0]
-    intensive = any(word in name for word in _INTENSIVE)
-    return _Kind(name, _FLOPS.get(func.overloadpacket), name.endswith(_OVERWRITING), name in _PICKING, intensive)
+    return str(func.name()).partition("::")[2].partition(".")[0]
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[Storage]:
