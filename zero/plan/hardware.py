@@ -39,13 +39,12 @@ class Group:
     """The ranks of a transfer.
 
     stride: from one of them to the next among all ranks. one_host: whether all are on one host, for hardware that does
-    not overlap. grows: whether the group has more ranks if the job has more.
+    not overlap.
     """
 
     world: int
     stride: int = 1
     one_host: bool = False
-    grows: bool = True
 
 
 @dataclass(frozen=True)

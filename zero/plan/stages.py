@@ -37,9 +37,6 @@ from zero.state import leaves
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
 
-_WARM_UP = 1
-"""Steps before a settled one: they create the optimizer's state, and record the order of the units."""
-
 _FEW = 2
 """Up to so many ranks are all rehearsed if they differ, as in the size of the buffers that add up 16-bit gradients."""
 
@@ -68,9 +65,8 @@ class Job:
         """stride: from one of the group's ranks to the next among all ranks."""
         reads = self.options.one_host and self.options.backend == "gloo"
         like: Rehearsed = "host memory" if reads else self.options.backend
-        grows = world * stride == self.world  # a hybrid's shard group does not grow with the job
-        group = Group(world, stride, one_host=reads, grows=grows)
-        return rehearsed(rank, world, like, partial(self.trace.launch, group=group))
+        launch = partial(self.trace.launch, group=Group(world, stride, one_host=reads))
+        return rehearsed(rank, world, like, launch)
 
     def averaged(self, *, into_buckets: bool) -> Averaged:
         """The stand-in for DistributedDataParallel. It uses Gloo even on one host, except with `into_buckets`, as
@@ -182,8 +178,7 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
         if not stage.startswith("3"):
             inputs = sizes.precision.cast_inputs(module, inputs, root=True)
         step = partial(_step, job, built, inputs, rehearsal)
-        for _ in range(_WARM_UP):
-            step()
+        step()  # creates the optimizer's state, and records the order of the units
         before = traffic().total
         rehearsal.reset_peak()
         with job.trace.taken():
@@ -206,14 +201,9 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
     return held
 
 
-def stepping(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the state."""
-    return optimizer.optim if isinstance(optimizer, OSS) else optimizer
-
-
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
     """Bytes by kind. A storage counts once, however many tensors view it. groups: the parameters' shard groups."""
-    inner = [stepping(one) for one in optimizers]
+    inner = [one.optim if isinstance(one, OSS) else one for one in optimizers]
     stepped = [param for one in inner for param in params_of(one)]
     params: list[Tensor] = [*model.parameters()]
     for group in groups:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 from weakref import ref
@@ -170,15 +170,6 @@ class Trace:
     def _wait(self, transfer: int) -> None:
         if self.on:
             self._add(Task(f"wait for {self.tasks[transfer].name}", COMPUTE, after=(transfer,)), set())
-
-    def on_ranks(self, world: int) -> list[Task]:
-        """The tasks if there were so many ranks. Full buffers stay the same."""
-        return [
-            replace(task, group=replace(task.group, world=max(1, world // task.group.stride)))
-            if task.group is not None and task.group.grows
-            else task
-            for task in self.tasks
-        ]
 
 
 # ----------------------------------------------------------------------------------------------- operators
