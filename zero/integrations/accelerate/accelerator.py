@@ -33,12 +33,11 @@ from zero.integrations.accelerate.choosing import (
     refuse_other_parallelism,
     refuse_ranks_apart,
 )
+from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
 from zero.interop.grad_scaler import GradScaler
 from zero.measure.param_groups import params_of
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -269,7 +268,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def saved_dtype(self) -> torch.dtype | None:
-        return _DTYPES.get(self.mixed_precision) if self.zero_plugin.save_16bit_model else None
+        return DTYPES.get(self.mixed_precision) if self.zero_plugin.save_16bit_model else None
 
     # ------------------------------------------------------------------------------------------------ states
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 import zero
 from zero.fsdp import BackwardPrefetch, MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
-from zero.integrations.accelerate.keys import Keys, count, flag, names, one_of
+from zero.integrations.accelerate.keys import DTYPES, Keys, count, flag, names, one_of
 
 OTHER_NAMES = {
     "backward_prefetch_policy": "backward_prefetch",  # an old name, which Accelerate 1.15 drops
@@ -23,7 +23,6 @@ OTHER_NAMES = {
 }
 _PREFIX = "fsdp_"
 _STRATEGY = one_of("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", numbered=True)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: bool = False) -> dict[str, Any]:
@@ -204,4 +203,4 @@ def as_policy(value: Any) -> MixedPrecision:
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    return value if value is None or isinstance(value, torch.dtype) else _DTYPES[value]
+    return value if value is None or isinstance(value, torch.dtype) else DTYPES[value]
