@@ -171,9 +171,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         optimizer = self.sharding.shard(optimizer)
-        prepared = states.ShardedAcceleratedOptimizer(
-            optimizer, self.scaler, self._before_step, self.sharding.wrapper_of
-        )
+        prepared = states.ShardedAcceleratedOptimizer(optimizer, self)
         self._optimizers.append(prepared)
         return prepared
 
@@ -224,7 +222,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         super().clip_grad_value_(params, clip_value)
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called by prepared optimizers. Clips where the ZeroPlugin says so."""
         limit = self.zero_plugin.gradient_clipping
         if limit is not None:
             self.unscale_gradients(optimizer)

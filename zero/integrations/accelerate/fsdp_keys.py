@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: 
     found["cpu_ram_efficient_loading"] = keys.take("cpu_ram_efficient_loading", flag, False)
     found["activation_checkpointing"] = keys.take("activation_checkpointing", flag, False)
     keys.refuse("activation_checkpointing_offload", "checkpointed inputs stay where they are. Leave it out.")
-    found["ignored_modules"] = keys.take("ignored_modules", _ignored, ())
+    found["ignored_modules"] = keys.take("ignored_modules", lambda one: one if isinstance(one, str) else tuple(one), ())
     found["mixed_precision_policy"] = keys.take("mixed_precision_policy", as_policy)
     found["param_init_fn"] = keys.take("param_init_fn")
     if found["cpu_ram_efficient_loading"] and not found["sync_module_states"]:
@@ -181,10 +181,6 @@ _BACKWARD = {
     "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
     "NO_PREFETCH": None,
 }
-
-
-def _ignored(value: Any) -> Iterable[Any] | str:
-    return value if isinstance(value, str) else tuple(value)
 
 
 def as_policy(value: Any) -> MixedPrecision:
