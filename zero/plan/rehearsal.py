@@ -249,17 +249,10 @@ Compute = Callable[[int, torch.dtype, Sequence[torch.UntypedStorage], int], None
 """Called with a parameter's bytes and dtype, its storage and its gradient's, and the number of multiplications."""
 
 
-def walk(
-    module: nn.Module,
-    units: dict[str, nn.Module],
-    owned: dict[str, list[tuple[str, nn.Parameter]]],
-    compute: Compute,
-) -> None:
+def walk(sizes: Sizes, compute: Compute) -> None:
     """Replaces the units' forwards by forwards without activations, to be called with a 0-dim tensor. The units run one
-    after another in the order of their first parameters, and gradients arrive from the last parameter to the first.
-
-    owned: the parameters of each unit, as before they were replaced by tensors without values.
-    """
+    after another in the order of their first parameters, and gradients arrive from the last parameter to the first."""
+    module, units, owned = sizes.module, sizes.unit_modules, sizes.owned()
     touch: Callable[[Tensor, Tensor, Compute], Tensor] = _Touch.apply
     unit_of = {name: unit for unit, named in owned.items() for name, _ in named}
 

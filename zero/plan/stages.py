@@ -169,7 +169,7 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
         job, module = replace(job, sizes=sizes), sizes.module
         inputs: Sequence[Any]
         if job.batch is None:
-            walk(module, sizes.unit_modules, sizes.owned(), partial(job.trace.multiply, job.tokens or 0))
+            walk(sizes, partial(job.trace.multiply, job.tokens or 0))
             wanted = next(module.parameters()).requires_grad
             inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
