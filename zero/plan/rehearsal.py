@@ -136,7 +136,7 @@ def rehearsing(sizes: Sizes, device: str, trace: Trace) -> Iterator[tuple[Sizes,
 
 
 def _move(module: nn.Module, device: str) -> None:
-    """Tied parameters and buffers stay tied."""
+    """Gives parameters and buffers the device. Tied ones stay tied."""
     params: dict[nn.Parameter, nn.Parameter] = {}
     buffers: dict[Tensor, Tensor] = {}
     for holder in module.modules():
