@@ -284,7 +284,7 @@ def test_exports_and_imports_do_not_depend_on_the_default_device(tmp_path):
     model = CASE.model()
     zero.checkpoint.save(tmp_path / "run", model)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    sources = [tmp_path / "model.pt", tmp_path / "exported"]
+    sources = [tmp_path / "model.pt", tmp_path / "exported", tmp_path / "dcp"]
     with default("meta"):
         export(tmp_path / "run", tmp_path / "exported")
         export_dcp(tmp_path / "run", tmp_path / "dcp")

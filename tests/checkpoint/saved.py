@@ -15,10 +15,8 @@ import objects  # noqa: F401 - registers its URLs, in every rank's process
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -218,15 +216,6 @@ def assert_loads(path: Any, saved: tuple[Any, Any], into: tuple[Any, Any]) -> An
     extra = zero.checkpoint.load(path, *into)
     assert not differences(whole(*saved), whole(*into))
     return extra
-
-
-def saved_by_torch(values: dict[str, Any], file: Path, kind: str) -> None:
-    """Writes a file of torch.save; of the kind "distributed" torch makes it of a distributed checkpoint."""
-    if kind == "torch.save":
-        torch.save(values, file)
-    else:
-        dcp.save(values, checkpoint_id=f"{file}-distributed")
-        dcp_to_torch_save(f"{file}-distributed", file)
 
 
 def sign(index: dict[str, Any]) -> None:

@@ -23,13 +23,11 @@ from saved import (
     assert_loads,
     differences,
     save_and_go_on,
-    saved_by_torch,
     steps,
     whole,
     with_adam,
 )
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -208,7 +206,7 @@ def test_import_leaves_old_masters(kind, tmp_path):
         model.weight[2] += 1
     told = {"model": model.state_dict(), "optim": state}
     source = tmp_path / "source"
-    saved_by_torch(told, source, kind)
+    torch.save(told, source) if kind == "torch.save" else dcp.save(told, checkpoint_id=source)
     import_checkpoint(source, tmp_path / "run")
     wide = Gained(torch.float32)
     zero.checkpoint.load(tmp_path / "run", wide)
@@ -230,9 +228,8 @@ def test_import_of_numbers_from_a_distributed_checkpoint(tmp_path):
     model = net()
     optimizer = adam()(model.named_parameters())
     train_net(model, optimizer)
-    saved = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    saved_by_torch(saved, tmp_path / "all.pt", "distributed")
-    import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    import_checkpoint(tmp_path / "dcp", tmp_path / "run")
     again, loaded = with_adam(net())
     zero.checkpoint.load(tmp_path / "run", again, loaded)
     assert not differences(plain_state(model, optimizer), plain_state(again, loaded))
@@ -311,12 +308,8 @@ def save_dcp(rank, world, path, kind):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_import_of_a_distributed_checkpoint(kind, tmp_path):
-    """Which torch converts, as the error says."""
     expected = ranks.run(save_dcp, 2, (str(tmp_path / "dcp"), kind))[0]
-    with pytest.raises(ValueError, match=r"Import the file that torch makes of it.*format_utils dcp_to_torch"):
-        import_checkpoint(tmp_path / "dcp", tmp_path / "run")
-    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
-    import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
+    import_checkpoint(tmp_path / "dcp", tmp_path / "run")
     model, optimizer = with_adam(net())
     assert zero.checkpoint.load(tmp_path / "run", model, optimizer) == {"step": 7}
     assert not differences(expected, plain_state(model, optimizer))

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("path", metavar="DIR")
     show.add_argument("--tensors", action="store_true", help="every tensor")
     show.add_argument("--check", action="store_true", help="compare all checksums")
-    into = commands.add_parser("import", help="read files of torch.save, or safetensors")
+    into = commands.add_parser("import", help="read torch.save files, safetensors, torch distributed checkpoints")
     into.add_argument("source", metavar="SRC")
     into.add_argument("path", metavar="DIR", help="the run's directory to make a checkpoint in")
     return parser

@@ -1,15 +1,18 @@
 """Checkpoints of other libraries, made into one of zero's.
 
-Read are plain files of torch.save, and safetensors. Nothing is unpickled but by torch.load(weights_only=True). So
-torch's distributed checkpoints, whose metadata is a pickle, are not read: torch itself converts them to such files.
+Read are plain files of torch.save, safetensors and torch's distributed checkpoints. Nothing is unpickled but by
+torch.load(weights_only=True). The pickle in torch's distributed checkpoints is not loaded either
+(torch_distributed.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +24,9 @@ from zero.checkpoint.format import tensor_problem
 from zero.checkpoint.rank_files import seal, write_rank_file
 from zero.checkpoint.save_plan import SavePlan
 from zero.checkpoint.shards import Held, whole
-from zero.checkpoint.state_dicts import MASTER, Found, found_in, is_extra_state
+from zero.checkpoint.state_dicts import MASTER, MODEL_KEYS, OPTIMIZER_KEYS, Found, found_in, is_extra_state
 from zero.checkpoint.storage import Local, Place, mounted, place
+from zero.checkpoint.torch_distributed import METADATA, NotPlain, Stored, read_directory
 from zero.checkpoint.values import encode
 
 
@@ -30,8 +34,8 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
     """Makes a checkpoint in the run's directory `path` of another library's. Returns its path, or its URL.
 
     source: a file of torch.save (read with weights_only=True): a state_dict, or a dictionary of one ("model",
-        "state_dict") and perhaps the optimizer's ("optim", "optimizer") and values, which become `extra`; or a
-        safetensors file, or a directory of them.
+        "state_dict") and perhaps the optimizer's ("optim", "optimizer") and values, which become `extra`; a safetensors
+        file, or a directory of them; or the directory of a torch distributed checkpoint.
 
     An optimizer that knows its parameters by number only is taken to have been built from model.parameters(). A warning
     says so where the shapes cannot confirm it.
@@ -41,13 +45,9 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
     Raises ValueError for any other file or directory.
     """
     given = mounted(source, "what is imported")
-    if (given / ".metadata").is_file():
-        raise ValueError(
-            f"{given} is a checkpoint of torch.distributed.checkpoint. Import the file that torch makes of it, by "
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {given} all.pt, or load it by "
-            "torch.distributed.checkpoint, which takes models and optimizers at every stage."
-        )
-    if given.is_dir() or given.suffix == ".safetensors":
+    if given.is_dir() and (given / METADATA).is_file():
+        found = _read_dcp(given)
+    elif given.is_dir() or given.suffix == ".safetensors":
         found = _read_safetensors(given)
     elif given.is_file():
         found = _read_torch(given)
@@ -114,7 +114,7 @@ def _read_torch(path: Path) -> Found:
 def _read_safetensors(path: Path) -> Found:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{path} has no safetensors files.")
+        raise ValueError(f"{path} has neither safetensors files nor the .metadata of a torch distributed checkpoint.")
     file_of: dict[str, Path] = {}
 
     def read(key: str) -> Tensor:
@@ -151,3 +151,50 @@ def _refuse_missing(path: Path, file_of: dict[str, Path]) -> None:
             if file_of.get(key) != file:
                 lacks = f"has no {key!r}" if file.exists() else "is not there"
                 raise ValueError(f"{file} {lacks}, but {index.name} names it. Bring the whole model there.")
+
+
+# ------------------------------------------------------------------------------------- torch's distributed checkpoint
+
+
+def _read_dcp(path: Path) -> Found:
+    """Reads tensors by their paths in the dictionary that was saved: ("model", name), ("optim", ...)."""
+    nested: dict[str, Any] = {}
+    stored_as: dict[Tensor, Stored] = {}
+    for stored in read_directory(path):
+        if stored.dtype is None or not stored.size or any(is_extra_state(str(atom)) for atom in stored.path):
+            try:
+                _insert(nested, stored.path, stored.read())
+            except NotPlain as error:
+                if stored.path[0] in (*MODEL_KEYS, *OPTIMIZER_KEYS):
+                    raise
+                warnings.warn(f"left out: {error}", stacklevel=3)
+        else:
+            value = torch.empty(stored.size, dtype=stored.dtype, device="meta")
+            stored_as[value] = stored
+            _insert(nested, stored.path, value)
+    found = found_in(_with_lists(nested), str(path))
+
+    def load(path: str) -> Tensor:
+        tensor = found.tensors[path]
+        return stored_as[tensor].read() if tensor in stored_as else tensor
+
+    found.load = load
+    return found
+
+
+def _insert(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for atom in path[:-1]:
+        nested = nested.setdefault(atom, {})
+        if not isinstance(nested, dict):
+            raise ValueError(f"{'.'.join(map(str, path))} is inside something that is no dictionary.")
+    nested[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """The value, with dictionaries whose keys are 0, 1, ... turned back into lists, which torch saves so."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    if items and all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
+        return [items[number] for number in range(len(items))]
+    return items
