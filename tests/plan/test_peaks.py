@@ -35,6 +35,7 @@ ON_ONE_HOST = [
     *(Case(stage, model="Buffered") for stage in ("2", "3 kept", "3")),
     Case("3", 4, replicas=2, model="Buffered"),
     *(Case(stage, model="Reentrant", tokens=(8, 64)) for stage in ("2", "3 kept")),
+    *(Case(stage, model="Recurrent") for stage in ("0", "1", "2", "3 kept", "3")),
     *(Case(stage, optim="adafactor", partition="whole") for stage in ("0", "1", "2", "3 kept", "3")),
     Case("2", 1, words=16_000, tokens=(1, 2)),  # whose step is the peak
 ]
@@ -85,7 +86,7 @@ QUANTISED = [
 ]
 
 REST = [*PREFETCHING, *ODD, *(replace(case, one_host=False) for case in ACROSS_HOSTS)]
-HARDEST = [case for case in ON_ONE_HOST if case.optim == "adafactor"]
+HARDEST = [case for case in ON_ONE_HOST if case.model == "Recurrent" or case.optim == "adafactor"]
 SOME = [*ON_ONE_HOST[:40:4], *HARDEST[::3], *REST[::20], *QUANTISED[::5]]
 CASES = [*ON_ONE_HOST, *REST, *QUANTISED] if matrix.WHOLE else SOME
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Rehearsal(Meter):
         result = func(*args, **kwargs)
         if self._trace is not None:
             self._trace.operator(func, args, kwargs, result)
-        return result
+        return _with_workspace(result, args) if func is _LSTM_LAYER else result
 
 
 _HOST = "meta"
@@ -275,3 +276,33 @@ def walk(sizes: Sizes, compute: Compute) -> None:
         return passed
 
     module.forward = forward
+
+
+# ------------------------------------------------------------------------------------------------ what torch leaves out
+
+_LSTM_LAYER: Any = torch.ops.aten.mkldnn_rnn_layer.default
+
+_PAGE = 4096
+
+
+def _with_workspace(result: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The result of oneDNN's LSTM with the workspace that it keeps for its backward, of the real size.
+
+    Without values torch returns an empty one, the last tensor of `result`. The formula gave the real size, to the byte,
+    with torch 2.13 in float32 (oneDNN: src/cpu/rnn/rnn_utils). In 16 bits it is up to a third smaller.
+    """
+    (steps, batch, inputs), (_, hidden) = args[0].shape, args[2].shape
+    buffers = [
+        (steps, batch, _padded(4 * hidden)),  # gates
+        (steps, batch, _padded(hidden)),
+        *[(2, steps + 1, batch, _padded(max(inputs, hidden)))] * 3,  # states and their gradients, before and after
+        *[(2, steps + 1, batch, hidden)] * 2,  # those of the cells
+    ]
+    pages = sum(-(-4 * prod(buffer) // _PAGE) for buffer in buffers)
+    return (*result[:-1], result[-1].new_empty(pages * _PAGE))
+
+
+def _padded(numel: int) -> int:
+    """A row's length, padded to full cache lines, and not to a power of two, whose rows would share cache sets."""
+    rows = -(-numel // 16) * 16
+    return rows + 16 if rows % 256 == 0 else rows
