@@ -2,7 +2,7 @@
 
     python benchmarks/predicted.py --world 2 4
 
-Measures this machine first (python -m zero.plan --calibrate), or takes a file of before (--hardware FILE). Then all
+Measures this machine first (benchmarks/calibrate.py), or takes a file of before (--hardware FILE). Then all
 stages are run in turn, each time in fresh processes, and the medians of the CPU time of a rank and step are compared.
 On the CPU nothing overlaps, so that a step is the sum of what it computes and sends.
 """
@@ -18,13 +18,13 @@ import torch
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import zero
+from calibrate import calibrate
 from choices import OPTIMIZERS, STAGES
 from gpt import Block, draw_batch, read_text
 from launch import RankFailed, run_ranks
 from measure import SEED, Settings, build_model, time_steps
 from report import align
 from zero.plan import Hardware, Options, Plan, as_hardware
-from zero.plan.calibrate import calibrate
 
 AIM = 0.2
 

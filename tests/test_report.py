@@ -48,7 +48,7 @@ def test_the_environment_can_ask_for_the_lines():
 
 def test_the_report_tells_versions_devices_and_transports():
     told = environment()
-    for expected in ("python 3", f"torch: {torch.__version__}", "numpy ", "CPU cores", "gloo", "process_vm_readv"):
+    for expected in ("python: 3", f"torch: {torch.__version__}", "numpy: ", "CPU cores", "gloo", "process_vm_readv"):
         assert expected in told
     assert "could not be determined" not in told
 

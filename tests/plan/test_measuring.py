@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +118,13 @@ def test_what_a_forward_kept_is_gone_where_it_failed():
     with pytest.raises(KeyError):
         zero.plan(model, world_size=2, batch=[torch.ones(2, 4)])
     assert model.table is None and model.by_length == {}
+
+
+def test_a_model_that_cannot_be_copied_says_so():
+    model = nn.Linear(4, 4)
+    model.lock = Lock()
+    with pytest.raises(ValueError, match=r"the Linear cannot be copied \(.*lock.*\).*Plan it before"):
+        zero.plan(model, world_size=2)
 
 
 class MaskedByValue(nn.Linear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -24,17 +25,15 @@ from zero.plan import (
     Sizes,
     Timing,
     as_hardware,
-    calibrate,
-    command,
-    draw_timeline,
     write_trace,
 )
 from zero.plan.command import main
-from zero.plan.hardware import PRESETS, Group, write_toml
+from zero.plan.hardware import PRESETS, Group
 from zero.plan.rehearsal import Rehearsal
 from zero.plan.timeline import play
 from zero.plan.trace import COMPUTE, GATHER, HOST, REDUCE, Task, Trace
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H100 = PRESETS["h100-8"]
 MIXED = zero.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LAYERS = 6
@@ -99,15 +98,13 @@ def test_stage_2_exposes_the_last_reduce_and_the_gathers_of_the_step():
 def test_few_tokens_hide_nothing(at_stage_3):
     few = planned(tokens=100, stages=[3]).timing(3, prefetch="speed-first")
     assert few.exposed_ms > 0.4 * few.step_ms
-    assert few.exposed_from == 2
-    assert at_stage_3.timing(3, prefetch="speed-first").exposed_from > 8
 
 
-def test_communication_that_takes_no_time_hides_on_all_ranks():
+def test_communication_that_takes_no_time_is_not_exposed():
     none = Link(0.0, float("inf"))
     free = replace(H100, within=none, between=none, collective=0.0, exchange=0.0)
     timing = planned(stages=[3], hardware=free).timing(3, prefetch="speed-first")
-    assert (timing.exposed_from, round(timing.exposed_ms, 1)) == (None, 0)
+    assert round(timing.exposed_ms, 1) == 0
 
 
 def test_shares_of_flops_are_of_all_that_is_multiplied(at_stage_3):
@@ -297,7 +294,7 @@ def test_json_has_the_times(capsys):
         *(("3", name) for name in ("memory-first", "default", "speed-first")),
     ]
     assert all(one["step_ms"] > one["exposed_ms"] >= 0 and 0 < one["mfu"] < 1 for one in times)
-    assert {*times[0]} == {"stage", "prefetch", "world", "step_ms", "exposed_ms", "mfu", "exposed_from"}
+    assert {*times[0]} == {"stage", "prefetch", "world", "step_ms", "exposed_ms", "mfu"}
 
 
 def test_a_prefetch_of_ones_own_is_timed_beside_the_others():
@@ -328,14 +325,11 @@ def test_a_trace_has_what_a_step_does_one_after_another(tmp_path, at_stage_3):
         assert last == pytest.approx(1e3 * timing.step_ms)
 
 
-def test_the_command_line_draws_and_tells_of_times(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_the_command_line_traces_and_tells_of_times(tmp_path, capsys):
     job = ["--parameters", "1e6", "--layers", "2", "--world", "2", "--hardware", "a100-8", "--tokens", "64"]
-    main([*job, "--timeline", str(tmp_path / "out.png"), "--trace", str(tmp_path / "out.json")])
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    main([*job, "--trace", str(tmp_path / "out.json")])
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     assert "steps on a100-8" in capsys.readouterr().out
-    draw_timeline(planned(stages=[2]), tmp_path / "one.png")
 
 
 @pytest.mark.parametrize(
@@ -353,12 +347,6 @@ def test_times_that_cannot_be_told_are_refused(options, message):
 
 
 # ---------------------------------------------------------------------------------------------------- files
-
-
-def test_hardware_that_was_written_is_read_again(tmp_path):
-    for hardware in PRESETS.values():
-        write_toml(hardware, tmp_path / "one.toml", "Two lines\nof it.")
-        assert as_hardware(tmp_path / "one.toml") == replace(hardware, flops={**hardware.flops})
 
 
 def test_the_file_in_the_docs_is_one(tmp_path):
@@ -412,19 +400,23 @@ def test_a_file_that_is_not_right_is_refused_by_what_is_wrong(tmp_path, before, 
         as_hardware(file)
 
 
-def test_what_is_measured_becomes_hardware(tmp_path, monkeypatch, capsys):
-    found = ranks.run(measured, 2)[0]
-    hardware = calibrate.hardware_of(found)
+def test_what_is_measured_becomes_hardware(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import calibrate
+
+    hardware = calibrate.hardware_of(ranks.run(measured, 2)[0])
     assert hardware.within.bandwidth > 0 and hardware.between.reduce > 0 and hardware.flops["float32"] > 1e8
     assert 1e-7 < hardware.launch < 1e-3
-    monkeypatch.setattr(command, "calibrate", lambda: (hardware, "as measured"))
-    main(["--calibrate", str(tmp_path / "own.toml")])
-    assert capsys.readouterr().out.startswith("as measured")
-    assert as_hardware(tmp_path / "own.toml").launch == pytest.approx(hardware.launch, rel=1e-3)
+    for one in (hardware, *PRESETS.values()):
+        calibrate.write_toml(one, tmp_path / "own.toml", "Two lines\nof it.")
+        assert as_hardware(tmp_path / "own.toml").launch == pytest.approx(one.launch, rel=1e-3)
 
 
 def measured(_: int, __: int) -> dict[str, float]:
     """As quickly as can be."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import calibrate
+
     calibrate.ROUNDS, calibrate.SIZES["large"] = 1, 1 << 19
     comm = Comm()
     return calibrate.computing(comm) | calibrate.sending(comm, "within") | calibrate.sending(comm, "between")

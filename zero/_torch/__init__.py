@@ -58,6 +58,7 @@ from zero._torch.recording import DispatchMode as DispatchMode
 from zero._torch.recording import profiler_range as profiler_range
 from zero._torch.tensors import NEEDS_VALUES as NEEDS_VALUES
 from zero._torch.tensors import add_all as add_all
+from zero._torch.tensors import copied_without_values as copied_without_values
 from zero._torch.tensors import copy_all as copy_all
 from zero._torch.tensors import has_values as has_values
 from zero._torch.tensors import is_of_two_devices as is_of_two_devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +13,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
 )
 from torch.utils import _python_dispatch, _pytree
 
 _Kind = TypeVar("_Kind", bound=Tensor)
+_Value = TypeVar("_Value")
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What operators raise that cannot run on tensors without values. These classes have no public name."""
@@ -26,6 +29,12 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 def without_values() -> FakeTensorMode:
     """In this context new tensors have shapes but no memory, on any device. torch's class has no public name."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def copied_without_values(value: _Value, mode: FakeTensorMode) -> _Value:
+    """A deep copy, in which tensors belong to the context of `without_values`. The class for it has no public name."""
+    with FakeCopyMode(mode):
+        return deepcopy(value)
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -22,16 +22,11 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     __main__    the command line
 
 torch.distributed.checkpoint (2.13) was tried as the engine, and is used to read and write its own format (`export_dcp`,
-`importing`). For the rest it was not used:
-
-- Its chunks are boxes. A shard of the even cut begins and ends within a row, so that it takes up to three boxes of a
-  matrix and more of a convolution, or else is stored flat, which others can no longer read by name and shape.
-- Its own format stores metadata, step counts and options as pickles. Its safetensors format
-  (HuggingFaceStorageWriter) holds tensors only: with a step count beside them, what it wrote could not be read again.
-- Both load a file with an altered byte without an error, and overwrite the last good checkpoint.
-- Its storage over fsspec is private, reads through streams, which copy, and publishes by renaming, which an object
-  store does by copying. fsspec itself is used instead (`storage`).
-- Its asynchronous save needs a second process group; here the thread sends nothing.
+`importing`). For the rest it was not used. Its chunks are boxes, and a shard of the even cut begins and ends within a
+row. Its formats store options and step counts as pickles, or not at all. An altered byte is loaded without an error, and
+a save overwrites the last good checkpoint. Its storage over fsspec copies what it reads, and renames what it publishes,
+which an object store does by copying. Its asynchronous save needs a second process group; here the thread sends
+nothing.
 """
 
 from zero.checkpoint.format import CheckpointError

@@ -74,13 +74,17 @@ class Ranks:
         return [value for _, value in gathered]
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What the work returned, or an error message for the user about the checkpoint that it read."""
+def attempt(work: Callable[[], T], *, writing: object = None) -> tuple[T | None, str | None]:
+    """What the work returned, or an error message for the user. writing: where it writes; None if it reads."""
     try:
         return work(), None
     except (FileProblem, ValueError) as error:
-        return None, f"{error}."
+        return None, f"{str(error).removesuffix('.')}."
     except OSError as error:
-        return None, f"{error.filename or 'the checkpoint'} cannot be read ({error.strerror or error})."
-    except Exception as error:  # from the user's optimizer or modules: every rank must raise it
-        return None, f"{type(error).__name__}: {error}."
+        reason = error.strerror or error
+        if writing is None:
+            return None, f"{error.filename or 'the checkpoint'} cannot be read ({reason})."
+        return None, f"{error.filename or writing} could not be written ({reason}). Nothing was changed."
+    except Exception as error:  # from the user's optimizer, modules or values: every rank must raise it
+        what = "" if writing is None else f"{writing} could not be written: "
+        return None, f"{what}{type(error).__name__}: {error}."

@@ -15,9 +15,10 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.format import DTYPES, NAMES
-from zero.checkpoint.storage import Place
+from zero.checkpoint.storage import AT_A_TIME, Place
 
 BLOCK = 1 << 22
 """Bytes a checksum."""
@@ -148,7 +149,7 @@ class SafeFile(ExitStack):
         super().__init__()
         self.place = place
         try:
-            self._reader = self.enter_context(closing(place.open()))
+            self._file: Any = self.enter_context(place.open())
         except OSError as error:
             raise FileProblem(f"{place} cannot be read ({error.strerror or error})") from None
         try:
@@ -158,7 +159,7 @@ class SafeFile(ExitStack):
             raise
 
     def _read_header(self, expected: dict[str, Any] | None) -> None:
-        size = self._reader.size
+        size = self._file.seek(0, os.SEEK_END)
         if expected is not None and size != expected["bytes"]:
             raise FileProblem(f"{self.place} has {size} bytes, not the {expected['bytes']} that were written")
         length = int.from_bytes(self._bytes(0, min(size, 8)), "little")
@@ -234,7 +235,8 @@ class SafeFile(ExitStack):
     def _read_into(self, data: memoryview, at: int) -> None:
         while data:
             try:
-                count = self._reader.read_into(data, at)
+                self._file.seek(at)
+                count = self._file.readinto(data[:AT_A_TIME])
             except OSError as error:
                 raise FileProblem(f"{self.place} cannot be read ({error.strerror or error})") from None
             if count == 0:

@@ -206,10 +206,6 @@ class OptimizerIndex:
     tensors: dict[str, dict[str, str]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def names(self) -> set[str]:
-        """The parameters that have state."""
-        return {*self.tensors, *self.values}
-
 
 @dataclass
 class Index:

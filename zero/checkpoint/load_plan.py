@@ -189,7 +189,7 @@ def _refuse_another_optimizer(
         raise ValueError(f"its {stored.kind} has {groups}")
     group_here = {name: number for number, names in enumerate(here) for name in names}
     group_there = {name: number for number, group in enumerate(stored.groups) for name in group["params"]}
-    if unknown := [name for name in sorted(stored.names()) if name not in group_here]:
+    if unknown := [name for name in sorted({*stored.tensors, *stored.values}) if name not in group_here]:
         raise ValueError(f"it has state of {listed(unknown)}, which the {stored.kind} here does not have")
     if moved := [name for name, number in group_here.items() if group_there.get(name, number) != number]:
         raise ValueError(f"{listed(moved)} were in other parameter groups of the {stored.kind} when it was saved")

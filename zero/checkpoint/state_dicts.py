@@ -43,7 +43,11 @@ def found_in(loaded: dict[str, Any], where: str) -> Found:
     """
     model_key = next((key for key in MODEL_KEYS if isinstance(loaded.get(key), dict)), None)
     weights = loaded if model_key is None else loaded[model_key]
-    unknown = [name for name, value in weights.items() if not _is_of_model(name, value)]
+    unknown = [
+        name
+        for name, value in weights.items()
+        if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra_state(name))
+    ]
     if unknown or not weights:
         what = f"{unknown[0]!r}, which is no name of a tensor" if unknown else "nothing"
         raise ValueError(f"{where} holds {what}. Expected a state_dict, or one under {' or '.join(MODEL_KEYS)}.")
@@ -63,10 +67,6 @@ def found_in(loaded: dict[str, Any], where: str) -> Found:
 
 def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
-
-
-def _is_of_model(name: Any, value: Any) -> bool:
-    return isinstance(name, str) and (isinstance(value, Tensor) or is_extra_state(name))
 
 
 def _take_model(found: Found, weights: dict[str, Any], where: str) -> None:

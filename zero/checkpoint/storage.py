@@ -119,8 +119,9 @@ class Local:
         temporary.path.replace(self.path)
         self.parent.sync()
 
-    def open(self) -> _LocalReader:
-        return _LocalReader(self.path)
+    def open(self) -> IO[bytes]:
+        """The file, without a buffer: a read fills as much of the memory as one request returns."""
+        return open(self.path, "rb", buffering=0)
 
     @contextmanager
     def write(self) -> Iterator[_LocalWriter]:
@@ -142,19 +143,6 @@ class Local:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-class _LocalReader:
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self._descriptor).st_size
-
-    def read_into(self, data: memoryview, at: int) -> int:
-        """Fills as much of the memory as one read returns, from byte `at`. Returns the bytes read, 0 past the end."""
-        return os.preadv(self._descriptor, [data], at)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 class _LocalWriter:
@@ -239,8 +227,8 @@ class Remote:
     def put(self, data: bytes) -> None:
         self.system.pipe_file(self.path, data)
 
-    def open(self) -> _RemoteReader:
-        return _RemoteReader(self)
+    def open(self) -> IO[bytes]:
+        return self._fresh().open(self.path, "rb", cache_type="none")  # type: ignore[no-any-return]
 
     def write(self) -> IO[bytes]:
         return self.system.open(self.path, "wb")  # type: ignore[no-any-return]
@@ -249,20 +237,6 @@ class Remote:
         """The file system without its cached listings: other ranks write too."""
         self.system.invalidate_cache()
         return self.system
-
-
-class _RemoteReader:
-    def __init__(self, place: Remote) -> None:
-        self._place, self.size = place, place.size()
-
-    def read_into(self, data: memoryview, at: int) -> int:
-        stop = min(at + len(data), at + AT_A_TIME, self.size)
-        found = self._place.system.cat_file(self._place.path, start=at, end=stop) if at < stop else b""
-        data[: len(found)] = found
-        return len(found)
-
-    def close(self) -> None:
-        pass
 
 
 Place = Local | Remote

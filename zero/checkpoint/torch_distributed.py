@@ -16,7 +16,7 @@ import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,31 +137,8 @@ class _Slice:
 
     def load(self) -> Any:
         with self.file.open("rb") as file:
-            return torch.load(_Window(file, self.start, self.length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-
-
-class _Window(io.RawIOBase):
-    """Some bytes of an open file as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        some = self._file.read(max(0, min(len(buffer), self._length - self._at)))
-        buffer[: len(some)] = some
-        self._at += len(some)
-        return len(some)
+            file.seek(self.start)
+            return torch.load(io.BytesIO(file.read(self.length)), map_location="cpu", weights_only=True)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.checkpoint import directory
-from zero.checkpoint.agree import Ranks
+from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.files import FileProblem, checksum
 from zero.checkpoint.format import CheckpointError, Index
 from zero.checkpoint.rank_files import rank_file, seal, write_rank_file
@@ -161,7 +161,7 @@ class Saving:
             release()
             if self._ranks.writes and not self._ranks.first:
                 report = rank_file(self._partial, self._ranks.rank, "report")
-                _attempt(report, lambda: report.put((self._problem or "").encode()))  # empty if the file is written
+                attempt(lambda: report.put((self._problem or "").encode()), writing=report)  # empty if all is well
             self._written.set()  # from here on only the first rank writes to the directory, and can remove it
             if self._ranks.first:
                 self._publish()
@@ -173,8 +173,8 @@ class Saving:
         """Writes this rank's file. An error is left in `_problem`."""
         partial, rank = self._partial, self._ranks.rank
         if self._ranks.writes:
-            _, self._problem = _attempt(
-                rank_file(partial, rank), lambda: write_rank_file(partial, rank, plan, shown=self._ranks.first)
+            _, self._problem = attempt(
+                lambda: write_rank_file(partial, rank, plan, shown=self._ranks.first), writing=rank_file(partial, rank)
             )
 
     def _publish(self) -> None:
@@ -186,7 +186,7 @@ class Saving:
             return seal(self._partial, self._index, keep=self._keep)
 
         if self._problem is None:
-            self._final, self._problem = _attempt(self._partial, seal_all)
+            self._final, self._problem = attempt(seal_all, writing=self._partial)
         if self._problem is not None:
             self._discard()
 
@@ -221,10 +221,12 @@ def _agree(
 ) -> tuple[Place, SavePlan]:
     """Collective. The run's directory, and what this rank writes. Raises where ranks do not save the same."""
     ranks = training.ranks
-    run, unknown = _attempt(path, lambda: place(path))
-    plan, own_extra, problem = _plan(training, extra, keep)
+    run, unknown = attempt(lambda: place(path), writing=path)
+    planned, problem = attempt(lambda: _plan(training, extra, keep))
+    plan, encoded = planned or (None, None)
     lines = _signature(training, run, keep, wait)
-    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, own_extra)
+    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, encoded)
+    assert run is not None
     assert plan is not None
     if training.unsynchronised:
         lines = [f"{held.name} with checksum {checksum(held.flat()):08x}" for held in plan.common]
@@ -235,28 +237,20 @@ def _agree(
 
 def _begin(ranks: Ranks, run: Place) -> Place:
     """Collective. A new directory to write into."""
-    begun, problem = _attempt(run, lambda: directory.begin(run)) if ranks.first else (None, None)
+    begun, problem = attempt(lambda: directory.begin(run), writing=run) if ranks.first else (None, None)
     name: str = ranks.exchange(begun.name if begun else None, problem)[0]
     return run / name
 
 
-def _plan(
-    training: Training, extra: dict[str, Any], keep: int | None
-) -> tuple[SavePlan | None, dict[str, Any], str | None]:
-    """What this rank writes, its extra as JSON, and an error message for the user."""
+def _plan(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[SavePlan, dict[str, Any]]:
+    """What this rank writes, and its extra as JSON. Raises ValueError, with a message for the user."""
     if training.problem:
-        return None, {}, training.problem
+        raise ValueError(training.problem)
     if keep is not None and (not isinstance(keep, int) or keep < 1):
-        return None, {}, f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all."
+        raise ValueError(f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all")
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
-        return None, {}, f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}."
-    try:
-        encoded = {key: encode(value, f"extra[{key!r}]") for key, value in extra.items()}
-        return plan_save(training), encoded, None
-    except ValueError as error:
-        return None, {}, str(error)
-    except Exception as error:  # from the user's optimizer or values: every rank must raise it
-        return None, {}, f"what is to be saved could not be read ({type(error).__name__}: {error})."
+        raise ValueError(f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}")
+    return plan_save(training), {key: encode(value, f"extra[{key!r}]") for key, value in extra.items()}
 
 
 def _signature(training: Training, run: Place | None, keep: int | None, wait: bool) -> list[str]:
@@ -266,18 +260,6 @@ def _signature(training: Training, run: Place | None, keep: int | None, wait: bo
     if not training.problem:
         lines += [f"{name}: {training.full_geometry(name)}" for name in training.tensors]
     return lines
-
-
-def _attempt(path: Any, work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What the work returned, or an error message for the user about the disk."""
-    try:
-        return work(), None
-    except FileProblem as error:
-        return None, f"{error}."
-    except OSError as error:
-        return None, f"{error.filename or path} could not be written ({error.strerror or error}). Nothing was changed."
-    except Exception as error:  # every rank must raise it
-        return None, f"{path} could not be written ({type(error).__name__}: {error})."
 
 
 def _lower_priority() -> None:

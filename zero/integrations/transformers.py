@@ -6,7 +6,7 @@ The Trainer does not know of FSDP: it builds its optimizer from the plain model,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,6 @@ from zero.fsdp import FSDP
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
 from zero.integrations.accelerate.choosing import chosen_plugin, hidden_environment
 from zero.integrations.accelerate.fsdp_keys import fields
-from zero.scripts import count_parameters
 from zero.sdp import ShardedDDP
 
 
@@ -76,10 +75,6 @@ class ZeroTrainerMixin:
         if self._full_numel is None and isinstance(self.model, PreTrainedModel):
             self._full_numel = self.model.num_parameters(exclude_embeddings=True)
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
-
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with _full_parameters_counted():
-            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """The Trainer's own, with the number of full parameters."""
@@ -215,21 +210,3 @@ def _of_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get(name):
             raise ValueError(f"fsdp_config: {name}={config[name]!r} is not available: zero does not support torch_xla.")
     return fields({name: value for name, value in config.items() if not name.startswith("xla")})
-
-
-@contextmanager
-def _full_parameters_counted() -> Iterator[None]:
-    """In this context the Trainer logs the number of full parameters; otherwise it would count shards."""
-    count: Callable[..., int] = transformers.trainer.get_model_param_count
-
-    def counted(model: nn.Module, trainable_only: bool = False) -> int:
-        if not isinstance(model, FSDP):
-            return count(model, trainable_only)
-        found = count_parameters(model)
-        return found.trained if trainable_only else found.all
-
-    transformers.trainer.get_model_param_count = counted  # it has no method for it
-    try:
-        yield
-    finally:
-        transformers.trainer.get_model_param_count = count

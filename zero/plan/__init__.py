@@ -1,7 +1,7 @@
 """What a stage costs before it is run: bytes a rank, bytes sent, time of a step, and which stage to take."""
 
+from zero.plan.chrome_trace import write_trace
 from zero.plan.hardware import Hardware, Link, as_hardware
-from zero.plan.pictures import draw_timeline, write_trace
 from zero.plan.planner import plan
 from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
@@ -16,7 +16,6 @@ __all__ = [
     "Sizes",
     "Timing",
     "as_hardware",
-    "draw_timeline",
     "plan",
     "write_trace",
 ]

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.fsdp import MixedPrecision
-from zero.plan.calibrate import calibrate
-from zero.plan.hardware import write_toml
-from zero.plan.pictures import draw_timeline, write_trace
+from zero.plan.chrome_trace import write_trace
 from zero.plan.planner import plan
 from zero.plan.rehearsal import misfit
 from zero.plan.result import Plan
@@ -35,12 +33,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "Mi
 def main(arguments: Sequence[str] | None = None) -> None:
     given = _read(arguments)
     try:
-        if given.calibrate:
-            hardware, note = calibrate()
-            write_toml(hardware, given.calibrate, note)
-            print(f"{note}\nwrote {given.calibrate}")
-        else:
-            _show(given, _planned(given))
+        _show(given, _planned(given))
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"zero.plan: {error}")
 
@@ -73,8 +66,6 @@ def _planned(given: argparse.Namespace) -> Plan:
 
 
 def _show(given: argparse.Namespace, result: Plan) -> None:
-    if given.timeline:
-        draw_timeline(result, given.timeline)
     if given.trace:
         write_trace(result, given.trace)
     if given.json:
@@ -115,11 +106,10 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", action="store_true", help="print JSON")
     add("--hardware", metavar="NAME", help="time steps, too: h100-8, a100-8, cpu, or a TOML file")
     add("--tokens", type=int, metavar="N", help="of a rank's step, to be timed where there is no batch")
-    add("--timeline", type=Path, metavar="FILE", help="draw when what is computed and sent, as PNG (matplotlib)")
-    add("--trace", type=Path, metavar="FILE", help="write the same as Chrome trace events")
-    add("--calibrate", type=Path, metavar="FILE", help="measure this CPU, write a file for --hardware, plan nothing")
+    how = "write when what is computed and sent, as Chrome trace events, for ui.perfetto.dev"
+    add("--trace", type=Path, metavar="FILE", help=how)
     given = parser.parse_args(arguments)
-    if given.calibrate is None and (given.model is None) == (given.parameters is None):
+    if (given.model is None) == (given.parameters is None):
         parser.error("give either a model, as module:factory, or --parameters")
     return given
 

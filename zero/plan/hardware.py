@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from math import ceil, log2
 from pathlib import Path
 from typing import Any, Literal
@@ -39,13 +39,12 @@ class Group:
     """The ranks of a transfer.
 
     stride: from one of them to the next among all ranks. one_host: whether all are on one host, for hardware that does
-    not overlap. grows: whether the group has more ranks if the job has more.
+    not overlap.
     """
 
     world: int
     stride: int = 1
     one_host: bool = False
-    grows: bool = True
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ PRESETS = {
     "h100-8": _gpus("h100-8", {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12}, 3.35e12, 450e9, 50e9),
     # NVIDIA's data sheets of A100 80GB SXM (dense; NVLink 600 GB/s both ways) and DGX A100 (200 Gb/s a GPU)
     "a100-8": _gpus("a100-8", {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}, 2.039e12, 300e9, 25e9),
-    # `--calibrate` on two cores of an AMD EPYC, one thread a rank, 22 November 2026; between: Gloo on the same host
+    # benchmarks/calibrate.py on two cores of an AMD EPYC, one thread a rank, 22 November 2026; between: Gloo, one host
     "cpu": Hardware(
         "cpu",
         overlaps=False,
@@ -214,20 +213,3 @@ def _refuse_flops(flops: Any, path: Path) -> None:
         raise ValueError(f"{path}, [flops]: {unknown[0]!r} is unknown. There are {', '.join(_DTYPES)}.")
     if not isinstance(known.get("float32"), (int, float)) or any(not value > 0 for value in known.values()):
         raise ValueError(f"{path}, [flops]: 'float32' is missing or 0. Give FLOP/s by dtype, above 0.")
-
-
-def write_toml(hardware: Hardware, path: Path, note: str) -> None:
-    """note: a comment at its head."""
-    content = asdict(hardware)
-    tables = {name: content.pop(name) for name in ("flops", "within", "between")}
-    lines = [f"# {line}" for line in note.splitlines()]
-    for name, table in {"": content, **tables}.items():
-        lines += ["", f"[{name}]"] if name else []
-        lines += [f"{key} = {_written(value)}" for key, value in table.items() if value is not None]
-    path.write_text("\n".join(lines) + "\n")
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)

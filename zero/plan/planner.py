@@ -51,7 +51,7 @@ def plan(
         model = torch.nn.Transformer(device="meta")
         print(zero.plan(model, world_size=[8, 64], memory=80 * 2**30).table())
 
-    Runs two steps. Starts no rank, sends nothing, and allocates nothing of the model's size. Takes some seconds.
+    Runs two steps of a copy of the model. Starts no rank, sends nothing, and allocates nothing of the model's size.
 
     model: a module, also on the meta device, or Sizes.
     world_size: number of ranks, or several.
@@ -60,8 +60,7 @@ def plan(
         parameters' own dtype (OSS's master_dtype).
     auto_wrap_policy, prefetch: as in FSDP. Sizes have their own units.
     memory: bytes that a rank has, to say which stages fit.
-    batch: positional arguments of one forward of one rank, to measure its activations, without what a kernel holds only
-        while it runs. Attributes that forward sets are restored.
+    batch: positional arguments of a rank's forward, to measure its activations, but not what kernels hold for a while.
     options: further options of OSS, ShardedDDP and FSDP.
     stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload 1 and 2.
     hardware: "h100-8", "a100-8", "cpu", a TOML file or a Hardware, to time steps on. It decides the backend.
@@ -74,32 +73,14 @@ def plan(
     timed_on = None if hardware is None else as_hardware(hardware)
     options = _options(options, precision, timed_on)
     wanted = _wanted(stages, options)
-    _refuse(model, worlds, wanted, optimizer, options, hardware, batch, tokens)
+    if problem := _misfit(worlds, wanted, optimizer, options) or _unrun(model, hardware, batch, tokens):
+        raise ValueError(problem)
     given = as_prefetch(prefetch)
     sizes = partial(_sizes, model, auto_wrap_policy, options.precision)
     options = replace(options, master_dtype=options.master_dtype or _stored(sizes(given)))
     job = Job(sizes(given), worlds[0], optimizer, options, given, batch, tokens, Trace(wanted=False))
     costs, timings = _rehearsed(job, sizes, [*product(worlds, wanted)], timed_on)
     return Plan(job.sizes.numel, tuple(costs), memory, batch is not None, tuple(timings))
-
-
-def _refuse(
-    model: nn.Module | Sizes,
-    worlds: list[int],
-    wanted: Sequence[str],
-    optimizer: Callable[..., Optimizer],
-    options: Options,
-    hardware: Hardware | str | Path | None,
-    batch: Sequence[Any] | None,
-    tokens: int | None,
-) -> None:
-    """Raises ValueError for what cannot be planned."""
-    problem = partition_problem(options.partition, options.granularity) or _misfit(worlds, options, wanted)
-    problem = problem or _unfit(optimizer, options) or _untimed(hardware, batch, tokens)
-    if problem:
-        raise ValueError(problem)
-    if batch is not None and isinstance(model, Sizes):
-        raise ValueError("a batch needs a module to run it: pass the module itself, on the meta device if need be.")
 
 
 def _rehearsed(
@@ -152,22 +133,25 @@ def _stored(sizes: Sizes) -> torch.dtype | None:
     return next((dtype for dtype in stored if computed is not None and dtype.itemsize > computed.itemsize), None)
 
 
-def _unfit(optimizer: Callable[..., Optimizer], options: Options) -> str | None:
-    found = finding_of(optimizer, granularity=options.granularity)
-    return optimizer_problem(title(optimizer), found, options.partition, options.granularity)
-
-
-def _untimed(hardware: object, batch: object, tokens: int | None) -> str | None:
+def _unrun(model: object, hardware: object, batch: object, tokens: int | None) -> str | None:
+    """Why no step can be run, or timed."""
     if tokens is not None and tokens < 1:
         return f"tokens={tokens}: it is a number of tokens, at least 1."
     if hardware is None and tokens is not None:
         return "tokens are for the time of a step: pass hardware too, such as 'h100-8'."
     if hardware is not None and (batch is None) == (tokens is None):
         return "the time of a step is that of a batch, or of a number of tokens a rank: pass one of batch and tokens."
+    if batch is not None and isinstance(model, Sizes):
+        return "a batch needs a module to run it: pass the module itself, on the meta device if need be."
     return None
 
 
-def _misfit(worlds: Sequence[int], options: Options, stages: Sequence[str]) -> str | None:
+def _misfit(
+    worlds: Sequence[int], stages: Sequence[str], optimizer: Callable[..., Optimizer], options: Options
+) -> str | None:
+    """Why the stages could not train so."""
+    if problem := partition_problem(options.partition, options.granularity):
+        return problem
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
@@ -182,4 +166,7 @@ def _misfit(worlds: Sequence[int], options: Options, stages: Sequence[str]) -> s
             return f"world_size={world}: it is a number of ranks, at least 1."
         if world % options.replicas:
             return f"{world} ranks cannot be divided into {options.replicas} replicas. Choose a divisor of {world}."
-    return None if worlds else "world_size is empty. Pass a number of ranks, or several."
+    if not worlds:
+        return "world_size is empty. Pass a number of ranks, or several."
+    found = finding_of(optimizer, granularity=options.granularity)
+    return optimizer_problem(title(optimizer), found, options.partition, options.granularity)

@@ -17,11 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import NEEDS_VALUES, VALUE_OF, buffers_of, is_compiled, is_of_two_devices, without_values
+from zero._torch import (
+    NEEDS_VALUES,
+    VALUE_OF,
+    buffers_of,
+    copied_without_values,
+    is_compiled,
+    is_of_two_devices,
+    without_values,
+)
 from zero.comm.traffic import sent
 from zero.fsdp import MixedPrecision
-from zero.plan.attributes import plain_tensors, restored
 from zero.plan.meter import Meter
+from zero.plan.sizes import Sizes
 from zero.plan.trace import Trace
 from zero.sdp.tensors import tensors_in
 from zero.shards.home import Home
@@ -100,30 +108,37 @@ def rehearsed_traffic() -> Iterator[None]:
 
 
 @contextmanager
-def rehearsing(module: nn.Module, device: str, trace: Trace) -> Iterator[Rehearsal]:
-    """In this context the module's parameters and buffers are replaced by tensors without values, and new tensors have
-    none either.
+def rehearsing(sizes: Sizes, device: str, trace: Trace) -> Iterator[tuple[Sizes, Rehearsal]]:
+    """In this context new tensors have no values, nor have those of the copy of the model that it yields.
 
-    Changes to the module are undone on exit. What is sent is not counted as this process's.
+    The copy's parameters and buffers are on the device. What is sent is not counted as this process's.
     """
     with ExitStack() as stack:
-        stack.enter_context(restored(module))
         stack.enter_context(rehearsed_traffic())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch warns that such tensors have no address; the model's own were shown
         if torch.get_default_device().type != device:  # a mode, which takes time
             stack.enter_context(torch.device(device))
         stack.enter_context(torch.enable_grad())
-        if any(map(is_compiled, module.modules())):
+        if any(map(is_compiled, sizes.module.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(without_values())
+        mode = without_values()
+        try:
+            sizes = copied_without_values(sizes, mode)
+        except Exception as error:
+            raise ValueError(
+                f"the {type(sizes.module).__name__} cannot be copied ({error}), and a copy is what is planned. Plan it "
+                "before it holds such objects, or pass zero.plan.Sizes."
+            ) from error
+        stack.enter_context(mode)
         rehearsal = stack.enter_context(Rehearsal(trace))
-        _replace_tensors(module, device)
-        yield rehearsal
+        _move(sizes.module, device)
+        yield sizes, rehearsal
 
 
-def _replace_tensors(module: nn.Module, device: str) -> None:
-    params: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+def _move(module: nn.Module, device: str) -> None:
+    """Gives parameters and buffers the device. Tied ones stay tied."""
+    params: dict[nn.Parameter, nn.Parameter] = {}
     buffers: dict[Tensor, Tensor] = {}
     for holder in module.modules():
         for name, param in [*holder.named_parameters(recurse=False, remove_duplicate=False)]:
@@ -180,7 +195,12 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
             "module that passes them."
         ) from error
     except RuntimeError as error:
-        elsewhere = [name for name, tensor in plain_tensors(module) if tensor.device.type != device]
+        elsewhere = [
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, holder in module.named_modules()
+            for name, value in vars(holder).items()
+            if isinstance(value, Tensor) and value.device.type != device
+        ]
         if not elsewhere or not is_of_two_devices(error):
             raise
         raise RuntimeError(
@@ -230,17 +250,10 @@ Compute = Callable[[int, torch.dtype, Sequence[torch.UntypedStorage], int], None
 """Called with a parameter's bytes and dtype, its storage and its gradient's, and the number of multiplications."""
 
 
-def walk(
-    module: nn.Module,
-    units: dict[str, nn.Module],
-    owned: dict[str, list[tuple[str, nn.Parameter]]],
-    compute: Compute,
-) -> None:
+def walk(sizes: Sizes, compute: Compute) -> None:
     """Replaces the units' forwards by forwards without activations, to be called with a 0-dim tensor. The units run one
-    after another in the order of their first parameters, and gradients arrive from the last parameter to the first.
-
-    owned: the parameters of each unit, as before they were replaced by tensors without values.
-    """
+    after another in the order of their first parameters, and gradients arrive from the last parameter to the first."""
+    module, units, owned = sizes.module, sizes.unit_modules, sizes.owned()
     touch: Callable[[Tensor, Tensor, Compute], Tensor] = _Touch.apply
     unit_of = {name: unit for unit, named in owned.items() for name, _ in named}
 

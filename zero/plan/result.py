@@ -129,10 +129,9 @@ class Plan:
 
     def times(self) -> str:
         """How long steps take, by number of ranks, stage and prefetch, as a table."""
-        lines = [["ranks", "stage", "prefetch", "step ms", "exposed ms", "used FLOP/s", "exposed from"]]
+        lines = [["ranks", "stage", "prefetch", "step ms", "exposed ms", "used FLOP/s"]]
         for one in self.timings:
-            since = f"{one.exposed_from} ranks" if one.exposed_from else "never"
-            taken = [f"{one.step_ms:.1f}", f"{one.exposed_ms:.1f}", f"{one.mfu:.1%}", since]
+            taken = [f"{one.step_ms:.1f}", f"{one.exposed_ms:.1f}", f"{one.mfu:.1%}"]
             lines.append([str(one.world), one.stage, one.prefetch or "-", *taken])
         return aligned(lines)
 

@@ -37,9 +37,6 @@ from zero.state import leaves
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
 
-_WARM_UP = 1
-"""Steps before a settled one: they create the optimizer's state, and record the order of the units."""
-
 _FEW = 2
 """Up to so many ranks are all rehearsed if they differ, as in the size of the buffers that add up 16-bit gradients."""
 
@@ -68,9 +65,8 @@ class Job:
         """stride: from one of the group's ranks to the next among all ranks."""
         reads = self.options.one_host and self.options.backend == "gloo"
         like: Rehearsed = "host memory" if reads else self.options.backend
-        grows = world * stride == self.world  # a hybrid's shard group does not grow with the job
-        group = Group(world, stride, one_host=reads, grows=grows)
-        return rehearsed(rank, world, like, partial(self.trace.launch, group=group))
+        launch = partial(self.trace.launch, group=Group(world, stride, one_host=reads))
+        return rehearsed(rank, world, like, launch)
 
     def averaged(self, *, into_buckets: bool) -> Averaged:
         """The stand-in for DistributedDataParallel. It uses Gloo even on one host, except with `into_buckets`, as
@@ -172,22 +168,20 @@ def cost_of(job: Job, stage: str) -> Cost:
 
 
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]:
-    module = job.sizes.module
-    owned = job.sizes.owned()
-    with rehearsing(module, job.device, job.trace) as rehearsal:
+    with rehearsing(job.sizes, job.device, job.trace) as (sizes, rehearsal):
+        job, module = replace(job, sizes=sizes), sizes.module
         inputs: Sequence[Any]
         if job.batch is None:
-            walk(module, job.sizes.unit_modules, owned, partial(job.trace.multiply, job.tokens or 0))
+            walk(sizes, partial(job.trace.multiply, job.tokens or 0))
             wanted = next(module.parameters()).requires_grad
             inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _built(job, stage, rank)
         if not stage.startswith("3"):
-            inputs = job.sizes.precision.cast_inputs(module, inputs, root=True)
+            inputs = sizes.precision.cast_inputs(module, inputs, root=True)
         step = partial(_step, job, built, inputs, rehearsal)
-        for _ in range(_WARM_UP):
-            step()
+        step()  # creates the optimizer's state, and records the order of the units
         before = traffic().total
         rehearsal.reset_peak()
         with job.trace.taken():
@@ -210,14 +204,9 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
     return held
 
 
-def stepping(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the state."""
-    return optimizer.optim if isinstance(optimizer, OSS) else optimizer
-
-
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
     """Bytes by kind. A storage counts once, however many tensors view it. groups: the parameters' shard groups."""
-    inner = [stepping(one) for one in optimizers]
+    inner = [one.optim if isinstance(one, OSS) else one for one in optimizers]
     stepped = [param for one in inner for param in params_of(one)]
     params: list[Tensor] = [*model.parameters()]
     for group in groups:

@@ -7,7 +7,7 @@ run one after another.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +17,6 @@ from zero.plan.hardware import Hardware
 from zero.plan.trace import COMPUTE, HOST, Task, Trace
 
 PREFETCHES = {"memory-first": MEMORY_FIRST, "default": Prefetch(), "speed-first": SPEED_FIRST}
-
-_HIDDEN = 0.05
-"""The share of a step that may be exposed if communication is called hidden."""
-
-_DOUBLINGS = 16
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,6 @@ class Timing:
     prefetch: "memory-first", "default", "speed-first" or "given"; None at stages that have none.
     exposed_ms: the time in which the compute stream only waits for a transfer.
     mfu: the share of the hardware's FLOP/s that matrix multiplications and attention used, recomputation included.
-    exposed_from: the lowest power of two of ranks from which more than a twentieth of a step is exposed, if each rank
-        computes the same as here; None if it is less even on 65,536.
     """
 
     stage: str
@@ -62,7 +55,6 @@ class Timing:
     step_ms: float
     exposed_ms: float
     mfu: float
-    exposed_from: int | None
     timeline: Timeline = field(repr=False, compare=False)
 
     @property
@@ -145,15 +137,7 @@ def _seconds(task: Task, hardware: Hardware) -> tuple[float, float]:
 
 def timed(trace: Trace, hardware: Hardware, stage: str, prefetch: str | None, world: int) -> Timing:
     timeline = play(trace.tasks, hardware)
-
-    def exposed(doublings: int) -> bool:
-        elsewhere = play(trace.on_ranks(2**doublings), hardware)
-        return elsewhere.exposed > _HIDDEN * elsewhere.seconds
-
-    first = 1 + bisect_left(range(1, _DOUBLINGS + 1), True, key=exposed)
-    since = 2**first if first <= _DOUBLINGS else None
-    step, waited = 1e3 * timeline.seconds, 1e3 * timeline.exposed
-    return Timing(stage, prefetch, world, step, waited, timeline.used, since, timeline)
+    return Timing(stage, prefetch, world, 1e3 * timeline.seconds, 1e3 * timeline.exposed, timeline.used, timeline)
 
 
 def prefetches(stage: str, given: Prefetch) -> Iterator[tuple[str | None, Prefetch]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 from weakref import ref
@@ -101,11 +101,21 @@ class Trace:
 
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Records an operator that has run."""
-        if not self.on or (kind := _kind(func)) is None:
+        if not self.on or (name := _name(func)) is None:
             return
         read = [*tensors_among(args), *tensors_among(kwargs.values())]
         written = [*tensors_among((kwargs.get("out", args[0]) if result is None else result,))]
-        task = kind.task(args, kwargs, result, read, written)
+        moved = returned = sum(map(_nbytes, written))
+        if name in _PICKING:
+            moved += returned
+        else:
+            unread = written if name.endswith(_OVERWRITING) else [*tensors_among((kwargs.get("out"),))]
+            moved += sum(_nbytes(tensor) for tensor in read if not any(tensor is other for other in unread))
+        task = Task(name, COMPUTE, moved)
+        if (flops := _FLOPS.get(func.overloadpacket)) is not None:
+            task.flops, task.dtype = flops(*args, **kwargs, out_val=result), read[0].dtype
+        elif any(word in name for word in _INTENSIVE):
+            task.elements = sum(tensor.numel() for tensor in written)
         self._use(task, _storages((*read, *written)), _storages(written))
 
     def multiply(
@@ -161,42 +171,8 @@ class Trace:
         if self.on:
             self._add(Task(f"wait for {self.tasks[transfer].name}", COMPUTE, after=(transfer,)), set())
 
-    def on_ranks(self, world: int) -> list[Task]:
-        """The tasks if there were so many ranks. Full buffers stay the same."""
-        return [
-            replace(task, group=replace(task.group, world=max(1, world // task.group.stride)))
-            if task.group is not None and task.group.grows
-            else task
-            for task in self.tasks
-        ]
-
 
 # ----------------------------------------------------------------------------------------------- operators
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of operator. flops: torch's formula, if it has one."""
-
-    name: str
-    flops: Callable[..., int] | None
-    overwriting: bool
-    picking: bool
-    intensive: bool
-
-    def task(self, args: Any, kwargs: Any, result: Any, read: Sequence[Tensor], written: Sequence[Tensor]) -> Task:
-        returned = sum(map(_nbytes, written))
-        if self.picking:
-            used = returned
-        else:
-            unread = written if self.overwriting else [*tensors_among((kwargs.get("out"),))]
-            used = sum(_nbytes(tensor) for tensor in read if not any(tensor is other for other in unread))
-        task = Task(self.name, COMPUTE, used + returned)
-        if self.flops is not None:
-            task.flops, task.dtype = self.flops(*args, **kwargs, out_val=result), read[0].dtype
-        elif self.intensive:
-            task.elements = sum(tensor.numel() for tensor in written)
-        return task
 
 
 def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
@@ -218,13 +194,11 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 
 
 @cache
-def _kind(func: Any) -> _Kind | None:
-    """The operator's kind; None if it computes nothing."""
+def _name(func: Any) -> str | None:
+    """The operator's name; None if it computes nothing."""
     if func.is_view or any(word in func.name() for word in _FREE):
         return None
-    name = func.name().partition("::")[2].partition(".")[0]
-    intensive = any(word in name for word in _INTENSIVE)
-    return _Kind(name, _FLOPS.get(func.overloadpacket), name.endswith(_OVERWRITING), name in _PICKING, intensive)
+    return str(func.name()).partition("::")[2].partition(".")[0]
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[Storage]:

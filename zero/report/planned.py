@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
@@ -48,26 +48,19 @@ def planned_for(
     )
     world, given = shards.world * options.replicas, arguments(inside)[0]
     sizes = _without_values(units, inner)
-    shapes = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in _tensors(sizes.module))
+    tensors = [*sizes.module.named_parameters(), *sizes.module.named_buffers()]
+    shapes = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in tensors)
     key = stage, world, options, type(inside), described_options(given), shapes
     if key not in _planned:
         if len(_planned) == _CACHED:
             _planned.clear()
-        _planned[key] = _plan(stage, world, options, partial(type(inside), **given), sizes)
+        optim = partial(type(inside), **given)
+        try:
+            found = plan(sizes, world_size=world, optimizer=optim, options=options, stages=[stage])
+            _planned[key] = found.cost(stage, world)
+        except (ValueError, RuntimeError):  # such as an optimizer whose arguments are not known
+            _planned[key] = None
     return _planned[key]
-
-
-def _plan(stage: str, world: int, options: Options, optim: Callable[..., Optimizer], sizes: Sizes) -> Cost | None:
-    try:
-        found = plan(sizes, world_size=world, optimizer=optim, options=options, stages=[stage])
-    except (ValueError, RuntimeError):  # such as an optimizer whose arguments are not known
-        return None
-    return found.cost(stage, world)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _without_values(units: Sequence[Unit], inner: nn.Module) -> Sizes:

@@ -33,12 +33,11 @@ from zero.integrations.accelerate.choosing import (
     refuse_other_parallelism,
     refuse_ranks_apart,
 )
+from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
 from zero.interop.grad_scaler import GradScaler
 from zero.measure.param_groups import params_of
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -117,7 +116,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, one in enumerate(args):
             if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
                 ready[number] = of[one] = self.sharding.shard(one)
-                self.sharding.remember(of[one])
         for number, one in enumerate(ready):
             if isinstance(one, nn.Module):
                 if not self._is_sharded(one):
@@ -163,8 +161,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return isinstance(model, WRAPPERS) or model in self.sharding.wrapped
 
     def _keep(self, model: nn.Module) -> None:
-        if self._is_sharded(model):
-            self.sharding.remember(model)
+        if isinstance(model, WRAPPERS):
+            self.sharding.wrapped[model] = None
         if all(model is not other for other in self._models):
             self._models.append(model)
 
@@ -173,10 +171,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         optimizer = self.sharding.shard(optimizer)
-        self.sharding.remember(optimizer)
-        prepared = states.ShardedAcceleratedOptimizer(
-            optimizer, self.scaler, self._before_step, self.sharding.wrapper_of
-        )
+        prepared = states.ShardedAcceleratedOptimizer(optimizer, self)
         self._optimizers.append(prepared)
         return prepared
 
@@ -227,7 +222,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         super().clip_grad_value_(params, clip_value)
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called by prepared optimizers. Clips where the ZeroPlugin says so."""
         limit = self.zero_plugin.gradient_clipping
         if limit is not None:
             self.unscale_gradients(optimizer)
@@ -271,7 +267,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def saved_dtype(self) -> torch.dtype | None:
-        return _DTYPES.get(self.mixed_precision) if self.zero_plugin.save_16bit_model else None
+        return DTYPES.get(self.mixed_precision) if self.zero_plugin.save_16bit_model else None
 
     # ------------------------------------------------------------------------------------------------ states
 

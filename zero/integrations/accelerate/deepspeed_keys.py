@@ -13,9 +13,7 @@ import torch
 
 import zero
 from zero.fsdp import SPEED_FIRST, BackwardPrefetch, Prefetch
-from zero.integrations.accelerate.keys import Keys, count, flag, names, one_of
-
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
+from zero.integrations.accelerate.keys import DTYPES, Keys, count, flag, names, one_of
 
 # ------------------------------------------------------------------------------- keys that mean nothing here
 
@@ -96,11 +94,10 @@ def fields(
         warnings.warn(f"{section}: zero3_init_flag is for stage 3, and without an effect at {stage}.", stacklevel=2)
     found["cpu_ram_efficient_loading"] = init_flag and stage == 3
     found |= _precision(keys)
-    clipping = keys.take("gradient_clipping", float, 0.0)
-    found["gradient_clipping"] = clipping or None
+    found["gradient_clipping"] = keys.take("gradient_clipping", float) or None
     found["gradient_accumulation_steps"] = keys.take("gradient_accumulation_steps", count)
     found["micro_batch_size"] = _micro_batch_size(keys, found["gradient_accumulation_steps"])
-    travels_in = keys.take("communication_data_type", lambda name: _DTYPES[name])
+    travels_in = keys.take("communication_data_type", lambda name: DTYPES[name])
     found["reduce_dtype"] = None if stage < 2 and travels_in is torch.float32 else travels_in
     keys.done(_REFUSED, _WITHOUT_EFFECT)
     return found

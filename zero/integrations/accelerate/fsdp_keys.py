@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 import zero
 from zero.fsdp import BackwardPrefetch, MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
-from zero.integrations.accelerate.keys import Keys, count, flag, names, one_of
+from zero.integrations.accelerate.keys import DTYPES, Keys, count, flag, names, one_of
 
 OTHER_NAMES = {
     "backward_prefetch_policy": "backward_prefetch",  # an old name, which Accelerate 1.15 drops
@@ -23,7 +23,6 @@ OTHER_NAMES = {
 }
 _PREFIX = "fsdp_"
 _STRATEGY = one_of("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", numbered=True)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: bool = False) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: 
     found["cpu_ram_efficient_loading"] = keys.take("cpu_ram_efficient_loading", flag, False)
     found["activation_checkpointing"] = keys.take("activation_checkpointing", flag, False)
     keys.refuse("activation_checkpointing_offload", "checkpointed inputs stay where they are. Leave it out.")
-    found["ignored_modules"] = keys.take("ignored_modules", _ignored, ())
+    found["ignored_modules"] = keys.take("ignored_modules", lambda one: one if isinstance(one, str) else tuple(one), ())
     found["mixed_precision_policy"] = keys.take("mixed_precision_policy", as_policy)
     found["param_init_fn"] = keys.take("param_init_fn")
     if found["cpu_ram_efficient_loading"] and not found["sync_module_states"]:
@@ -184,10 +183,6 @@ _BACKWARD = {
 }
 
 
-def _ignored(value: Any) -> Iterable[Any] | str:
-    return value if isinstance(value, str) else tuple(value)
-
-
 def as_policy(value: Any) -> MixedPrecision:
     """Of a MixedPrecision of zero's or PyTorch's, of FSDP2's policy, of "bf16" and its like, or of a dict of dtypes."""
     if isinstance(value, str):
@@ -204,4 +199,4 @@ def as_policy(value: Any) -> MixedPrecision:
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    return value if value is None or isinstance(value, torch.dtype) else _DTYPES[value]
+    return value if value is None or isinstance(value, torch.dtype) else DTYPES[value]

@@ -11,6 +11,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
 NOT_SAID = (None, "auto", "none", "None", "")
 """Values by which a configuration leaves a key to its reader."""
 

@@ -56,15 +56,17 @@ class Sharding:
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
         """Collective at stages 1 and 2. The optimizer that this stage steps."""
-        if isinstance(optimizer, OSS) or self.plugin.stage in (0, 3):
-            return optimizer
-        elsewhere = [param for param in params_of(optimizer) if not _same(param.device, self._device)]
-        if elsewhere:
-            raise ValueError(
-                f"an optimizer was prepared whose parameters are on {elsewhere[0].device}, not on {self._device}. "
-                "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
-            )
-        return OSS.from_optimizer(optimizer, partition=self.plugin.partition, offload=self.plugin.offload)
+        if not isinstance(optimizer, OSS) and self.plugin.stage in (1, 2):
+            elsewhere = [param for param in params_of(optimizer) if not _same(param.device, self._device)]
+            if elsewhere:
+                raise ValueError(
+                    f"an optimizer was prepared whose parameters are on {elsewhere[0].device}, not on {self._device}. "
+                    "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
+                )
+            optimizer = OSS.from_optimizer(optimizer, partition=self.plugin.partition, offload=self.plugin.offload)
+        if isinstance(optimizer, OSS):
+            self._optimizers[optimizer] = None
+        return optimizer
 
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> nn.Module:
         """Collective. The model, wrapped for this stage. ddp: arguments of DistributedDataParallel, for the stages that
@@ -79,15 +81,8 @@ class Sharding:
             return model
         else:
             wrapped = self._ddp(model, ddp)
-        self.remember(wrapped)
+        self.wrapped[wrapped] = None
         return wrapped
-
-    def remember(self, one: nn.Module | Optimizer) -> None:
-        """From now on includes a wrapped model, or an OSS, in clipping and saving, as long as it exists."""
-        if isinstance(one, OSS):
-            self._optimizers[one] = None
-        elif isinstance(one, nn.Module):
-            self.wrapped[one] = None
 
     def _ddp(self, model: nn.Module, ddp: dict[str, Any]) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": True, **ddp}  # without views DDP holds every gradient twice

@@ -32,29 +32,22 @@ _SHARDED, _OPTIMIZER = "zero", f"{OPTIMIZER_NAME}.bin"
 class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Loads full state, at every stage. Moves no state: it is on the shards' device.
 
-    before_step: called before each real step, and not before those that only accumulate.
-    holder: returns the wrapper that holds the parameters, if it is known.
+    accelerator: zero's. Its `before_step` is called before each real step, and not before those that only accumulate.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        scaler: Any,
-        before_step: Callable[[Optimizer], None],
-        holder: Callable[[Optimizer], Any],
-    ) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=scaler)
-        self._before_step, self._holder = before_step, holder
+    def __init__(self, optimizer: Optimizer, accelerator: Any) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=accelerator.scaler)
+        self._accelerator = accelerator
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Collective."""
         if self.gradient_state.sync_gradients:
-            self._before_step(self.optimizer)
+            self._accelerator.before_step(self.optimizer)
         super().step(closure)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads full state, or this rank's own."""
-        holder = self._holder(self.optimizer)
+        holder = self._accelerator.sharding.wrapper_of(self.optimizer)
         if isinstance(holder, FSDP):
             holder.load_optim_state_dict(self.optimizer, state_dict)
         else:

@@ -85,7 +85,7 @@ class ShardedStrategy:
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()
-"""For each module the FSDP with which a strategy has wrapped it."""
+"""For each module the FSDP with which a strategy has wrapped it last."""
 
 
 def sharded_before(module: nn.Module) -> FSDP | None:
@@ -95,9 +95,11 @@ def sharded_before(module: nn.Module) -> FSDP | None:
     """
     if isinstance(module, FSDP):
         return module
+    if sharded_params().isdisjoint(module.parameters()):
+        return None
     known = _sharded.get(module)
     wrapper = None if known is None else known()
-    if wrapper is None and not sharded_params().isdisjoint(module.parameters()):
+    if wrapper is None:
         raise ValueError(
             f"the {type(module).__name__} is sharded by an FSDP that no longer exists, nor does the Trainer or Fabric "
             "that made it. Keep the first Trainer, or call zero.unwrap(trainer.strategy.model) before you drop it."
@@ -110,13 +112,6 @@ def fsdp_of(optimizer: Optimizer) -> FSDP | None:
     params = {*params_of(optimizer)}
     wrappers = (known() for known in _sharded.values())
     return next((one for one in wrappers if one is not None and not params.isdisjoint(one.module.parameters())), None)
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Collective at stage 3. The plain module."""
-    plain = zero.unwrap(module)
-    _sharded.pop(plain, None)
-    return plain
 
 
 def no_sync(module: nn.Module | None) -> AbstractContextManager[None]:

@@ -30,7 +30,6 @@ from zero.integrations.lightning.sharding import (
     no_sync,
     scale_for_shards,
     sharded_before,
-    unwrap,
 )
 
 _IN_SHARDS = "zero_in_shards"
@@ -68,7 +67,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
             self._refuse_clipping_by_value()
         before = sharded_before(self.lightning_module)
         if before is not None and self._stage < 3:
-            unwrap(before)
+            zero.unwrap(before)
             before = None
         if before is None:
             if fitting and self._layer_sync:

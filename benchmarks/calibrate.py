@@ -1,18 +1,18 @@
-"""Measures how fast this machine's CPU computes and sends, on two ranks at once.
+"""Measures how fast this machine's CPU computes and sends, on two ranks at once, and writes a file for `zero.plan`.
+
+    python benchmarks/calibrate.py own.toml
+    python -m zero.plan package.module:factory --batch 8x1024:int64 --backend gloo --hardware own.toml
 
 All figures are of CPU time, with one thread a rank, so that other load on the machine matters little. Each is the
 median of several rounds.
 """
 
-from __future__ import annotations
-
-import multiprocessing
+import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import date, timedelta
-from multiprocessing.queues import Queue
+from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from launch import Rank, run_ranks
 from zero.comm import Comm, configure
-from zero.plan.hardware import Hardware, Link
+from zero.plan import Hardware, Link
 from zero.plan.rehearsal import Rehearsal
 from zero.plan.trace import Trace
 
-_RANKS = 2
+RANKS = 2
 ROUNDS = 7
-_TIMEOUT = timedelta(minutes=3)
 
-_CACHE = 4 << 20
+CACHE = 4 << 20
 """Bytes. Operators that move at most so many are taken to work in the processor's cache."""
 
 SIZES = {"small": 1 << 16, "large": 1 << 24}
@@ -39,30 +39,22 @@ SIZES = {"small": 1 << 16, "large": 1 << 24}
 Measured = dict[str, float]
 
 
-def calibrate() -> tuple[Hardware, str]:
-    """The hardware, and a note on where and how it was measured. Takes about half a minute.
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="TOML, for --hardware")
+    file = parser.parse_args().file
+    hardware, note = calibrate()
+    write_toml(hardware, file, note)
+    print(f"{note}\nwrote {file}")
 
-    Raises RuntimeError where a rank fails.
-    """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        results: Queue[Measured | str] = context.Queue()
-        processes = [context.Process(target=_run_rank, args=(rank, folder, results)) for rank in range(_RANKS)]
-        for process in processes:
-            process.start()
-        try:
-            found = [results.get(timeout=_TIMEOUT.total_seconds()) for _ in processes]
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
-    measured = [one for one in found if not isinstance(one, str)]
-    if len(measured) < _RANKS:
-        raise RuntimeError(f"a rank failed while it measured: {next(one for one in found if isinstance(one, str))}")
-    means = {name: statistics.mean(one[name] for one in measured) for name in measured[0]}
+
+def calibrate() -> tuple[Hardware, str]:
+    """The hardware, and a note on where and how it was measured. Takes about half a minute."""
+    found = run_ranks(measure, RANKS)
+    means = {name: statistics.mean(one[name] for one in found) for name in found[0]}
     note = (
-        f"Measured by python -m zero.plan --calibrate on {date.today():%d %B %Y}: torch {torch.__version__},\n"
-        f"CPU time of {_RANKS} ranks at once, one thread each. within: ranks that read one another's memory;\n"
+        f"Measured by benchmarks/calibrate.py on {date.today():%d %B %Y}: torch {torch.__version__},\n"
+        f"CPU time of {RANKS} ranks at once, one thread each. within: ranks that read one another's memory;\n"
         "between: Gloo, on the same host."
     )
     return hardware_of(means), note
@@ -74,7 +66,7 @@ def hardware_of(found: Measured) -> Hardware:
         overlaps=False,
         ranks_a_host=1,
         flops={"float32": found["flops"]},
-        cache=float(_CACHE),
+        cache=float(CACHE),
         within=_link(found, "within"),
         between=_link(found, "between"),
         **{name: found[name] for name in ("memory", "launch", "cached", "elements", "exchange")},
@@ -92,20 +84,14 @@ def _link(found: Measured, name: str) -> Link:
     return Link(max(0.0, latency), gather, reduce, all_reduce)
 
 
-def _run_rank(rank: int, folder: str, results: Queue[Measured | str]) -> None:
-    try:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        found: Measured = {}
-        for link, host_memory in (("within", "auto"), ("between", "off")):
-            store = f"file://{Path(folder, link)}"
-            dist.init_process_group("gloo", store, rank=rank, world_size=_RANKS, timeout=_TIMEOUT)
-            configure(host_memory=host_memory)
-            found |= sending(Comm(), link) | (computing(Comm()) if link == "within" else {})
-            dist.destroy_process_group()
-        results.put(found)
-    except Exception as error:
-        results.put(f"{type(error).__name__}: {error}")
+def measure(_: Rank) -> Measured:
+    torch.manual_seed(0)
+    found: Measured = {}
+    for link, host_memory in (("within", "auto"), ("between", "off")):
+        configure(host_memory=host_memory)
+        comm = Comm(dist.new_group(backend="gloo"))
+        found |= sending(comm, link) | (computing(comm) if link == "within" else {})
+    return found
 
 
 def _seconds(work: Callable[[], object], times: int, comm: Comm) -> float:
@@ -129,7 +115,7 @@ def computing(comm: Comm) -> Measured:
     tokens, width = 256, 512
     x, weight, y = _random(tokens, width), _random(4 * width, width), _random(tokens, 4 * width)
     multiplied = _seconds(lambda: (F.linear(x, weight), y.mm(weight), y.t().mm(x)), 5, comm)
-    many, few = _random(2, 1 << 24), _random(2, _CACHE // 16)
+    many, few = _random(2, 1 << 24), _random(2, CACHE // 16)
     taken, in_cache = _seconds(lambda: many[0].add_(many[1]), 2, comm), _seconds(lambda: few[0].add_(few[1]), 200, comm)
     layers = [[nn.LayerNorm(8, device="cpu"), nn.Linear(8, 8, device="cpu"), nn.GELU()] for _ in range(20)]
     model, little = nn.Sequential(*[nn.Sequential(*layer) for layer in layers]), torch.zeros(2, 8, device="cpu")
@@ -147,7 +133,7 @@ def computing(comm: Comm) -> Measured:
         "cached": 3 * few[0].nbytes / in_cache,
         "elements": few[0].numel() / _seconds(lambda: F.gelu(few[0]), 20, comm),
         "launch": _seconds(train, 20, comm) / len(trace.tasks),
-        "exchange": _seconds(lambda: comm.compare("nothing", ["one line"]), 100, comm) / 2 / (_RANKS - 1),
+        "exchange": _seconds(lambda: comm.compare("nothing", ["one line"]), 100, comm) / 2 / (RANKS - 1),
     }
 
 
@@ -156,7 +142,7 @@ def sending(comm: Comm, link: str) -> Measured:
     found: Measured = {}
     for size, nbytes in SIZES.items():
         full = _random(nbytes // 4)
-        half, times = len(full) // _RANKS, max(2, (1 << 22) // nbytes)
+        half, times = len(full) // RANKS, max(2, (1 << 22) // nbytes)
 
         def gather(full: Tensor = full, half: int = half) -> Any:
             return comm.gather(full, [0, half, 2 * half], channel).wait()
@@ -171,3 +157,24 @@ def sending(comm: Comm, link: str) -> Measured:
         for kind, work in (("gather", gather), ("reduce", reduce), ("all-reduce", all_reduce)):
             found[f"{link} {kind} {size}"] = _seconds(work, times, comm)
     return found
+
+
+def write_toml(hardware: Hardware, path: Path, note: str) -> None:
+    """note: a comment at its head."""
+    content = asdict(hardware)
+    tables = {name: content.pop(name) for name in ("flops", "within", "between")}
+    lines = [f"# {line}" for line in note.splitlines()]
+    for name, table in {"": content, **tables}.items():
+        lines += ["", f"[{name}]"] if name else []
+        lines += [f"{key} = {_written(value)}" for key, value in table.items() if value is not None]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
