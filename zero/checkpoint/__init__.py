@@ -24,9 +24,9 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
 torch.distributed.checkpoint (2.13) was tried as the engine, and is used to read and write its own format (`export_dcp`,
 `importing`). For the rest it was not used. Its chunks are boxes, and a shard of the even cut begins and ends within a
 row. Its formats store options and step counts as pickles, or not at all. An altered byte is loaded without an error,
-and a save overwrites the last good checkpoint. Its storage over fsspec copies what it reads, and renames what it publishes,
-which an object store does by copying. Its asynchronous save needs a second process group; here the thread sends
-nothing.
+and a save overwrites the last good checkpoint. Its storage over fsspec copies what it reads, and renames what it
+publishes, which an object store does by copying. Its asynchronous save needs a second process group; here the thread
+sends nothing.
 """
 
 from zero.checkpoint.format import CheckpointError
