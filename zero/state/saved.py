@@ -36,10 +36,8 @@ class Saved:
         return {params[number]: kept for number, kept in self._for_torch()["state"].items()}
 
     def state_dict(self) -> dict[str, Any]:
-        if self.optimizer.comm.world == 1:
-            return state.consolidate(self.optimizer, None) or {}
         full = self._for_torch() if self.asked_for_full else self._full
-        if full is None:
+        if full is None or self.optimizer.comm.world == 1:
             return state.shard_of(self.optimizer)
         return {**full, "param_groups": state.numbered_groups(self.optimizer)}
 

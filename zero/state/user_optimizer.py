@@ -6,58 +6,18 @@ and from full state where full state is asked for or given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero._torch import asked_by_torch_checkpoint, takes_state_hooks
-from zero.comm import Comm
 from zero.fsdp.model import Model, models
 from zero.fsdp.weights import OptimizerState, states
 from zero.measure.param_groups import SHARD_MARK, params_of
-from zero.shards.shard_group import ShardGroup
 from zero.state import optimizer_state as state
+from zero.state.optimizer_state import SteppedShards
 from zero.state.shard_mark import ShardMark, texts_of
-
-
-@dataclass
-class SteppedShards:
-    """An optimizer whose parameters are in the shard groups of an FSDP; see zero.state.optimizer_state.Sharded."""
-
-    optim: Optimizer
-    shard_groups: list[ShardGroup]
-    comm: Comm
-    granularity: None = None
-    keeps_masters: bool = False
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optim.param_groups
-
-    @property
-    def cuts_parameters(self) -> bool:
-        return any(
-            span.numel < group.layout.numels[span.index]
-            for group in self.shard_groups
-            for rank in range(group.layout.world)
-            for span in group.layout.spans(rank)
-        )
-
-    def part(self, param: nn.Parameter) -> nn.Parameter:
-        return param
-
-    def master(self, flat: ShardGroup) -> Tensor | None:
-        return None
-
-    def has_own_marks(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
-        marks = _marks_of(groups)
-        remedy = "Save state that loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
-        state.refuse_other_shard(self, marks, remedy)
-        return bool(marks)
 
 
 class Stepped(OptimizerState):
@@ -68,7 +28,7 @@ class Stepped(OptimizerState):
 
     def load(self, model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         stepped = _shards(model, optimizer)
-        if stepped.has_own_marks(state_dict["param_groups"]):
+        if _marked_as_own(stepped, state_dict["param_groups"]):
             optimizer.load_state_dict(state_dict)
         else:
             state.load(stepped, state_dict)
@@ -86,7 +46,7 @@ class Stepped(OptimizerState):
         known.add(optimizer)
         if model.comm.world == 1 or not takes_state_hooks(optimizer):
             return
-        shard_groups, comm = model.index.groups, model.comm
+        shard_groups, comm = model.index.groups, model.comm  # not the model, which the hooks would keep alive
         others = (other.index for other in models() if other is not model)
         alone = all({*params_of(optimizer)}.isdisjoint(index) for index in others)
 
@@ -107,7 +67,7 @@ class Stepped(OptimizerState):
 
         def cut(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
             stepped = SteppedShards(optimizer, shard_groups, comm)
-            if given.get(SHARD_MARK) == state.OWN or stepped.has_own_marks(given["param_groups"]):
+            if given.get(SHARD_MARK) == state.OWN or _marked_as_own(stepped, given["param_groups"]):
                 return None
             return state.numbered(optimizer, *state.own_shard(stepped, given))
 
@@ -130,7 +90,7 @@ def registered(model: Model) -> list[Optimizer]:
 def problem_of_state(model: Model, optimizer: Optimizer) -> str | None:
     """The error message for an optimizer that has loaded another rank's shard; None for others."""
     try:
-        _shards(model, optimizer).has_own_marks(optimizer.param_groups)
+        _marked_as_own(_shards(model, optimizer), optimizer.param_groups)
     except ValueError as error:
         return f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
     return None
@@ -142,3 +102,11 @@ def _shards(model: Model, optimizer: Optimizer) -> SteppedShards:
 
 def _marks_of(groups: list[dict[str, Any]]) -> set[str]:
     return {text for group in groups for text in texts_of(group.get(SHARD_MARK))}
+
+
+def _marked_as_own(stepped: SteppedShards, groups: list[dict[str, Any]]) -> bool:
+    """Whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
+    marks = _marks_of(groups)
+    remedy = "Save state that loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
+    state.refuse_other_shard(stepped, marks, remedy)
+    return bool(marks)
