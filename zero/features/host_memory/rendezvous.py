@@ -32,10 +32,10 @@ def rendezvous(exchange: StoreExchange, how: str) -> Peers | None:
     try:
         offers = all_gather(_or_empty(handshake.listen))
         connected = all(all_gather(_or_empty(lambda: handshake.connect(offers))))
-        if connected and all(all_gather(_or_empty(handshake.accept))):
-            peers = [handshake.peers.pop(other, None) for other in range(exchange.world)]
-            return Peers(peers, exchange.timeout.total_seconds())
-        return None
+        if not connected or not all(all_gather(_or_empty(handshake.accept))):
+            return None
+        peers, handshake.peers = handshake.peers, {}
+        return Peers(peers, exchange.timeout.total_seconds())
     finally:
         handshake.close()
 
@@ -114,4 +114,4 @@ class _Handshake:
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        close([*self.peers.values()], os.getpid())
+        close(self.peers.values(), os.getpid())
