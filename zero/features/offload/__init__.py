@@ -20,7 +20,7 @@ from zero.shards.home import DEVICE, Home, homes
 
 
 @dataclass(frozen=True)
-class CPUOffload:
+class CPUOffload(Home):
     """Shards, their gradients and the optimizer's state lie in the memory of the CPU, where the optimizer steps them.
 
     torch steps a parameter on its device, with a gradient and state on the same device. Without a GPU this changes
@@ -31,8 +31,16 @@ class CPUOffload:
 
     pin_memory: bool = True
 
-    def home(self) -> Home:
-        return HostHome(self.pin_memory)
+    apart, alike = True, "offload CPUOffload"
+
+    def place(self, shard: Tensor) -> Tensor:
+        if shard.device.type == "cpu":
+            return shard.clone()
+        there = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=self.pin_memory)
+        return there.copy_(shard)
+
+    def has(self, shard: Tensor) -> bool:
+        return shard.device.type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -54,52 +62,26 @@ class DiskOffload:
 
     path: str | Path
 
-    def home(self) -> Home:
-        return Disk(Path(self.path), self)
 
-
-def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
-    """Converts the option: zero's classes, PyTorch's CPUOffload and policies, None. Raises ValueError otherwise."""
-    if given is None or isinstance(given, CPUOffload | DiskOffload):
-        return given
+def home_of(given: Any) -> Home:
+    """Converts the option: zero's classes, a home, PyTorch's CPUOffload and policies, None. Raises ValueError for other
+    values."""
+    if given is None or isinstance(given, Home):
+        return given or DEVICE
+    if isinstance(given, DiskOffload):
+        return Disk(Path(given.path), given)
     from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
 
     if isinstance(given, fsdp.CPUOffload):
-        return CPUOffload() if given.offload_params else None
+        return CPUOffload() if given.offload_params else DEVICE
     if isinstance(given, fsdp.CPUOffloadPolicy):
         return CPUOffload(pin_memory=given.pin_memory)
     if type(given) is fsdp.OffloadPolicy:  # PyTorch's word for none
-        return None
+        return DEVICE
     raise ValueError(
         f"offload={given!r}: pass zero.CPUOffload(), zero.DiskOffload(path), torch.distributed.fsdp.CPUOffload or "
         "CPUOffloadPolicy, or None, which offloads nothing."
     )
-
-
-def home_of(given: Any) -> Home:
-    """The home for the option's value, which may be a home itself. Raises ValueError for unknown values."""
-    if isinstance(given, Home):
-        return given
-    offload = as_offload(given)
-    return DEVICE if offload is None else offload.home()
-
-
-class HostHome(Home):
-    """The memory of the CPU."""
-
-    apart, alike = True, "offload CPUOffload"
-
-    def __init__(self, pin_memory: bool) -> None:
-        self._pin_memory = pin_memory
-
-    def place(self, shard: Tensor) -> Tensor:
-        if shard.device.type == "cpu":
-            return shard.clone()
-        there = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=self._pin_memory)
-        return there.copy_(shard)
-
-    def has(self, shard: Tensor) -> bool:
-        return shard.device.type == "cpu"
 
 
 homes["offload"] = home_of
