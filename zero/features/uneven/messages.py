@@ -95,18 +95,11 @@ def problem_in(messages: Sequence[Message], active: Sequence[int], *, throw: boo
 
 # --------------------------------------------------------------------------------------------- methods and arguments
 
-METHODS = {
-    "step": True,
-    "unscale_": True,
-    "clip_grad_norm": True,
-    "clip_grad_norm_": True,
-    "grad_norm": True,
-    "reduce": True,
-    "sync_buffers": True,
-    "update": False,
-    "zero_grad": False,
-}
-"""The methods that ranks without data call too, and whether they may send something; schedulers' never do."""
+METHODS = (
+    *("step", "unscale_", "clip_grad_norm", "clip_grad_norm_", "grad_norm"),
+    *("reduce", "sync_buffers", "update", "zero_grad"),
+)
+"""The methods that ranks without data call, too."""
 
 
 def replace(one: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
@@ -163,10 +156,12 @@ def _plain_of(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def take_options(group: dict[str, Any], given: dict[str, Any]) -> None:
-    """Sets the options of the group to those of another rank, from `plain_options`."""
-    for key, value in given.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = from_plain(value)
+def take_options(optimizers: Sequence[Optimizer], given: list[list[dict[str, Any]]]) -> None:
+    """Sets the options of the groups to those of another rank, from `plain_options`."""
+    for optimizer, groups in zip(optimizers, given, strict=True):
+        for group, plain in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in plain.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = from_plain(value)
