@@ -40,7 +40,11 @@ class Peer:
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid, self.socket = pid, connection
-        self.pidfd = os.pidfd_open(pid)  # the socket may outlive the process, in a process that was forked from it
+        try:
+            self.pidfd = os.pidfd_open(pid)  # the socket may outlive the process, in a process that was forked from it
+        except BaseException:
+            connection.close()
+            raise
         self.notes: deque[tuple[int, int]] = deque()
         self.done = 0
         self.closed = False
