@@ -26,10 +26,7 @@ def blocks(root: nn.Module, policy: Any, *, apart: Sequence[nn.Module], small: b
 def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
     """Returns childless modules outside the blocks with a quarter of the largest block's bytes or more, untied ones."""
     inside = {module for block in blocks for module in block.modules()}
-    holders: dict[nn.Parameter, int] = {}
-    for module in root.modules():
-        for param in module.parameters(recurse=False):
-            holders[param] = holders.get(param, 0) + 1
+    holders = Counter(param for module in root.modules() for param in module.parameters(recurse=False))
     largest = max((sum(param.nbytes for param in block.parameters()) for block in blocks), default=0)
     chosen = set()
     for module in root.modules():
@@ -100,16 +97,12 @@ def _members(container: nn.Module) -> list[nn.Module]:
     for member in children_of(container).values():  # unlike children(), has a repeated module each time
         if member is None:
             continue
-        inner = []
-        if only_holds(member) or (isinstance(container, nn.Sequential) and _calls_members(member)):
-            inner = _members(member)
+        calls_members = isinstance(member, nn.Sequential) and type(member).forward is nn.Sequential.forward
+        looks_inside = only_holds(member) or (isinstance(container, nn.Sequential) and calls_members)
+        inner = _members(member) if looks_inside else []
         divided = only_holds(member) or _repeated(inner, with_submodules=True)
         members += inner if divided else [member]
     return members
-
-
-def _calls_members(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _repeated(modules: Sequence[nn.Module], *, with_submodules: bool) -> set[nn.Module]:

@@ -85,21 +85,15 @@ class Disk(Home):
         try:
             for param in gradients:
                 param.grad = None
-            for param in params:
-                if param in gradients:
-                    param.grad = gradients[param]
-                    step()
-                    param.grad = None
-                    self._rest(optimizer, param)
-        except BaseException:
+            own = [param for param in params if param in gradients]
+            for param in own:
+                param.grad = gradients[param]
+                step()
+                param.grad = None
+                self._rest(optimizer, param)
+            self._set_aside.update({param: gradients.pop(param) for param in own})
+        finally:
             for param, gradient in gradients.items():
-                param.grad = gradient
-            raise
-        stepped = set(params)
-        for param, gradient in gradients.items():
-            if param in stepped:
-                self._set_aside[param] = gradient
-            else:
                 param.grad = gradient
 
     def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
