@@ -148,8 +148,8 @@ class Joined:
         self._busy = True
         try:
             return original(*args, **kwargs)
-        finally:
-            self._busy, self._seen = False, self._gradients()
+        finally:  # from here on all ranks have the same gradients again
+            self._busy, self._changed, self._seen = False, False, self._gradients()
 
     def _gradients(self) -> tuple[int, int, int]:
         """The number of gradients, the sum of their addresses, and how often they were written into."""
