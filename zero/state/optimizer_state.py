@@ -171,19 +171,18 @@ def own_shard(
         )
     is_shard = param_groups.SHARD_MARK in state_dict
     refuse_other_shard(optimizer, state_dict.get(param_groups.SHARD_MARK))
-    numbers = [number for group in groups for number in group["params"]]
+    keys = [key for group in groups for key in group["params"]]
+    states = {number: state_dict["state"][key] for number, key in enumerate(keys) if key in state_dict["state"]}
     if not is_shard:
-        _refuse_other_shapes(optimizer, state_dict["state"], numbers)
-    taken: dict[nn.Parameter, dict[str, Any]] = {}
-    for owned in _shards_of(optimizer, optimizer.comm.rank):
-        state = state_dict["state"].get(numbers[owned.number])
-        if state is not None:
-            taken[optimizer.part(owned.param)] = {
-                key: owned.taken_from(value, is_shard=is_shard) for key, value in state.items()
-            }
-    for number, param in _unsharded(optimizer):
-        if numbers[number] in state_dict["state"]:
-            taken[param] = deepcopy(state_dict["state"][numbers[number]])
+        _refuse_other_shapes(optimizer, states)
+    taken = {
+        optimizer.part(owned.param): {
+            key: owned.taken_from(value, is_shard=is_shard) for key, value in states[owned.number].items()
+        }
+        for owned in _shards_of(optimizer, optimizer.comm.rank)
+        if owned.number in states
+    }
+    taken |= {param: deepcopy(states[number]) for number, param in _unsharded(optimizer) if number in states}
     return taken, groups
 
 
@@ -198,11 +197,12 @@ def refuse_other_shard(
         raise ValueError(f"the state is one rank's shard ({', '.join(sorted(found))}), but this is {own}. {remedy}")
 
 
-def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
-    """Raises ValueError on every rank alike. State of uncut parameters may have any shape."""
+def _refuse_other_shapes(optimizer: Sharded, states: dict[int, dict[str, Any]]) -> None:
+    """Raises ValueError on every rank alike. Where no parameter is cut, state may have any shape."""
     all_owned = [*_shards_of(optimizer)]
-    for owned in all_owned if any(owned.cut for owned in all_owned) else ():
-        for key, leaf in leaves.opened(states.get(numbers[owned.number], {})).items():
+    cuts = optimizer.cuts_parameters if isinstance(optimizer, OSS) else any(owned.cut for owned in all_owned)
+    for owned in all_owned if cuts else ():
+        for key, leaf in leaves.opened(states.get(owned.number, {})).items():
             cuttable = isinstance(leaf, Tensor) and leaf.dim() > 0
             if cuttable and leaf.shape != owned.full_shape and owned.rows(len(leaf)) is None:
                 raise ValueError(
@@ -242,7 +242,7 @@ def numbered(
     optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Converts a state by parameters to the format of state_dict()."""
-    numbers = {param: number for number, param in enumerate(param_groups.params_of(optimizer))}
+    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
     return {
         "state": {numbers[param]: state for param, state in taken.items()},
         "param_groups": [
