@@ -27,19 +27,12 @@ from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.sdp.wrapper import refuse_steps
 from zero.shards.home import Home
 from zero.shards.partition import optimizer_problem
-from zero.state.user_optimizer import SAVED, problem_of_state, registered
+from zero.state.saved import SAVED, problem_of_state, registered
 
 
 class Guard(ModelEvents):
-    """Checks every step of any optimizer that holds parameters of these units, as long as the guard exists.
-
-    The step raises RuntimeError on every rank if, on any, parameters are unsharded or were given other data; the module
-    has new parameters with gradients; gradients are unreduced (no_sync) or scaled by each rank separately; optimizer
-    state is not that of the shards; the optimizer couples parameters, or needs uncut parameters where they are cut; or
-    the optimizer has written numbers into its groups that differ between ranks.
-
-    The module may only hold the parameters that it holds now, except in ignored modules.
-    """
+    """Checks every step of any optimizer that holds parameters of these units, as long as the guard exists. The step
+    raises RuntimeError on every rank if it would be wrong on any."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
