@@ -54,14 +54,11 @@ _AS_GRAPHS = (
 
 
 class Compiling(ModelEvents):
-    """Runs the forward of one model.
+    """Runs the forward of one model. Once a model that is compiled as a whole has run uncompiled, the hooks inside its
+    units are removed, which would break graphs.
 
     Raises RuntimeError for a use of torch.compile that FSDP cannot run, in the first forward in training and the first
     in evaluation, and while CUDA graphs are recorded.
-
-    A model that is compiled as a whole runs its first forward in training and its first in evaluation uncompiled: in
-    these other features find what they cannot see in traced code, such as reads of other units' parameters. Then the
-    hooks inside the units are removed, which would break graphs.
     """
 
     def __init__(self, model: Model) -> None:

@@ -125,7 +125,7 @@ class Peers:
         """Returns a table of `count` addresses (int64), read from an address on another rank."""
         table = torch.empty(count, dtype=torch.int64, device="cpu")
         self.read(rank, address, table)
-        return table.tolist()  # type: ignore[no-any-return]
+        return table.tolist()
 
     def finish(self) -> None:
         """Tells all ranks that this rank has read its data, and waits until all others have."""
