@@ -12,7 +12,7 @@ kernel twice.
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
 
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero._torch import averaged_by, divides_by_ranks_with_data, join_mark, living_joins_of
+from zero._torch import averaged_by, divides_by_ranks_with_data, join_mark
 from zero.checks.step_checks import NO_GRADIENT
 from zero.comm import Comm
 from zero.comm.packing import lengths
@@ -36,17 +36,14 @@ _alive: WeakSet[DistributedDataParallel] = WeakSet()
 class DDPChecks(StepCheck):
     """Parameters of an OSS that a DistributedDataParallel averages, or was built with."""
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._ended: WeakKeyDictionary[DistributedDataParallel, object] = WeakKeyDictionary()
-        """Instances that torch still marks as inside of a Join that has ended, by that mark."""
-
     def changed(self) -> str | None:
-        """Returns an error message inside of torch's Join: ranks whose data has ended would not step their shards."""
-        if any(self._is_inside(ddp) for ddp in self._averaging()):
+        """Returns an error message after torch's Join: ranks whose data has ended would not step their shards. torch
+        does not take its mark away when a Join ends."""
+        if any(join_mark(ddp).enable for ddp in self._averaging()):
             return (
-                "DistributedDataParallel is inside of torch's Join: ranks whose data has ended would not step what "
-                "they own. Write `with zero.join(ddp, optimizer):` in place of `with ddp.join():`."
+                "DistributedDataParallel was put into torch's Join: ranks whose data has ended would not step what "
+                "they own. Write `with zero.join(ddp, optimizer):` in place of `with ddp.join():`. If that Join was of "
+                "another optimizer and has ended, wrap the module again."
             )
         return None
 
@@ -72,16 +69,6 @@ class DDPChecks(StepCheck):
     def _averaging(self) -> list[DistributedDataParallel]:
         own = self.optimizer.shards.keys()
         return [ddp for ddp in _alive if not own.isdisjoint(_averaged(ddp))]
-
-    def _is_inside(self, ddp: DistributedDataParallel) -> bool:
-        """Whether the Join that marked it is still active: torch does not remove the mark. Looks once for each mark."""
-        mark = join_mark(ddp)
-        if not mark.enable or self._ended.get(ddp) is mark:
-            return False
-        if living_joins_of(ddp):
-            return True
-        self._ended[ddp] = mark
-        return False
 
 
 def _averaged(ddp: DistributedDataParallel) -> list[nn.Parameter]:
