@@ -69,10 +69,7 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     Raises ValueError on every rank if `to` is no rank of the group, or if shards of the state cannot be joined.
     """
     comm = optimizer.comm
-    if to is not None and not 0 <= to < comm.world:
-        raise ValueError(
-            f"to={to} is no rank of the group of {comm.world}: choose 0 to {comm.world - 1}, or None for all."
-        )
+    refuse_no_rank(to, comm.world)
     if comm.world == 1:
         return shard_of(optimizer, settle=settle)
     own = {owned: leaves.opened(_state_of(optimizer, owned, settle)) for owned in _shards_of(optimizer, comm.rank)}
@@ -103,6 +100,12 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     states = {number: leaves.closed(found) for number, found in full.items()}
     states |= {number: deepcopy(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
     return _state_dict(optimizer, states)
+
+
+def refuse_no_rank(to: int | None, ranks: int) -> None:
+    """Raises ValueError if `to` is neither a rank nor None."""
+    if to is not None and not (type(to) is int and 0 <= to < ranks):
+        raise ValueError(f"to={to!r} is no rank of the group of {ranks}: choose 0 to {ranks - 1}, or None for all.")
 
 
 def _state_dict(optimizer: Sharded, states: dict[int, dict[str, Any]]) -> dict[str, Any]:

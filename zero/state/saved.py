@@ -78,6 +78,7 @@ class Stepped(OptimizerState):
     """The state of the user's optimizer of an FSDP."""
 
     def full(self, model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
+        state.refuse_no_rank(to, model.placement.ranks)
         return state.consolidate(_shards(model, optimizer), None if to is None else model.placement.owner(to))
 
     def load(self, model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from zero.fsdp.weights import weights
 from zero.sdp.wrapper import Wrapper
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
+from zero.state.optimizer_state import refuse_no_rank
 
 Sharded = Sequence[tuple[Model, list[Unit]]]
 """Models, and those of their units that are asked for."""
@@ -167,14 +168,6 @@ class Recipient:
             return value.detach().clone().to(self.device)
         return value.detach().to(self.device or value.device, dtype or value.dtype, copy=True)
 
-    def refuse_unknown(self, placement: Placement) -> None:
-        """Raises ValueError if `to` is no rank."""
-        ranks = placement.ranks
-        if not (self.to is None or (type(self.to) is int and 0 <= self.to < ranks)):
-            raise ValueError(
-                f"to={self.to!r} is no rank of the group of {ranks}: choose 0 to {ranks - 1}, or None for all."
-            )
-
 
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:
     """Collective where parameters of the module are sharded. See zero.full_state_dict.
@@ -184,7 +177,7 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
     sharded = models_of(module)
     placements = [model.placement for model, _ in sharded] or [Placement(comm)]
     for placement in placements:
-        recipient.refuse_unknown(placement)
+        refuse_no_rank(recipient.to, placement.ranks)
     receives = all(map(recipient.receives, placements))
     if not sharded and not receives:
         return {}
