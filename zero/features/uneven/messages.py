@@ -44,7 +44,8 @@ class Ranks:
         for comm, channel in self._comms:
             comm.all_reduce(largest, maximum=True, channel=channel)
             comm.begin_schedule()
-        return largest.tolist() == [largest[0], -largest[0], 0]
+        most, least, flagged = largest.tolist()
+        return bool(most == -least and not flagged)
 
     def gather(self, message: Message) -> list[Message]:
         """Collective. The messages of all ranks."""
