@@ -133,7 +133,7 @@ class Elsewhere(nn.Parameter):
 def test_shards_of_another_device_are_offloaded_to_the_cpu():
     shard = Elsewhere(torch.arange(3.0))
     with default("meta"), torch.no_grad():
-        there = zero.CPUOffload(pin_memory=False).home().place(shard)
+        there = zero.CPUOffload(pin_memory=False).place(shard)
     same(there, torch.arange(3.0))
 
 

@@ -124,7 +124,7 @@ BY_GRAPHS: dict[Callable[[Net], Any], tuple[str, str]] = {
 def as_on_gpus(*, capturing: bool = False) -> Iterator[None]:
     """Work of a CPU is taken for what CUDA graphs record."""
     with (
-        mock.patch("zero.features.compile.compiled.RECORDING", ("cpu",)),
+        mock.patch("zero.features.compile.RECORDING", ("cpu",)),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=capturing),
     ):
         yield

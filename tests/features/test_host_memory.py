@@ -251,7 +251,7 @@ def test_a_process_forked_from_a_rank_is_refused_and_leaves_the_ranks_alone(rank
     lines = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for line in lines:
         line.setblocking(False)
-    near, far = (Peers([Peer(os.getpid(), line), None], timeout=10) for line in lines)
+    near, far = (Peers({0: Peer(os.getpid(), line)}, timeout=10) for line in lines)
     child = fork()
     if child == 0:
         refused = "forked from a rank" in refusal(lambda: near.announce(1))
@@ -259,7 +259,7 @@ def test_a_process_forked_from_a_rank_is_refused_and_leaves_the_ranks_alone(rank
         os._exit(0 if refused else 1)
     _, status = os.waitpid(child, 0)
     near.announce(2)
-    assert (os.waitstatus_to_exitcode(status), far.notes()[0].number) == (0, 2)
+    assert (os.waitstatus_to_exitcode(status), far.notes()[0][0]) == (0, 2)
 
 
 def _never_comes(rank, world):

@@ -23,7 +23,7 @@ import zero
 from models import CASES, take_step
 from sidebyside import SideBySide, sgd, stage_3
 from zero.comm.wire import PLAIN
-from zero.features.offload.disk import Disk
+from zero.features.offload import Disk
 from zero.features.writes import GroupWrites
 from zero.state.weights import _Gradients
 

@@ -121,3 +121,11 @@ def test_ddp_may_train_what_fsdp_does_not(rank, world):
     sharded = zero.FSDP(Both(inside, net()), ignored_modules=[inside])
     found = weights(sharded, SGD(sharded.parameters(), lr=0.1, momentum=0.9))
     assert all(torch.equal(value, expected[name.replace("left.module", "left")]) for name, value in found.items())
+
+
+@ranks.raises(2, RuntimeError, "was put into torch's Join", r"zero\.join\(ddp, optimizer\)", "wrap the module again")
+def test_ddp_in_torchs_join_is_refused_on_every_rank(rank, world):
+    model = DistributedDataParallel(net())
+    optimizer = zero.OSS(model.parameters(), SGD, lr=0.1)
+    with model.join():
+        take_step(optimizer, model(torch.ones(2, 8)).sum())

@@ -62,10 +62,10 @@ def test_sixteen_bits_are_added_up_in_float32():
 def test_gradients_go_by_reading(rank, world):
     read, total = Peers.read, 0
 
-    def counting(self: Peers, rank: int, address: int, into: int, nbytes: int) -> None:
+    def counting(self: Peers, rank: int, address: int, into: torch.Tensor) -> None:
         nonlocal total
-        total += nbytes
-        read(self, rank, address, into, nbytes)
+        total += into.nbytes
+        read(self, rank, address, into)
 
     model, _ = zero.setup(CASES["wide"].model(), OPTIMIZERS["sgd"], stage=1)
     with mock.patch.object(Peers, "read", counting):

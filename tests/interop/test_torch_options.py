@@ -16,11 +16,11 @@ import ranks
 import zero
 from reference import same
 from sidebyside import data
-from zero.features.offload import as_offload
+from zero.features.offload import home_of
 from zero.fsdp.options import GivenOptions
 from zero.fsdp.prefetch import as_prefetch
 from zero.interop.torch_options import from_torch
-from zero.shards.home import take_home
+from zero.shards.home import DEVICE, take_home
 
 WIDTH = 6
 BF16 = torch.bfloat16
@@ -111,8 +111,8 @@ def test_a_backward_prefetch_stands_for_a_prefetch_with_it(given, own):
 
 
 def test_offload_to_the_cpu_is_of_parameters():
-    assert as_offload(fsdp.CPUOffload()) is None
-    assert as_offload(fsdp.CPUOffload(offload_params=True)) == zero.CPUOffload()
+    assert home_of(fsdp.CPUOffload()) is DEVICE
+    assert home_of(fsdp.CPUOffload(offload_params=True)) == zero.CPUOffload()
 
 
 def trained(rank: int, **options: Any) -> dict[str, Tensor]:
@@ -215,8 +215,8 @@ def test_a_precision_policy_is_that_of_fsdp2(rank, world, cast_inputs):
 
 
 def test_offload_policies_are_those_of_fsdp2():
-    assert as_offload(fsdp.OffloadPolicy()) is None
-    assert as_offload(fsdp.CPUOffloadPolicy(pin_memory=False)) == zero.CPUOffload(pin_memory=False)
+    assert home_of(fsdp.OffloadPolicy()) is DEVICE
+    assert home_of(fsdp.CPUOffloadPolicy(pin_memory=False)) == zero.CPUOffload(pin_memory=False)
 
 
 @pytest.mark.parametrize(

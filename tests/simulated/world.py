@@ -104,13 +104,13 @@ def simulated(
 
 def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
     """By where `memory` has noted them to be: all tensors are on one device here."""
-    place, refresh, to_host = offload.HostHome.place, masters.refresh, Streams.to_host
+    place, refresh, to_host = offload.CPUOffload.place, masters.refresh, Streams.to_host
     on_host = memory.is_in_host_memory
 
     def host_waits() -> None:
         device.host.join(device.current_stream().clock)
 
-    def placed(home: offload.HostHome, shard: Tensor) -> Tensor:
+    def placed(home: offload.CPUOffload, shard: Tensor) -> Tensor:
         there = place(home, shard)
         memory.in_host_memory(there)
         host_waits()
@@ -132,8 +132,8 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
 
     for module in ("zero.shards.shard_group", "zero.features.streams"):
         stack.enter_context(mock.patch(f"{module}.apart", lambda one, other: on_host(one) != on_host(other)))
-    stack.enter_context(mock.patch.object(offload.HostHome, "place", placed))
-    stack.enter_context(mock.patch.object(offload.HostHome, "has", lambda home, shard: on_host(shard)))
+    stack.enter_context(mock.patch.object(offload.CPUOffload, "place", placed))
+    stack.enter_context(mock.patch.object(offload.CPUOffload, "has", lambda home, shard: on_host(shard)))
     stack.enter_context(mock.patch.object(masters, "refresh", refreshed))
     stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
     stack.enter_context(mock.patch("torch.tensor", tensor))

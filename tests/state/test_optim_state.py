@@ -128,3 +128,10 @@ def test_an_optimizer_that_was_registered_takes_full_state_before_its_first_step
     found = model.optim_state_dict(optimizer, to=None)
     for number, state in full["state"].items():
         assert torch.equal(found["state"][number]["exp_avg"], state["exp_avg"])
+
+
+@pytest.mark.parametrize("to", [2, -1])
+@ranks.raises(2, ValueError, "is no rank of the group of 2: choose 0 to 1, or None")
+def test_what_is_no_rank_is_refused_on_every_rank(rank, world, to):
+    model = zero.FSDP(net())
+    model.optim_state_dict(SGD(model.parameters(), lr=0.1), to=to)

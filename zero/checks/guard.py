@@ -22,24 +22,17 @@ from zero.fsdp.model import Model, models
 from zero.fsdp.unit import TrainingState, Unit
 from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import Finding, Kind, known, title
-from zero.measure.numbers import NOTHING, Written, differs
+from zero.measure.numbers import Written, differs
 from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.sdp.wrapper import refuse_steps
 from zero.shards.home import Home
 from zero.shards.partition import optimizer_problem
-from zero.state.user_optimizer import SAVED, problem_of_state, registered
+from zero.state.saved import SAVED, problem_of_state, registered
 
 
 class Guard(ModelEvents):
-    """Checks every step of any optimizer that holds parameters of these units, as long as the guard exists.
-
-    The step raises RuntimeError on every rank if, on any, parameters are unsharded or were given other data; the module
-    has new parameters with gradients; gradients are unreduced (no_sync) or scaled by each rank separately; optimizer
-    state is not that of the shards; the optimizer couples parameters, or needs uncut parameters where they are cut; or
-    the optimizer has written numbers into its groups that differ between ranks.
-
-    The module may only hold the parameters that it holds now, except in ignored modules.
-    """
+    """Checks every step of any optimizer that holds parameters of these units, as long as the guard exists. The step
+    raises RuntimeError on every rank if it would be wrong on any."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -49,8 +42,8 @@ class Guard(ModelEvents):
         self._findings: WeakKeyDictionary[Optimizer, tuple[int, dict[str, Finding]]] = WeakKeyDictionary()
         """By optimizer: its number of groups when it was measured, and findings by the names of optimizers."""
         self._before: WeakKeyDictionary[Optimizer, Written] = WeakKeyDictionary()
-        self._written: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        """What the last step of an optimizer that is not torch's own wrote into its groups, for ranks to compare."""
+        """The numbers in the groups of optimizers that are stepping, except of torch's own, which write none."""
+        self._numbers = model.comm.channel("the numbers that ranks compare after the step of an optimizer")
         _guards[model] = ref(self)
         _watch_steps()
 
@@ -91,11 +84,17 @@ class Guard(ModelEvents):
         return call_and_check
 
     def after_step(self, optimizer: Optimizer) -> None:
-        before = self._before.pop(optimizer, None)
-        if before is not None:
-            self._written[optimizer] = before.as_tensor(optimizer)
+        """Collective, if the optimizer is not torch's own. Raises RuntimeError on every rank if it has written numbers
+        that differ between ranks."""
         for home, params in self._by_home(self._sharded_params(optimizer)).items():
             home.stepped(optimizer, params)
+        before = self._before.pop(optimizer, None)
+        if before is not None:
+            written = before.as_tensor(optimizer)
+            self._comm.all_reduce(written, maximum=True, channel=self._numbers)
+            problem = differs(written, optimizer)
+            if problem is not None:
+                raise RuntimeError(problem)
 
     def before_steps_in_backward(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError for state of other parameters than the optimizer's."""
@@ -125,12 +124,7 @@ class Guard(ModelEvents):
 
     def _check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
-        problem = next(filter(None, self._problems(optimizer, params)), None)
-        foreign = known(type(optimizer)) is None
-        written = self._scaling.compare(problem, self._written.get(optimizer, NOTHING) if foreign else None)
-        problem = None if written is None else differs(written, optimizer)
-        if problem is not None:
-            raise RuntimeError(problem)
+        self._scaling.compare(next(filter(None, self._problems(optimizer, params)), None))
         for group in optimizer.param_groups:
             group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
 """Gradients that are sampled, elements of each, and the number of samples that are needed to find a factor."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Sample:
     """The first elements of one gradient after backward, and torch's count of writes into it."""
 
@@ -57,7 +57,6 @@ class Scaling:
 
     def __init__(self, comm: Comm, remedy: str) -> None:
         self._comm, self._remedy = comm, remedy
-        self._with_more = comm.channel("the step of an optimizer that is not torch's own")
         self._samples: list[_Sample] = []
 
     def remember(self, params: Iterable[nn.Parameter]) -> None:
@@ -71,27 +70,20 @@ class Scaling:
     @contextmanager
     def alike(self) -> Iterator[None]:
         """A context in which writes scale all gradients by one number that is the same on every rank."""
-        untouched = {sample for sample in self._samples if not sample.touched}
+        untouched = [sample for sample in self._samples if not sample.touched]
         yield
-        for number, sample in enumerate(self._samples):
-            if sample in untouched and (now := sample.current) is not None:
-                self._samples[number] = replace(sample, version=writes_so_far([now]))
+        for sample in untouched:
+            if (now := sample.current) is not None:
+                sample.version = writes_so_far([now])
 
-    def compare(self, problem: str | None, more: Tensor | None = None) -> Tensor | None:
+    def compare(self, problem: str | None) -> None:
         """Collective. Raises RuntimeError on every rank if ranks scaled their gradients differently, or if any rank has
-        a `problem`: an error message that prevents its step.
-
-        more: float64, on all ranks or none. Returns its maximum over the ranks.
-        """
+        a `problem`: an error message that prevents its step."""
         factor = self._factor()
         compared = torch.tensor([float(problem is not None), -math.inf, -math.inf], dtype=torch.float64, device="cpu")
         if factor is not None:
             compared[1], compared[2] = factor, -factor
-        if more is None:
-            self._comm.all_reduce(compared, maximum=True)
-        else:
-            compared = torch.cat([compared, more])
-            self._comm.all_reduce(compared, maximum=True, channel=self._with_more)
+        self._comm.all_reduce(compared, maximum=True)
         if compared[0]:
             problems = [text for text in self._comm.all_gather_text(problem or "") if text]
             raise RuntimeError(problem or f"another rank cannot take this step: {problems[0]}")
@@ -102,7 +94,6 @@ class Scaling:
                 "torch.nn.utils.clip_grad_norm_ does so, because it sees only this rank's shard of the gradients. Call "
                 f"{self._remedy} instead."
             )
-        return None if more is None else compared[3:]
 
     def _factor(self) -> float | None:
         """The number that all samples were multiplied by; None if they were not, or if it cannot be known."""

@@ -11,9 +11,8 @@ kernel twice.
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
 
-from collections.abc import Collection
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero._torch import averaged_by, divides_by_ranks_with_data, join_mark, living_joins_of
+from zero._torch import averaged_by, divides_by_ranks_with_data, join_mark
 from zero.checks.step_checks import NO_GRADIENT
 from zero.comm import Comm
 from zero.comm.packing import lengths
@@ -38,21 +37,22 @@ class DDPChecks(StepCheck):
     """Parameters of an OSS that a DistributedDataParallel averages, or was built with."""
 
     def changed(self) -> str | None:
-        """Returns an error message inside of torch's Join: ranks whose data has ended would not step their shards."""
-        if any(self._is_inside(ddp) for ddp in self._averaging()):
+        """Returns an error message after torch's Join: ranks whose data has ended would not step their shards. torch
+        does not take its mark away when a Join ends."""
+        if any(join_mark(ddp).enable for ddp in self._averaging()):
             return (
-                "DistributedDataParallel is inside of torch's Join: ranks whose data has ended would not step what "
-                "they own. Write `with zero.join(ddp, optimizer):` in place of `with ddp.join():`."
+                "DistributedDataParallel was put into torch's Join: ranks whose data has ended would not step what "
+                "they own. Write `with zero.join(ddp, optimizer):` in place of `with ddp.join():`. If that Join was of "
+                "another optimizer and has ended, wrap the module again."
             )
         return None
 
     def gradients(self, found: bool) -> str | None:
         """Returns an error message if a module had some of the parameters when it was put into a
         DistributedDataParallel, and has none now."""
-        params = self.optimizer.shards
+        own = self.optimizer.shards.keys()
         for ddp in _alive if not found else ():
-            had = any(param in params for param in averaged_by(ddp))
-            if had and not any(param in params for param in ddp.parameters()):
+            if not own.isdisjoint(averaged_by(ddp)) and own.isdisjoint(ddp.parameters()):
                 return NO_GRADIENT
         return None
 
@@ -66,32 +66,19 @@ class DDPChecks(StepCheck):
                 "backward. Look for the first error of any rank."
             )
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._ended: WeakKeyDictionary[DistributedDataParallel, object] = WeakKeyDictionary()
-        """Instances that torch still marks as inside of a Join that has ended, by that mark."""
-
     def _averaging(self) -> list[DistributedDataParallel]:
-        params = self.optimizer.shards
-        return [ddp for ddp in _alive if any(param in params for param in _averaged(ddp))]
+        own = self.optimizer.shards.keys()
+        return [ddp for ddp in _alive if not own.isdisjoint(_averaged(ddp))]
 
-    def _is_inside(self, ddp: DistributedDataParallel) -> bool:
-        """Whether the Join that marked it is still active: torch does not remove the mark. Looks once for each mark."""
-        mark = join_mark(ddp)
-        if not mark.enable or self._ended.get(ddp) is mark:
-            return False
-        if living_joins_of(ddp):
-            return True
-        self._ended[ddp] = mark
-        return False
+
+def _averaged(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    return [param for name, param in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
 
 
 def _ddp_within(wrapping: Wrapping) -> str | None:
-    """The error message for a module that contains a DistributedDataParallel; None if it contains none. It may have
-    parameters that are ignored."""
-    left_out = {*wrapping.ignored}
+    """The error message for a module that contains a DistributedDataParallel, except of ignored parameters."""
     for name, one in wrapping.module.named_modules():
-        if isinstance(one, DistributedDataParallel) and any(param not in left_out for param in _averaged(one)):
+        if isinstance(one, DistributedDataParallel) and not {*_averaged(one)} <= {*wrapping.ignored}:
             which = f"{name!r} is" if name else "the module is"
             return (
                 f"{which} a DistributedDataParallel, which averages gradients of full parameters by itself. Wrap "
@@ -100,37 +87,26 @@ def _ddp_within(wrapping: Wrapping) -> str | None:
     return None
 
 
-def _averaged(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    return [param for name, param in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
-
-
 def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Raises RuntimeError if DistributedDataParallel is about to wrap what is sharded."""
     if not isinstance(module, DistributedDataParallel) or name != "module" or submodule is None:
         return
-    problem = _sharded_within(submodule, module.parameters_to_ignore)
-    if problem is not None:
-        raise RuntimeError(problem)
-    _alive.add(module)
-
-
-def _sharded_within(module: nn.Module, left_out: Collection[str]) -> str | None:
-    """The error message if DistributedDataParallel would wrap what is sharded, else None. left_out: ignored names."""
-    reduced = {param for child in module.modules() if isinstance(child, ShardedDDP) for param in child.parameters()}
+    reduced = {param for one in submodule.modules() if isinstance(one, ShardedDDP) for param in one.parameters()}
     sharded = sharded_params()
-    for name, param in module.named_parameters() if reduced or sharded else ():
-        if name in left_out:
+    for named, param in submodule.named_parameters():
+        if named in module.parameters_to_ignore:
             continue
         if param in reduced and param.requires_grad:
-            return (
-                f"DistributedDataParallel wraps {name!r}, whose gradient ShardedDDP reduces to its owner. Remove "
+            raise RuntimeError(
+                f"DistributedDataParallel wraps {named!r}, whose gradient ShardedDDP reduces to its owner. Remove "
                 "DistributedDataParallel: ShardedDDP averages gradients itself."
             )
         if param in sharded:
-            return (
-                f"DistributedDataParallel wraps {name!r}, of which FSDP keeps another shard on each rank. Remove "
+            raise RuntimeError(
+                f"DistributedDataParallel wraps {named!r}, of which FSDP keeps another shard on each rank. Remove "
                 "DistributedDataParallel: FSDP averages gradients itself."
             )
-    return None
+    _alive.add(module)
 
 
 # ---------------------------------------------------------------------------------------------------- averaging

@@ -44,10 +44,10 @@ def from_optimizer(
         problem = f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
     elif hasattr(optimizer, "shard_groups"):
         problem = "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
-    if problem is None and optim is None:
+    elif optim is None:
         kept, missing = arguments(optimizer)
-        name = called(type(optimizer))
         if missing:
+            name = called(type(optimizer))
             problem = (
                 f"{name} does not keep what it was built with: {', '.join(missing)} is neither in its defaults nor an "
                 f"attribute. Pass optim={name}, or a functools.partial of it with the arguments that are not its "

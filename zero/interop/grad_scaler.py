@@ -35,13 +35,13 @@ class GradScaler(TorchGradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         steps_of(optimizer).refuse("a GradScaler", "Compute in bfloat16, which needs no scale.")
-        sharded = isinstance(optimizer, OSS) and optimizer.gradients_arrive_sharded
-        stepped = optimizer.optim if isinstance(optimizer, OSS) and sharded else optimizer
-        # With master weights, float16 gradients are widened before the step.
-        allow_fp16 = allow_fp16 or (isinstance(optimizer, OSS) and optimizer.keeps_masters)
+        comm, stepped = self._comm, optimizer
+        if isinstance(optimizer, OSS):
+            comm, stepped = optimizer.comm, optimizer.optim if optimizer.gradients_arrive_sharded else optimizer
+            allow_fp16 = allow_fp16 or optimizer.keeps_masters  # float16 gradients are widened before the step
         found = super().unscale_gradients(stepped, inv_scale, found_inf, allow_fp16)
         # A rank that owns no gradient must skip or take the step as the other ranks do.
         overflows = [one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]
         total = torch.stack(overflows).amax(0)
-        (optimizer.comm if isinstance(optimizer, OSS) else self._comm).all_reduce(total, maximum=True)
+        comm.all_reduce(total, maximum=True)
         return {device: total.to(device) for device in found} or {inv_scale.device: total}

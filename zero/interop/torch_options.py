@@ -103,8 +103,14 @@ def precision_of(given: Any) -> MixedPrecision | None:
     """Converts PyTorch's MixedPrecision and MixedPrecisionPolicy. Raises ValueError for options that zero lacks."""
     from torch.distributed import fsdp  # takes 0.7 s; whoever passes one of its classes has imported it
 
-    if isinstance(given, fsdp.MixedPrecisionPolicy):
-        return _of_policy(given)
+    if isinstance(given, fsdp.MixedPrecisionPolicy):  # of FSDP2, which does not except batch normalisation
+        if given.output_dtype is not None:
+            raise ValueError(
+                f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available. Leave it out, and cast the "
+                "output of forward."
+            )
+        cast_inputs = given.cast_forward_inputs
+        return MixedPrecision(given.param_dtype, given.reduce_dtype, cast_forward_inputs=cast_inputs, keep_fp32=())
     if not isinstance(given, fsdp.MixedPrecision):
         return None
     if given.keep_low_precision_grads:
@@ -119,18 +125,6 @@ def precision_of(given: Any) -> MixedPrecision | None:
         cast_forward_inputs=given.cast_forward_inputs,
         cast_root_forward_inputs=given.cast_root_forward_inputs,
         keep_fp32=classes_to_ignore(given),
-    )
-
-
-def _of_policy(given: Any) -> MixedPrecision:
-    """Converts FSDP2's MixedPrecisionPolicy, which does not except batch normalisation."""
-    if given.output_dtype is not None:
-        raise ValueError(
-            f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available. Leave it out, and cast the "
-            "output of forward."
-        )
-    return MixedPrecision(
-        given.param_dtype, given.reduce_dtype, cast_forward_inputs=given.cast_forward_inputs, keep_fp32=()
     )
 
 

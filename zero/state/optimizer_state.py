@@ -14,8 +14,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from zero.comm import COLLECTION, Comm
 from zero.measure import param_groups
 from zero.measure.param_groups import params_of
+from zero.oss import OSS
 from zero.shards.masters import settled
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
@@ -31,34 +33,31 @@ from zero.state.param_shard import ParamShard
 from zero.state.shard_mark import ShardMark, texts_of
 
 
-class Sharded(Protocol):
-    """An optimizer of sharded parameters, such as OSS.
+@dataclass
+class SteppedShards:
+    """The user's optimizer of an FSDP, whose parameters are shards in the shard groups. An OSS has the same attributes.
 
-    optim: the optimizer that steps this rank's shards.
-    param_groups: the full parameters, by group.
-    shard_groups: of the parameters. A parameter in none is unsharded, and the same on every rank.
-    granularity: elements; cuts inside parameters are multiples of it. None if the user gave none.
+    A parameter in no shard group is unsharded, and the same on every rank.
     """
 
+    optim: Optimizer
+    shard_groups: list[ShardGroup]
+    comm: Comm
+    granularity: None = None
+    keeps_masters: bool = False
+
     @property
-    def comm(self) -> Comm: ...
-    @property
-    def optim(self) -> Optimizer: ...
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-    @property
-    def shard_groups(self) -> list[ShardGroup]: ...
-    @property
-    def granularity(self) -> int | None: ...
-    @property
-    def cuts_parameters(self) -> bool: ...
-    @property
-    def keeps_masters(self) -> bool: ...
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optim.param_groups
+
     def part(self, param: nn.Parameter) -> nn.Parameter:
-        """The shard of the parameter that `optim` steps."""
+        return param
 
     def master(self, group: ShardGroup) -> Tensor | None:
-        """This rank's master weights of the group, if it has any."""
+        return None
+
+
+Sharded = OSS | SteppedShards
 
 
 def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
@@ -70,13 +69,11 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     Raises ValueError on every rank if `to` is no rank of the group, or if shards of the state cannot be joined.
     """
     comm = optimizer.comm
-    if to is not None and not 0 <= to < comm.world:
-        raise ValueError(
-            f"to={to} is no rank of the group of {comm.world}: choose 0 to {comm.world - 1}, or None for all."
-        )
+    refuse_no_rank(to, comm.world)
     if comm.world == 1:
-        return shard_of(optimizer, as_full=True, settle=settle)
-    described = [json.loads(text) for text in comm.all_gather_text(_described(optimizer, settle))]  # by rank
+        return shard_of(optimizer, settle=settle)
+    own = {owned: leaves.opened(_state_of(optimizer, owned, settle)) for owned in _shards_of(optimizer, comm.rank)}
+    described = [json.loads(text) for text in comm.all_gather_text(_described(optimizer, own))]  # by rank
     recipient = to is None or to == comm.rank
     full: dict[int, dict[str, Any]] = {}
     transfers: list[tuple[int, Tensor | None]] = []
@@ -84,7 +81,6 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
     rows = _count_rows(all_owned)
     for owned, entries in all_owned:
         state = full.setdefault(owned.number, {})
-        own = leaves.opened(_state_of(optimizer, owned, settle)) if owned.owner == comm.rank else {}
         for key, entry in entries.items():
             shape = _full_shape(owned, key, entry, rows)
             if key in state and shape is None:
@@ -94,8 +90,8 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
             if "shape" not in entry:
                 continue
             tensor = (state[key].view(-1) if shape is None else owned.slot(state[key])) if recipient else None
-            if owned.owner == comm.rank:
-                source = own[key].detach().contiguous().view(-1)
+            if owned in own:
+                source = own[owned][key].detach().contiguous().view(-1)
                 tensor = source if tensor is None else tensor.copy_(source)
             transfers.append((owned.owner, tensor))
     comm.collect(transfers, to)
@@ -103,10 +99,19 @@ def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> d
         return None
     states = {number: leaves.closed(found) for number, found in full.items()}
     states |= {number: deepcopy(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
-    return {
-        "state": {number: state for number, state in sorted(states.items()) if state},
-        "param_groups": numbered_groups(optimizer),
-    }
+    return _state_dict(optimizer, states)
+
+
+def refuse_no_rank(to: int | None, ranks: int) -> None:
+    """Raises ValueError if `to` is neither a rank nor None."""
+    if to is not None and not (type(to) is int and 0 <= to < ranks):
+        raise ValueError(f"to={to!r} is no rank of the group of {ranks}: choose 0 to {ranks - 1}, or None for all.")
+
+
+def _state_dict(optimizer: Sharded, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """states: by number of the parameter."""
+    state = {number: state for number, state in sorted(states.items()) if state}
+    return {"state": state, "param_groups": numbered_groups(optimizer)}
 
 
 def _count_rows(all_owned: list[tuple[ParamShard, dict[str, Any]]]) -> Counter[tuple[int, str]]:
@@ -138,15 +143,13 @@ def _full_shape(
     )
 
 
-def shard_of(optimizer: Sharded, *, as_full: bool = False, settle: bool = True) -> dict[str, Any]:
-    """This rank's shard of the state, without communication. as_full: the shard is the full state, and has no mark."""
-    all_owned = {
-        owned.number: _state_of(optimizer, owned, settle) for owned in _shards_of(optimizer, optimizer.comm.rank)
-    }
-    all_owned |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
-    state = {number: state for number, state in sorted(all_owned.items()) if state}
-    mark = {} if as_full else {param_groups.SHARD_MARK: ShardMark([fingerprint(optimizer)])}
-    return {"state": state, "param_groups": numbered_groups(optimizer), **mark}
+def shard_of(optimizer: Sharded, *, settle: bool = True) -> dict[str, Any]:
+    """This rank's shard of the state, without communication. If there is one rank, it is full and has no mark."""
+    comm = optimizer.comm
+    states = {owned.number: _state_of(optimizer, owned, settle) for owned in _shards_of(optimizer, comm.rank)}
+    states |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
+    mark = {param_groups.SHARD_MARK: ShardMark([fingerprint(optimizer)])} if comm.world > 1 else {}
+    return {**_state_dict(optimizer, states), **mark}
 
 
 def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
@@ -171,19 +174,18 @@ def own_shard(
         )
     is_shard = param_groups.SHARD_MARK in state_dict
     refuse_other_shard(optimizer, state_dict.get(param_groups.SHARD_MARK))
-    numbers = [number for group in groups for number in group["params"]]
+    keys = [key for group in groups for key in group["params"]]
+    states = {number: state_dict["state"][key] for number, key in enumerate(keys) if key in state_dict["state"]}
     if not is_shard:
-        _refuse_other_shapes(optimizer, state_dict["state"], numbers)
-    taken: dict[nn.Parameter, dict[str, Any]] = {}
-    for owned in _shards_of(optimizer, optimizer.comm.rank):
-        state = state_dict["state"].get(numbers[owned.number])
-        if state is not None:
-            taken[optimizer.part(owned.param)] = {
-                key: owned.taken_from(value, is_shard=is_shard) for key, value in state.items()
-            }
-    for number, param in _unsharded(optimizer):
-        if numbers[number] in state_dict["state"]:
-            taken[param] = deepcopy(state_dict["state"][numbers[number]])
+        _refuse_other_shapes(optimizer, states)
+    taken = {
+        optimizer.part(owned.param): {
+            key: owned.taken_from(value, is_shard=is_shard) for key, value in states[owned.number].items()
+        }
+        for owned in _shards_of(optimizer, optimizer.comm.rank)
+        if owned.number in states
+    }
+    taken |= {param: deepcopy(states[number]) for number, param in _unsharded(optimizer) if number in states}
     return taken, groups
 
 
@@ -198,21 +200,19 @@ def refuse_other_shard(
         raise ValueError(f"the state is one rank's shard ({', '.join(sorted(found))}), but this is {own}. {remedy}")
 
 
-def _refuse_other_shapes(optimizer: Sharded, states: dict[Any, dict[str, Any]], numbers: list[Any]) -> None:
-    """Raises ValueError on every rank alike. State of uncut parameters may have any shape."""
-    if not optimizer.cuts_parameters:
-        return
-    for owned in _shards_of(optimizer):
-        for key, value in states.get(numbers[owned.number], {}).items():
-            for leaf in leaves.opened({key: value}).values():
-                if not isinstance(leaf, Tensor) or not leaf.dim():
-                    continue
-                if leaf.shape != owned.full_shape and owned.rows(len(leaf)) is None:
-                    raise ValueError(
-                        f"the state of {owned.name} has {key!r} of shape {list(leaf.shape)}, but the parameter has "
-                        f"{list(owned.full_shape)}, and is cut between ranks. Load it into the same model, or build "
-                        "OSS with partition='whole'."
-                    )
+def _refuse_other_shapes(optimizer: Sharded, states: dict[int, dict[str, Any]]) -> None:
+    """Raises ValueError on every rank alike. Where no parameter is cut, state may have any shape."""
+    all_owned = [*_shards_of(optimizer)]
+    cuts = optimizer.cuts_parameters if isinstance(optimizer, OSS) else any(owned.cut for owned in all_owned)
+    for owned in all_owned if cuts else ():
+        for key, leaf in leaves.opened(states.get(owned.number, {})).items():
+            cuttable = isinstance(leaf, Tensor) and leaf.dim() > 0
+            if cuttable and leaf.shape != owned.full_shape and owned.rows(len(leaf)) is None:
+                raise ValueError(
+                    f"the state of {owned.name} has {leaves.entry_of(key)!r} of shape {list(leaf.shape)}, but the "
+                    f"parameter has {list(owned.full_shape)}, and is cut between ranks. Load it into the same model, "
+                    "or build OSS with partition='whole'."
+                )
 
 
 def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
@@ -245,7 +245,7 @@ def numbered(
     optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Converts a state by parameters to the format of state_dict()."""
-    numbers = {param: number for number, param in enumerate(param_groups.params_of(optimizer))}
+    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
     return {
         "state": {numbers[param]: state for param, state in taken.items()},
         "param_groups": [
@@ -272,19 +272,18 @@ def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
     yield from ((number, param) for number, param in enumerate(params_of(optimizer)) if param not in sharded)
 
 
-def _described(optimizer: Sharded, settle: bool) -> str:
-    """Descriptions of this rank's state as JSON: {number of the parameter: {key of the leaf: description}}.
+def _described(optimizer: Sharded, own: dict[ParamShard, dict[str, Any]]) -> str:
+    """Descriptions of this rank's leaves as JSON: {number of the parameter: {key of the leaf: description}}.
 
     Raises ValueError on every rank if the state of any cannot be written so.
     """
-    text, problem = "", _wrapped(optimizer)
+    text, problem = "", _wrapped(optimizer, own)
     try:
         if problem is None:
             text = json.dumps(
                 {
-                    owned.number: {key: leaves.described(leaf) for key, leaf in leaves.opened(state).items()}
-                    for owned in _shards_of(optimizer, optimizer.comm.rank)
-                    for state in [_state_of(optimizer, owned, settle)]
+                    owned.number: {key: leaves.described(leaf) for key, leaf in state.items()}
+                    for owned, state in own.items()
                 }
             )
     except TypeError as error:
@@ -296,12 +295,13 @@ def _described(optimizer: Sharded, settle: bool) -> str:
     return text
 
 
-def _wrapped(optimizer: Sharded) -> str | None:
+def _wrapped(optimizer: Sharded, own: dict[ParamShard, dict[str, Any]]) -> str | None:
     """The error message if this rank's state has tensors that wrap others, whose class would be lost; else None."""
-    own = [(owned.name, optimizer.part(owned.param)) for owned in _shards_of(optimizer, optimizer.comm.rank)]
-    own += [(f"parameter {number}", param) for number, param in _unsharded(optimizer)]
-    for name, param in own:
-        for key, leaf in leaves.opened(dict(optimizer.optim.state.get(param, {}))).items():
+    named = [(owned.name, state) for owned, state in own.items()]
+    for number, param in _unsharded(optimizer):
+        named.append((f"parameter {number}", leaves.opened(dict(optimizer.optim.state.get(param, {})))))
+    for name, state in named:
+        for key, leaf in state.items():
             if leaves.wraps(leaf):
                 return (
                     f"the state {leaves.entry_of(key)!r} of {name} is a {type(leaf).__name__}, a tensor that wraps "

@@ -9,7 +9,7 @@ Buffers that mixed precision has cast are saved in their original dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from zero.fsdp.weights import weights
 from zero.sdp.wrapper import Wrapper
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
+from zero.state.optimizer_state import refuse_no_rank
 
 Sharded = Sequence[tuple[Model, list[Unit]]]
 """Models, and those of their units that are asked for."""
@@ -151,29 +152,21 @@ class Recipient:
             group.summon(None if self.to is None else placement.owner(self.to))
             try:
                 if self.receives(placement):
-                    copies.update({param: self._taken(param) for param in group.params})
+                    copies.update({param: self.moved(param) for param in group.params})
             finally:
                 group.dismiss(keep=False)
         return copies
 
-    def _taken(self, summoned: Tensor) -> Tensor:
-        """Returns a tensor whose memory the parameter has only until `dismiss`; a copy if it is to be elsewhere."""
-        here = self.device is None or torch.device(self.device) == summoned.device
-        return summoned.detach() if here else self.copy(summoned)
+    def moved(self, value: Tensor) -> Tensor:
+        """Returns a tensor that nobody else keeps, on the recipient's device; a copy if it is elsewhere."""
+        here = self.device is None or torch.device(self.device) == value.device
+        return value.detach() if here else self.copy(value)
 
     def copy(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns a copy on the recipient's device, with storage of its own."""
         if wraps_others(value):
             return value.detach().clone().to(self.device)
         return value.detach().to(self.device or value.device, dtype or value.dtype, copy=True)
-
-    def refuse_unknown(self, placement: Placement) -> None:
-        """Raises ValueError if `to` is no rank."""
-        ranks = placement.ranks
-        if not (self.to is None or (type(self.to) is int and 0 <= self.to < ranks)):
-            raise ValueError(
-                f"to={self.to!r} is no rank of the group of {ranks}: choose 0 to {ranks - 1}, or None for all."
-            )
 
 
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:
@@ -184,20 +177,27 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
     sharded = models_of(module)
     placements = [model.placement for model, _ in sharded] or [Placement(comm)]
     for placement in placements:
-        recipient.refuse_unknown(placement)
+        refuse_no_rank(recipient.to, placement.ranks)
     receives = all(map(recipient.receives, placements))
+    if not sharded and not receives:
+        return {}
     for model, units in sharded:
         model.refuse_moved()
         refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
+    copy: Callable[[Tensor], Tensor]
     named = _named(module) if sharded else None
     if named is not None:
-        return _gathered(named, sharded, recipient)
-    full = state_dict(module, sharded) if sharded or receives else {}
-    moved: dict[Any, Tensor] = {}  # tied weights stay one tensor
-    for name, value in full.items() if receives else ():
+        full, copies, copy = named, _gathered(sharded, recipient, receives=receives), recipient.copy
+    else:
+        full, copies, copy = state_dict(module, sharded), {}, recipient.moved
+    if not receives:
+        return {}
+    for name, value in full.items():
         if isinstance(value, Tensor):
-            full[name] = moved.setdefault(value, value.to(recipient.device or value.device))
-    return full if receives else {}
+            if value not in copies:  # tied weights stay one tensor
+                copies[value] = copy(value)
+            full[name] = copies[value]
+    return full
 
 
 def state_dict(module: nn.Module, sharded: Sharded, *args: Any, **kwargs: Any) -> Any:
@@ -228,9 +228,8 @@ def state_dict(module: nn.Module, sharded: Sharded, *args: Any, **kwargs: Any) -
     return weights
 
 
-def _gathered(named: dict[str, Any], sharded: Sharded, recipient: Recipient) -> dict[str, Any]:
-    """Collective. Replaces parameters and buffers by full copies on the recipient; returns nothing on other ranks."""
-    receives = all(recipient.receives(model.placement) for model, _ in sharded)
+def _gathered(sharded: Sharded, recipient: Recipient, *, receives: bool) -> dict[Tensor, Tensor]:
+    """Collective. Returns full copies of parameters and cast buffers on the recipient; nothing on other ranks."""
     if receives:
         _refuse_unreadable(sharded)
     copies: dict[Tensor, Tensor] = {}
@@ -239,12 +238,7 @@ def _gathered(named: dict[str, Any], sharded: Sharded, recipient: Recipient) -> 
             copies |= recipient.gather(unit, model.placement)
         if receives:
             copies |= {cast.tensor: recipient.copy(cast.tensor, cast.dtype) for cast in model.cast_buffers}
-    for name, value in named.items() if receives else ():
-        if isinstance(value, Tensor):
-            if value not in copies:
-                copies[value] = recipient.copy(value)
-            named[name] = copies[value]
-    return named if receives else {}
+    return copies
 
 
 def _refuse_unreadable(sharded: Sharded) -> None:

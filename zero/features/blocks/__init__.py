@@ -28,10 +28,7 @@ def blocks(root: nn.Module, policy: Any, *, apart: Sequence[nn.Module], small: b
 def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
     """Returns childless modules outside the blocks with a quarter of the largest block's bytes or more, untied ones."""
     inside = {module for block in blocks for module in block.modules()}
-    holders: dict[nn.Parameter, int] = {}
-    for module in root.modules():
-        for param in module.parameters(recurse=False):
-            holders[param] = holders.get(param, 0) + 1
+    holders = Counter(param for module in root.modules() for param in module.parameters(recurse=False))
     largest = max((sum(param.nbytes for param in block.parameters()) for block in blocks), default=0)
     chosen = set()
     for module in root.modules():
@@ -55,46 +52,37 @@ def repeated_blocks(root: nn.Module, apart: Collection[nn.Module] = ()) -> set[n
 
     apart: modules whose parameters may be shards, of which each rank has others.
     """
-    search = _Search(root, apart)
-    search.look_into(root, None)
-    return search.blocks
+    left_out = {param for module in apart for param in module.parameters()}
+    found: set[nn.Module] = set()
+    seen: set[nn.Module] = set()
 
-
-class _Search:
-    """`blocks`: those that were found."""
-
-    def __init__(self, root: nn.Module, apart: Collection[nn.Module]) -> None:
-        self.blocks: set[nn.Module] = set()
-        self._seen: set[nn.Module] = set()
-        self._left_out = {param for module in apart for param in module.parameters()}
-        self._much = self._nbytes(root) // 4
-
-    def look_into(self, module: nn.Module, around: nn.Module | None) -> None:
-        """around: the innermost block around the module."""
-        if module in self._seen:
-            return
-        self._seen.add(module)
-        self.blocks |= self._found_in(module, around)
-        for child in module.children():
-            self.look_into(child, child if child in self.blocks else around)
-
-    def _found_in(self, container: nn.Module, around: nn.Module | None) -> set[nn.Module]:
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
-            return set()
-        members = _members(container)
-        blocks = _repeated(members, with_submodules=True)
-        if isinstance(container, nn.ModuleList):
-            return blocks
-        if around is None:
-            return blocks | self._large(_repeated(members, with_submodules=False))
-        return self._large(blocks) if self._nbytes(around) > self._much else set()
-
-    def _large(self, modules: Collection[nn.Module]) -> set[nn.Module]:
-        return {module for module in modules if self._nbytes(module) >= _SMALL}
-
-    def _nbytes(self, module: nn.Module) -> int:
-        own = (param for param in module.parameters() if param not in self._left_out)
+    def nbytes(module: nn.Module) -> int:
+        own = (param for param in module.parameters() if param not in left_out)
         return sum(param.numel() * param.element_size() for param in own)  # nbytes is not defined for sparse ones
+
+    def large(modules: Collection[nn.Module]) -> set[nn.Module]:
+        return {module for module in modules if nbytes(module) >= _SMALL}
+
+    def look_into(module: nn.Module, around: nn.Module | None) -> None:
+        """around: the innermost block around the module."""
+        if module in seen:
+            return
+        seen.add(module)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            members = _members(module)
+            blocks = _repeated(members, with_submodules=True)
+            if isinstance(module, nn.Sequential):
+                if around is None:
+                    blocks |= large(_repeated(members, with_submodules=False))
+                else:
+                    blocks = large(blocks) if nbytes(around) > much else set()
+            found.update(blocks)
+        for child in module.children():
+            look_into(child, child if child in found else around)
+
+    much = nbytes(root) // 4
+    look_into(root, None)
+    return found
 
 
 def _members(container: nn.Module) -> list[nn.Module]:
@@ -102,16 +90,12 @@ def _members(container: nn.Module) -> list[nn.Module]:
     for member in children_of(container).values():  # unlike children(), has a repeated module each time
         if member is None:
             continue
-        inner = []
-        if only_holds(member) or (isinstance(container, nn.Sequential) and _calls_members(member)):
-            inner = _members(member)
+        calls_members = isinstance(member, nn.Sequential) and type(member).forward is nn.Sequential.forward
+        looks_inside = only_holds(member) or (isinstance(container, nn.Sequential) and calls_members)
+        inner = _members(member) if looks_inside else []
         divided = only_holds(member) or _repeated(inner, with_submodules=True)
         members += inner if divided else [member]
     return members
-
-
-def _calls_members(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _repeated(modules: Sequence[nn.Module], *, with_submodules: bool) -> set[nn.Module]:

@@ -4,7 +4,7 @@ torch.compile accepts units, the module or the FSDP. The code that unshards and 
 graphs break where units begin and end, and only units can be compiled with fullgraph=True. If the whole module is
 compiled, its first forward in training and its first in evaluation run uncompiled, to find which modules read
 parameters of other units. If units are compiled, FSDP does not search for such reads, and no module may read parameters
-of another unit. On GPUs CUDA graphs are refused (compiled.py): mode="reduce-overhead", "max-autotune" and
+of another unit. On GPUs CUDA graphs are refused: mode="reduce-overhead", "max-autotune" and
 triton.cudagraphs of torch.compile, and torch.cuda.graph.
 
 torch.compile examines the gradient of every parameter that it meets, and refuses a gradient of another shape, dtype or
@@ -14,36 +14,51 @@ So gradients of shards are hidden while torch.compile traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from zero._torch import call_around_compiling, is_compiled
-from zero.features.compile.compiled import (
-    BETWEEN_UNITS,
-    compiled_in_pieces,
-    compiled_modules,
-    compiling_problem,
-    refuse_capture,
+from zero._torch import (
+    call_around_compiling,
+    called_by_cuda_graphs,
+    compiled_to_cuda_graphs,
+    compiled_without_breaks,
+    is_compiled,
+    uncompiled,
 )
 from zero.fsdp.events import ModelEvents, makers
-from zero.fsdp.model import Forward, Model
+from zero.fsdp.model import Forward, Model, sharded_params
 from zero.fsdp.unit import Unit
 from zero.shards.arguments import refusals
 
+BETWEEN_UNITS = (
+    "FSDP gathers and releases parameters between its units, which cannot be traced. Compile the model without "
+    "fullgraph=True, or each of its units by itself, by unit.compile(fullgraph=True)"
+)
+
+RECORDING = ("cuda",)
+"""The device types whose work can be recorded as a CUDA graph."""
+
+_MOVING = (
+    "which go on reading parameters where they were recorded. FSDP frees full parameters and gathers them into other "
+    "memory each time (resize_)"
+)
+
+_AS_GRAPHS = (
+    f"was compiled to run as CUDA graphs, {_MOVING}. Call torch.compile without mode='reduce-overhead' or "
+    "'max-autotune' ('max-autotune-no-cudagraphs' can be), and without triton.cudagraphs in its options or in "
+    "torch._inductor.config."
+)
+
 
 class Compiling(ModelEvents):
-    """Runs the forward of one model.
+    """Runs the forward of one model. Once a model that is compiled as a whole has run uncompiled, the hooks inside its
+    units are removed, which would break graphs.
 
     Raises RuntimeError for a use of torch.compile that FSDP cannot run, in the first forward in training and the first
     in evaluation, and while CUDA graphs are recorded.
-
-    A model that is compiled as a whole runs its first forward in training and its first in evaluation uncompiled: in
-    these other features find what they cannot see in traced code, such as reads of other units' parameters. Then the
-    hooks inside the units are removed, which would break graphs.
     """
 
     def __init__(self, model: Model) -> None:
@@ -52,44 +67,40 @@ class Compiling(ModelEvents):
         """Whether the running forward runs uncompiled although modules are compiled."""
         self._enters_by_units = False
         self._inner = {unit.module for unit in model.units[1:]}
-        self._freed = {group.full.device for unit in model.units for group in unit.groups if group.frees}
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
-        """Gradients that are hidden from torch.compile."""
-        _alive.add(self)
+        self._freed = {group.full.device for group in model.index.groups if group.frees}
         _watch()
-
-    # ------------------------------------------------------------------------------------------ the hooks of units
 
     def hook(self, unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
         """Hides hooks from tracing: torch.compile would make different code of the module for each unit."""
-        hidden: Callable[..., Any] = torch.compiler.disable(function, reason=BETWEEN_UNITS)
-        if unit is self.model.root and module is not unit.module:
-            return _unless_traced_in(unit, hidden)
-        return hidden
+        hidden: Callable[..., Any] = _hidden(function)
+        if unit is not self.model.root or module is unit.module:
+            return hidden
+
+        def unless_traced(*args: Any) -> Any:
+            if torch.compiler.is_compiling() and unit.running and unit.entry_module is None:
+                return None
+            return hidden(*args)
+
+        return unless_traced
 
     def mode_begins(self) -> None:
-        """Compiled modules lose the hooks of modules inside, which are called through them alone."""
-        compiled = set() if self._uncompiled else compiled_modules(self.model.module)
+        """Compiled modules lose the hooks of modules inside, which are called through them alone. Code that is traced
+        must not contain the search for reads."""
+        compiled = [] if self._uncompiled else _compiled_in(self.model.module)
         self.model.schedule.traced = bool(compiled)
-        if compiled:
-            self._remove_inner_hooks(compiled)
+        self._remove_inner_hooks(inner for module in compiled for inner in module.modules())
 
-    def _remove_inner_hooks(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Removes the hooks from modules inside units, or from those of `modules`: units then call them.
+    def _remove_inner_hooks(self, modules: Iterable[nn.Module]) -> None:
+        """Removes the hooks from those of `modules` that are inside units: units then call them.
 
         Modules of the root that are in no other unit keep their hooks, unless the root is the only unit.
         """
         units = self.model.units
         inner = {module for unit in units[1:] or units for module in unit.module.modules()}
-        chosen = inner if modules is None else inner.intersection(modules)
-        self.model.schedule.remove(chosen - {unit.module for unit in units})
-
-    # ------------------------------------------------------------------------------------------ the model's forward
+        self.model.schedule.remove(inner.intersection(modules) - {unit.module for unit in units})
 
     def forward(self, run: Forward) -> Callable[..., Any]:
-        begin: Callable[[Forward, bool], bool] = torch.compiler.disable(self._begin, reason=BETWEEN_UNITS)
-        end: Callable[[], None] = torch.compiler.disable(run.end, reason=BETWEEN_UNITS)
-        uncompiled: Callable[..., Any] = torch.compiler.disable(self._run_uncompiled, reason=BETWEEN_UNITS)
+        begin, end, uncompiled = _hidden(self._begin), _hidden(run.end), _hidden(self._run_uncompiled)
         module = run.module
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -106,25 +117,24 @@ class Compiling(ModelEvents):
     def _begin(self, run: Forward, traced: bool) -> bool:
         """Begins a forward. Returns whether the module is to run uncompiled although it is compiled."""
         _watch()
-        refuse_capture(self._freed)
-        if self._searches_next:
-            problem = compiling_problem(self.model.module, self._inner, self._freed)
-            if problem is not None:
-                raise RuntimeError(problem)
+        if _records(self._freed) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs, {_MOVING}, "
+                "and a replay would gather nothing. Run forward and backward without recording them."
+            )
+        module, schedule = self.model.module, self.model.schedule
+        searches = module.training not in schedule.modes and schedule.installed and not self.model.root.summoned
+        if searches and (problem := compiling_problem(module, self._inner, self._freed)) is not None:
+            raise RuntimeError(problem)
         run.begin()
-        if not traced and not is_compiled(self.model.module):
+        if not traced and not is_compiled(module):
             return False
-        if self._searches_next and not compiled_in_pieces(self.model.module):
+        if searches and {*_compiled_in(module)} <= {module, uncompiled(module)}:
             return True
         if not self._enters_by_units:
             self._enters_by_units = True
-            self._remove_inner_hooks()
+            self._remove_inner_hooks(module.modules())
         return False
-
-    @property
-    def _searches_next(self) -> bool:
-        due = self.model.module.training not in self.model.schedule.modes
-        return due and self.model.schedule.installed and not self.model.root.summoned
 
     def _run_uncompiled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self._uncompiled = True
@@ -134,56 +144,73 @@ class Compiling(ModelEvents):
         finally:
             self._uncompiled = False
 
-    # ------------------------------------------------------------------------------------------ gradients
 
-    def hide_gradients(self) -> None:
-        """Hides the gradients that torch.compile would refuse."""
-        for param in self.model.index:
-            gradient = param.grad
-            if gradient is not None and _kind(gradient) != _kind(param):
-                self._hidden.append((param, gradient))
-                param.grad = None
+def _hidden(function: Callable[..., Any]) -> Any:
+    """Returns the function, which torch.compile does not trace."""
+    return torch.compiler.disable(function, reason=BETWEEN_UNITS)
 
-    def show_gradients(self) -> None:
-        for param, gradient in self._hidden:
-            data = param.data
-            param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
-            param.grad = gradient
-            param.data = data
-        self._hidden.clear()
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+_hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
+
+
+def _watch() -> None:
+    """Has torch.compile hide gradients. Call it again after torch.compiler.reset()."""
+    call_around_compiling(_hide, _show)
+
+
+def _hide(_: object) -> None:
+    """Hides the gradients of shards that torch.compile would refuse."""
+    for param in sharded_params():
+        gradient = param.grad
+        if gradient is not None and _kind(gradient) != _kind(param):
+            _hidden_gradients.append((param, gradient))
+            param.grad = None
+
+
+def _show(_: object) -> None:
+    while _hidden_gradients:
+        param, gradient = _hidden_gradients.pop()
+        data = param.data
+        param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
+        param.grad = gradient
+        param.data = data
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _unless_traced_in(unit: Unit, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the hook, hidden from torch.compile while the unit runs."""
-
-    def unless_traced(*args: Any) -> Any:
-        if torch.compiler.is_compiling() and unit.running and unit.entry_module is None:
-            return None
-        return hook(*args)
-
-    return unless_traced
+# ---------------------------------------------------------------------------------------------- what is refused
 
 
-_alive: WeakSet[Compiling] = WeakSet()
+def compiling_problem(root: nn.Module, units: Collection[nn.Module], freed: Iterable[torch.device]) -> str | None:
+    """Returns an error message if torch.compile was called with modules or options that FSDP cannot run, else None.
+
+    units: the modules of all units below the root. freed: the devices of full parameters that are freed at rest.
+    """
+    records = _records(freed)
+    if records and called_by_cuda_graphs():
+        return f"the code that calls the FSDP {_AS_GRAPHS}"
+    for name, module in root.named_modules():
+        if not is_compiled(module):
+            continue
+        title = f"{type(uncompiled(module)).__name__} {name!r}"
+        inside = {*module.modules()} - {module, uncompiled(module)}
+        if compiled_without_breaks(module) and not inside.isdisjoint(units):
+            return f"{title} was compiled with fullgraph=True, and units are inside it. {BETWEEN_UNITS}."
+        if records and compiled_to_cuda_graphs(module):
+            return f"{title} {_AS_GRAPHS}"
+    return None
 
 
-def _watch() -> None:
-    """Registers `_hide` and `_show` with torch.compile. Call it again after torch.compiler.reset()."""
-    call_around_compiling(_hide, _show)
+def _compiled_in(root: nn.Module) -> list[nn.Module]:
+    return [module for module in root.modules() if is_compiled(module)]
 
 
-def _hide(_: object) -> None:
-    for one in [*_alive]:
-        one.hide_gradients()
-
-
-def _show(_: object) -> None:
-    for one in [*_alive]:
-        one.show_gradients()
+def _records(devices: Iterable[torch.device]) -> bool:
+    return any(device.type in RECORDING for device in devices)
 
 
 makers.append(Compiling)

@@ -11,16 +11,17 @@ Tensors do not go over the sockets: `attach.read` copies their values from the m
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
 from weakref import finalize
+
+import torch
+from torch import Tensor
 
 from zero.features.host_memory import attach
 
@@ -33,26 +34,32 @@ _LONGEST_POLL = 3600
 """Seconds of one call of poll(2), which accepts no more than some weeks."""
 
 
-class Note(NamedTuple):
-    """A note about an operation: its channel and an address."""
-
-    number: int
-    address: int
-
-
 class Peer:
-    """The connection to another rank. Notes that are not used yet: `notes` about operations, and the number of `done`
-    notes. `closed`: whether the rank has ended or closed its connection."""
+    """The connection to another rank. Notes that are not used yet: `notes` about operations (channel and address), and
+    the number of `done` notes. `closed`: whether the rank has ended or closed its connection."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid, self.socket = pid, connection
-        self.pidfd = os.pidfd_open(pid)  # the socket may outlive the process, in a process that was forked from it
-        self.notes: deque[Note] = deque()
+        try:
+            self.pidfd = os.pidfd_open(pid)  # the socket may outlive the process, in a process that was forked from it
+        except BaseException:
+            connection.close()
+            raise
+        self.notes: deque[tuple[int, int]] = deque()
         self.done = 0
         self.closed = False
 
-    def take_notes(self) -> None:
-        """Takes all notes that have arrived, without blocking."""
+    def wait(self, seconds: float | None = None, *, to_send: bool = False) -> None:
+        """Waits for a note of the peer, for its end, or until a note can be sent. Takes the notes that have arrived."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN | (select.POLLOUT if to_send else 0))
+        poll.register(self.pidfd, select.POLLIN)
+        ready = dict(poll.poll(None if seconds is None else min(seconds, _LONGEST_POLL) * 1000))
+        self._take_notes()
+        if self.pidfd in ready:
+            self.closed = True
+
+    def _take_notes(self) -> None:
         while not self.closed:
             try:
                 data = self.socket.recv(_NOTE.size)
@@ -63,11 +70,11 @@ class Peer:
             if not data:
                 self.closed = True
                 return
-            note = Note(*_NOTE.unpack(data))
-            if note.number == _DONE:
+            number, address = _NOTE.unpack(data)
+            if number == _DONE:
                 self.done += 1
             else:
-                self.notes.append(note)
+                self.notes.append((number, address))
 
     def send(self, note: bytes) -> None:
         """Sends a note. Blocks only if the peer has hundreds of unread notes; it may then be blocked in a send itself.
@@ -79,31 +86,19 @@ class Peer:
                 self.socket.send(note, socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:
-                self.take_notes()
-                poll = select.poll()
-                poll.register(self.socket, select.POLLIN | select.POLLOUT)
-                poll.register(self.pidfd, select.POLLIN)
-                if self.pidfd in dict(poll.poll()):
-                    self.closed = True
+                self.wait(to_send=True)
             except OSError:
-                self.take_notes()
+                self._take_notes()
                 self.closed = True
 
 
 class Peers:
-    """The connections of one rank to all other ranks of its process group. peers: by rank; None for this rank.
-    timeout: seconds to wait for a note of a rank before OSError is raised."""
+    """The connections of one rank to all other ranks of its process group, by rank. timeout: seconds to wait for a note
+    of a rank before OSError is raised."""
 
-    def __init__(self, peers: Sequence[Peer | None], timeout: float) -> None:
-        self._peers = {rank: peer for rank, peer in enumerate(peers) if peer is not None}
-        self._timeout = timeout
+    def __init__(self, peers: Mapping[int, Peer], timeout: float) -> None:
+        self._peers, self._timeout = dict(sorted(peers.items())), timeout
         self._pid = os.getpid()
-        self._poll = select.poll()
-        self._by_descriptor: dict[int, Peer] = {}
-        for peer in self._peers.values():
-            for descriptor in (peer.socket.fileno(), peer.pidfd):
-                self._poll.register(descriptor, select.POLLIN)
-                self._by_descriptor[descriptor] = peer
         self.close = finalize(self, close, [*self._peers.values()], self._pid)
 
     def announce(self, number: int, address: int = 0) -> None:
@@ -111,62 +106,49 @@ class Peers:
 
         The data must not change until `finish` has returned for this operation.
         """
-        self._send(_NOTE.pack(number, address))
+        if os.getpid() != self._pid:
+            raise OSError("this process was forked from a rank and is not a rank itself; use zero in the rank only")
+        for peer in self._peers.values():
+            peer.send(_NOTE.pack(number, address))
 
-    def notes(self) -> dict[int, Note]:
-        """Waits for the oldest note of each other rank that was not returned yet, and returns them by rank."""
+    def notes(self) -> dict[int, tuple[int, int]]:
+        """Waits for the oldest note of each other rank that was not returned yet: channels and addresses, by rank."""
         self._wait(lambda peer: bool(peer.notes))
         return {rank: peer.notes.popleft() for rank, peer in self._peers.items()}
 
-    def read(self, rank: int, address: int, into: int, nbytes: int) -> None:
-        """Copies from an address on another rank to the address `into` on this rank."""
-        if nbytes:
-            attach.read(self._peers[rank].pid, address, into, nbytes)
+    def read(self, rank: int, address: int, into: Tensor) -> None:
+        """Overwrites a contiguous tensor with what is at an address on another rank."""
+        if into.nbytes:
+            attach.read(self._peers[rank].pid, address, into.data_ptr(), into.nbytes)
 
-    def read_table(self, rank: int, address: int, count: int) -> Sequence[int]:
-        """Returns a table of `count` addresses, read from an address on another rank."""
-        table = (ctypes.c_uint64 * count)()
-        self.read(rank, address, ctypes.addressof(table), ctypes.sizeof(table))
-        return list(table)
+    def read_table(self, rank: int, address: int, count: int) -> list[int]:
+        """Returns a table of `count` addresses (int64), read from an address on another rank."""
+        table = torch.empty(count, dtype=torch.int64, device="cpu")
+        self.read(rank, address, table)
+        return table.tolist()
 
     def finish(self) -> None:
         """Tells all ranks that this rank has read its data, and waits until all others have."""
-        self._send(_NOTE.pack(_DONE, 0))
+        self.announce(_DONE)
         self._wait(lambda peer: peer.done > 0)
         for peer in self._peers.values():
             peer.done -= 1
 
-    def _send(self, note: bytes) -> None:
-        if os.getpid() != self._pid:
-            raise OSError("this process was forked from a rank and is not a rank itself; use zero in the rank only")
-        for peer in self._peers.values():
-            peer.send(note)
-
     def _wait(self, satisfied: Callable[[Peer], bool]) -> None:
+        """Waits for one peer after another. Raises OSError for one that has ended, or that sends nothing in time."""
         deadline = time.monotonic() + self._timeout
-        while missing := [(rank, peer) for rank, peer in self._peers.items() if not satisfied(peer)]:
-            for rank, peer in missing:
+        for rank, peer in self._peers.items():
+            while not satisfied(peer):
                 if peer.closed:
                     raise OSError(f"rank {rank} of the group, process {peer.pid}, has ended or closed its connection")
-            left = max(deadline - time.monotonic(), 0)
-            ready = self._poll.poll(min(left, _LONGEST_POLL) * 1000)
-            if not ready and left == 0:
-                silent = ", ".join(str(rank) for rank, _ in missing)
-                raise OSError(f"rank {silent} of the group sent nothing for {self._timeout:g} s")
-            for descriptor, _ in ready:
-                peer = self._by_descriptor[descriptor]
-                peer.take_notes()
-                if peer.closed or descriptor == peer.pidfd:
-                    self._mark_closed(peer)
-
-    def _mark_closed(self, peer: Peer) -> None:
-        peer.closed = True
-        for descriptor in (peer.socket.fileno(), peer.pidfd):
-            with contextlib.suppress(KeyError):
-                self._poll.unregister(descriptor)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    silent = ", ".join(str(rank) for rank, peer in self._peers.items() if not satisfied(peer))
+                    raise OSError(f"rank {silent} of the group sent nothing for {self._timeout:g} s")
+                peer.wait(left)
 
 
-def close(peers: Sequence[Peer], pid: int) -> None:
+def close(peers: Iterable[Peer], pid: int) -> None:
     """Closes the connections. Does nothing in a process that was forked from the process `pid` that opened them."""
     if os.getpid() != pid:
         return

@@ -24,18 +24,16 @@ _TOKEN = 16
 def rendezvous(exchange: StoreExchange, how: str) -> Peers | None:
     """Collective. Returns this rank's peers; None, on every rank, unless all ranks run on one host and each may read
     the memory of all others. how: "auto", "off" or "ptracer"."""
-    all_gather, rank = exchange.all_gather, exchange.rank
-    hosts = all_gather(_or_empty(lambda: b"" if how == "off" else attach.host().encode()))
-    if not hosts[0] or len(set(hosts)) > 1:
-        return None
-    handshake = _Handshake(rank, permit=how == "ptracer")
+    handshake = _Handshake(exchange.rank)
     try:
-        offers = all_gather(_or_empty(handshake.listen))
-        connected = all(all_gather(_or_empty(lambda: handshake.connect(offers))))
-        if connected and all(all_gather(_or_empty(handshake.accept))):
-            peers = [handshake.peers.pop(other, None) for other in range(exchange.world)]
-            return Peers(peers, exchange.timeout.total_seconds())
-        return None
+        offers = exchange.all_gather(_or_empty(lambda: handshake.listen(how)))
+        if not all(offers) or len({json.loads(offer)[0] for offer in offers}) > 1:
+            return None
+        for step in (lambda: handshake.connect(offers), handshake.accept):
+            if not all(exchange.all_gather(_or_empty(step))):
+                return None
+        peers, handshake.peers = handshake.peers, {}
+        return Peers(peers, exchange.timeout.total_seconds())
     finally:
         handshake.close()
 
@@ -51,20 +49,22 @@ def _or_empty(step: Callable[[], bytes]) -> bytes:
 class _Handshake:
     """Connects this rank to each other rank by a socket. Each step returns the bytes to exchange before the next step.
 
-    permit: whether to call `attach.permit_siblings`. peers: the connected ranks; `close` closes those still in it.
+    peers: the connected ranks; `close` closes those still in it.
     """
 
-    def __init__(self, rank: int, *, permit: bool) -> None:
-        self._permit = permit
-        self.peers: dict[int, Peer] = {}
+    def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.peers: dict[int, Peer] = {}
         self._listener: socket.socket | None = None
         self._token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN), _TOKEN)
         self._ranks: dict[int, int] = {}  # by process id
 
-    def listen(self) -> bytes:
-        """Opens a listening socket. Returns its name, and a token with its address in this rank's memory."""
-        if self._permit:
+    def listen(self, how: str) -> bytes:
+        """Opens a listening socket. Returns the host, this process, the socket's name, and a token with its address in
+        this rank's memory."""
+        if how == "off":
+            return b""
+        if how == "ptracer":
             attach.permit_siblings()
         name = secrets.token_hex(_TOKEN)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,11 +72,11 @@ class _Handshake:
         self._listener.bind(f"\0{name}")  # an abstract name, without a file
         self._listener.listen(socket.SOMAXCONN)
         token = self._token.raw.hex()
-        return json.dumps([os.getpid(), name, token, ctypes.addressof(self._token)]).encode()
+        return json.dumps([attach.host(), os.getpid(), name, token, ctypes.addressof(self._token)]).encode()
 
     def connect(self, offers: list[bytes]) -> bytes:
         """Reads the token in every rank's memory, and connects to the ranks before this one."""
-        for rank, (pid, name, token, address) in enumerate(map(json.loads, offers)):
+        for rank, (_, pid, name, token, address) in enumerate(map(json.loads, offers)):
             read = ctypes.create_string_buffer(_TOKEN)
             attach.read(pid, address, ctypes.addressof(read), _TOKEN)
             if read.raw.hex() != token or pid in self._ranks:
@@ -84,7 +84,7 @@ class _Handshake:
             self._ranks[pid] = rank
             if rank < self._rank:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._add(rank, pid, connection)
+                self.peers[rank] = Peer(pid, connection)
                 connection.connect(f"\0{name}")
                 connection.setblocking(False)
         return b"connected"
@@ -101,17 +101,10 @@ class _Handshake:
                 connection.close()  # not a rank of this group
             else:
                 connection.setblocking(False)
-                self._add(rank, pid, connection)
+                self.peers[rank] = Peer(pid, connection)
         return b"accepted"
-
-    def _add(self, rank: int, pid: int, connection: socket.socket) -> None:
-        try:
-            self.peers[rank] = Peer(pid, connection)
-        except BaseException:
-            connection.close()
-            raise
 
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        close([*self.peers.values()], os.getpid())
+        close(self.peers.values(), os.getpid())

@@ -10,11 +10,10 @@ of a gather (two loaded cores of an AMD EPYC, November 2026), so it is used at a
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -92,8 +91,8 @@ class HostMemory(Transport):
 
     def _notes(self, channel: int, buffers: object) -> Addresses:
         notes = self._order.attempt(channel, buffers, self._peers.notes)
-        self._order.refuse_differing(channel, {rank: note.number for rank, note in notes.items()})
-        return {rank: note.address for rank, note in notes.items()}
+        self._order.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
+        return {rank: address for rank, (_, address) in notes.items()}
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
         digest = self._order.digest & _DIGEST_MASK  # of operations by other transports of the group
@@ -107,15 +106,8 @@ class HostMemory(Transport):
     # ---------------------------------------------------------------------------------------------- shards
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        size = full.element_size()
-
-        def read(addresses: Addresses) -> None:
-            for rank, address in addresses.items():
-                low, high = bounds[rank : rank + 2]
-                self._peers.read(rank, address, full.data_ptr() + low * size, (high - low) * size)
-
-        own = full.data_ptr() + bounds[self._rank] * size
-        return self._launch(channel, own, read, full)
+        shards = [full[low:high] for low, high in pairwise(bounds)]
+        return self._launch(channel, shards[self._rank].data_ptr(), partial(self._read_each, shards), full)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         shares = _Shares(messages, self._rank, self._peers)
@@ -131,7 +123,7 @@ class HostMemory(Transport):
     def broadcast(self, flat: Tensor, source: int) -> None:
         def read(addresses: Addresses) -> None:
             if self._rank != source:
-                self._peers.read(source, addresses[source], flat.data_ptr(), flat.nbytes)
+                self._peers.read(source, addresses[source], flat)
 
         self._launch(BROADCAST, flat.data_ptr(), read, flat).wait()
 
@@ -155,13 +147,13 @@ class HostMemory(Transport):
         """Returns the tensors of all ranks, one row a rank."""
         rows = flat.new_empty(self._world, len(flat))
         rows[self._rank] = flat
-
-        def read(addresses: Addresses) -> None:
-            for rank, address in addresses.items():
-                self._peers.read(rank, address, rows[rank].data_ptr(), rows[rank].nbytes)
-
-        self._launch(channel, rows[self._rank].data_ptr(), read, rows).wait()
+        self._launch(channel, rows[self._rank].data_ptr(), partial(self._read_each, rows), rows).wait()
         return rows
+
+    def _read_each(self, tensors: Sequence[Tensor] | Tensor, addresses: Addresses) -> None:
+        """Reads from each other rank into the tensor that is in its place."""
+        for rank, address in addresses.items():
+            self._peers.read(rank, address, tensors[rank])
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         sent = [tensor for owner, tensor in transfers if owner == self._rank and tensor is not None]
@@ -171,16 +163,14 @@ class HostMemory(Transport):
         def read(addresses: Addresses) -> None:
             if to not in (None, self._rank):
                 return
-            tables = {
-                rank: self._peers.read_table(rank, addresses[rank], counts[rank]) for rank in addresses if counts[rank]
-            }
+            tables = {rank: self._peers.read_table(rank, at, counts[rank]) for rank, at in addresses.items()}
             seen: Counter[int] = Counter()
             for owner, tensor in transfers:
                 if owner != self._rank and tensor is not None:
-                    self._peers.read(owner, tables[owner][seen[owner]], tensor.data_ptr(), tensor.nbytes)
+                    self._peers.read(owner, tables[owner][seen[owner]], tensor)
                 seen[owner] += 1
 
-        self._launch(COLLECTION, ctypes.addressof(table), read, (sent, table)).wait()
+        self._launch(COLLECTION, table.data_ptr(), read, (sent, table)).wait()
 
 
 class _Shares:
@@ -190,27 +180,25 @@ class _Shares:
         self._messages, self._rank, self._peers = [message for message, _ in messages], rank, peers
         self._bounds = [[0, *accumulate(counts)][rank : rank + 2] for _, counts in messages]
         self._table = _address_table(self._messages)
-        self.address = ctypes.addressof(self._table)
+        self.address = self._table.data_ptr()
 
     def sum(self, addresses: Addresses, times: float, into: Tensor | None) -> Tensor:
         """Returns the sums of Transport.reduce for this rank. addresses: those of the other ranks' tables."""
         tables = self._tables(addresses)
-        sample, size = self._messages[0], self._messages[0].element_size()
+        sample = self._messages[0]
         sums = wide(sample[:0])
         total = sums.new_empty(sum(high - low for low, high in self._bounds)) if into is None else into
-        most = min(CHUNK // size, max(1, *(high - low for low, high in self._bounds)))
+        most = min(CHUNK // sample.element_size(), max(1, *(high - low for low, high in self._bounds)))
         chunks = sample.new_empty(len(tables) + 1, most)
         buffer = None if into is None else sums.new_empty(most)  # `into` may overlap the messages
         done = 0
         for number, (low, high) in enumerate(self._bounds):
             for start in range(low, high, most):
                 length = min(most, high - start)
-                rows = [*chunks[:, :length]]
-                rows[self._rank] = self._messages[number][start : start + length]
-                for rank, table in tables.items():
-                    self._peers.read(rank, table[number] + start * size, rows[rank].data_ptr(), length * size)
+                rows = chunks[:, :length]
+                self._read(tables, number, start, rows)
                 chunk = total[done : done + length]
-                add_in_order(rows, chunk if buffer is None else buffer[:length], times)
+                add_in_order([*rows], chunk if buffer is None else buffer[:length], times)
                 if buffer is not None:
                     chunk.copy_(buffer[:length])
                 done += length
@@ -220,14 +208,16 @@ class _Shares:
         """Returns for each message this rank's shares from all ranks, one row a rank."""
         tables, received = self._tables(addresses), []
         for number, (low, high) in enumerate(self._bounds):
-            own = self._messages[number][low:high]
-            rows = own.new_empty(len(tables) + 1, len(own))
-            rows[self._rank] = own
-            for rank, table in tables.items():
-                address = table[number] + low * own.element_size()
-                self._peers.read(rank, address, rows[rank].data_ptr(), own.nbytes)
+            rows = self._messages[number].new_empty(len(tables) + 1, high - low)
+            self._read(tables, number, low, rows)
             received.append(rows)
         return received
+
+    def _read(self, tables: Mapping[int, Sequence[int]], number: int, start: int, rows: Tensor) -> None:
+        """Overwrites the rows, one a rank, with elements of message `number` of all ranks, from `start` on."""
+        rows[self._rank] = self._messages[number][start : start + rows.shape[1]]
+        for rank, table in tables.items():
+            self._peers.read(rank, table[number] + start * rows.element_size(), rows[rank])
 
     def _tables(self, addresses: Addresses) -> dict[int, Sequence[int]]:
         """Returns the addresses of the messages of each other rank, by rank."""
@@ -235,6 +225,6 @@ class _Shares:
         return {rank: self._peers.read_table(rank, address, count) for rank, address in addresses.items()}
 
 
-def _address_table(tensors: Sequence[Tensor]) -> Any:
-    """Returns an array of the tensors' addresses, which other ranks can read."""
-    return (ctypes.c_uint64 * max(len(tensors), 1))(*(tensor.data_ptr() for tensor in tensors))
+def _address_table(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the tensors' addresses, which other ranks can read."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device="cpu")

@@ -21,7 +21,6 @@ from zero.comm import Comm, Handle, Wire
 from zero.comm.packing import lengths
 from zero.comm.transport import Message
 from zero.fsdp.events import ModelEvents, makers
-from zero.fsdp.model import Model
 from zero.shards.layout import Layout
 from zero.shards.placement import Exchange, Placement
 
@@ -56,16 +55,12 @@ def _all_of(within: Comm, across: Comm) -> Comm:
 class Stale(ModelEvents):
     """Has node shards gathered again where owners may have stepped their slices since."""
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        found = [group.exchange for group in model.index.groups]
-        self._exchanges = [exchange for exchange in found if isinstance(exchange, TwoLevels)]
-
     def forward_begins(self) -> None:
         backward = self.model.backward
         if not backward.active and not backward.accumulates:
-            for exchange in self._exchanges:
-                exchange.stale = True
+            for group in self.model.index.groups:
+                if isinstance(group.exchange, TwoLevels):
+                    group.exchange.stale = True
 
 
 class TwoLevels(Exchange):

@@ -51,16 +51,13 @@ class Int8(Wire):
 
     block: int = 256
 
+    itemsize = 1  # without its scale, as for a dtype
+
     def __post_init__(self) -> None:
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1 or self.block % 8:
             raise ValueError(f"Int8(block={self.block!r}): pass a block of a positive multiple of 8, such as 256.")
 
     # ------------------------------------------------------------------------------------------ as a wire
-
-    @property
-    def itemsize(self) -> int:  # type: ignore[override]
-        """Bytes of an element without its scale, as for a dtype."""
-        return 1
 
     def gather(self, comm: Comm, full: Tensor, bounds: Sequence[int], channel: int, *, keeps_own: bool) -> Handle:
         """See Wire.gather. Integers are sent as they are, and a group of one rank rounds nothing."""

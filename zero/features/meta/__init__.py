@@ -26,11 +26,7 @@ class Materialiser(Values):
     gives_memory = True
 
     def __init__(
-        self,
-        root: nn.Module,
-        param_init_fn: Callable[[nn.Module], None] | None,
-        *,
-        initialises: bool,
+        self, root: nn.Module, param_init_fn: Callable[[nn.Module], None] | None, *, initialises: bool
     ) -> None:
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -46,7 +42,7 @@ class Materialiser(Values):
             for param in own:
                 if param.is_meta:
                     self._holders.setdefault(param, []).append(module)
-            if any(tensor.is_meta for tensor in _own(module)):
+            if any(tensor.is_meta for tensor in (*own, *module.buffers(recurse=False))):
                 self._uninitialised[module] = prefix
 
     @property
@@ -61,10 +57,16 @@ class Materialiser(Values):
             for key, buffer in meta.items():
                 buffers_of(module)[key] = torch.zeros_like(buffer, device=self._device)
             params = [*module.parameters(recurse=False)]
-            if params and not any(param.is_meta for param in params):
-                self._refuse_to_overwrite(module, name, next(iter(meta)))
-            elif not params:
+            if not params:
                 self._initialise(module, name)
+            elif not any(param.is_meta for param in params):
+                del self._uninitialised[module]
+                if self._initialises and self.problem is None:
+                    self.problem = (
+                        f"the buffer {f'{name}.{next(iter(meta))}'.lstrip('.')!r} is on the meta device, but the "
+                        "parameters of its module have values, which initialising the module would overwrite. Give the "
+                        "buffer its values first."
+                    )
 
     def materialise(self, params: Iterable[nn.Parameter]) -> None:
         """Gives memory to the meta parameters among `params`, and values to the modules that hold them."""
@@ -75,14 +77,6 @@ class Materialiser(Values):
                     self._give_memory(own)
             for module in reversed(holders):
                 self._initialise(module, self._uninitialised[module])
-
-    def _refuse_to_overwrite(self, module: nn.Module, name: str, buffer: str) -> None:
-        del self._uninitialised[module]
-        if self._initialises:
-            self.problem = self.problem or (
-                f"the buffer {f'{name}.{buffer}'.lstrip('.')!r} is on the meta device, but the parameters of its "
-                "module have values, which initialising the module would overwrite. Give the buffer its values first."
-            )
 
     def undo(self) -> None:
         """Puts all tensors that were given memory back on the meta device."""
@@ -115,10 +109,6 @@ class Materialiser(Values):
                 reset(module)
         except Exception as error:  # the other ranks wait for this one; all raise this problem
             self.problem = f"{name!r} could not be initialised: {type(error).__name__}: {error}"
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 makers.append(Materialiser)

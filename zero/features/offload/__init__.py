@@ -1,26 +1,33 @@
-"""Shards and optimizer state in the memory of the CPU or in files (disk.py): the option `offload` of OSS and FSDP.
+"""Shards and optimizer state in the memory of the CPU or in files: the option `offload` of OSS and FSDP.
 
 At stage 3 the parameters' shards are offloaded, at stages 1 and 2 the tensors that the optimizer steps in their place
-(zero/shards/masters.py). Only all-gathers and steps read them.
+(zero/shards/masters.py). Only all-gathers and steps read them. Files are mapped into memory: the operating system reads
+and writes pages as they are touched, and used pages are released.
 
 (S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5; J. Ren et al., ZeRO-Offload, 2021.)
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from zero.features.offload.disk import Disk
-from zero.shards.home import DEVICE, Home, homes
+from zero.measure.kinds import ELEMENTWISE
+from zero.measure.param_groups import params_of
+from zero.shards.home import DEVICE, Home, homes, only, unhooked
 
 
 @dataclass(frozen=True)
-class CPUOffload:
+class CPUOffload(Home):
     """Shards, their gradients and the optimizer's state lie in the memory of the CPU, where the optimizer steps them.
 
     torch steps a parameter on its device, with a gradient and state on the same device. Without a GPU this changes
@@ -31,8 +38,16 @@ class CPUOffload:
 
     pin_memory: bool = True
 
-    def home(self) -> Home:
-        return HostHome(self.pin_memory)
+    apart, alike = True, "offload CPUOffload"
+
+    def place(self, shard: Tensor) -> Tensor:
+        if shard.device.type == "cpu":
+            return shard.clone()
+        there = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=self.pin_memory)
+        return there.copy_(shard)
+
+    def has(self, shard: Tensor) -> bool:
+        return shard.device.type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -54,52 +69,126 @@ class DiskOffload:
 
     path: str | Path
 
-    def home(self) -> Home:
-        return Disk(Path(self.path), self)
 
-
-def as_offload(given: Any) -> CPUOffload | DiskOffload | None:
-    """Converts the option: zero's classes, PyTorch's CPUOffload and policies, None. Raises ValueError otherwise."""
-    if given is None or isinstance(given, CPUOffload | DiskOffload):
-        return given
+def home_of(given: Any) -> Home:
+    """Converts the option: zero's classes, a home, PyTorch's CPUOffload and policies, None. Raises ValueError for other
+    values."""
+    if given is None or isinstance(given, Home):
+        return given or DEVICE
+    if isinstance(given, DiskOffload):
+        return Disk(Path(given.path), given)
     from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
 
     if isinstance(given, fsdp.CPUOffload):
-        return CPUOffload() if given.offload_params else None
+        return CPUOffload() if given.offload_params else DEVICE
     if isinstance(given, fsdp.CPUOffloadPolicy):
         return CPUOffload(pin_memory=given.pin_memory)
     if type(given) is fsdp.OffloadPolicy:  # PyTorch's word for none
-        return None
+        return DEVICE
     raise ValueError(
         f"offload={given!r}: pass zero.CPUOffload(), zero.DiskOffload(path), torch.distributed.fsdp.CPUOffload or "
         "CPUOffloadPolicy, or None, which offloads nothing."
     )
 
 
-def home_of(given: Any) -> Home:
-    """The home for the option's value, which may be a home itself. Raises ValueError for unknown values."""
-    if isinstance(given, Home):
-        return given
-    offload = as_offload(given)
-    return DEVICE if offload is None else offload.home()
+class Disk(Home):
+    """Files in one directory, and the tensors that are mapped to them. offload: named in the error for a full disk."""
 
+    apart, alike = True, "offload DiskOffload"
 
-class HostHome(Home):
-    """The memory of the CPU."""
-
-    apart, alike = True, "offload CPUOffload"
-
-    def __init__(self, pin_memory: bool) -> None:
-        self._pin_memory = pin_memory
+    def __init__(self, path: Path, offload: object = None) -> None:
+        self._path, self._offload = path, offload
+        self._full: str | None = None
+        self._mapped: dict[int, mmap.mmap] = {}
+        """By address of the mapping, so that views of a tensor are found, too."""
+        self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self._set_aside: dict[nn.Parameter, Tensor] = {}
 
     def place(self, shard: Tensor) -> Tensor:
-        if shard.device.type == "cpu":
+        try:
+            return self.map(shard)
+        except OSError as error:  # other ranks wait until this one says so: `problem`
+            self._full = str(error)
             return shard.clone()
-        there = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=self._pin_memory)
-        return there.copy_(shard)
+
+    def problem(self, what: str) -> str | None:
+        if self._full is None:
+            return None
+        return f"there is no room for {what} in {self._offload}: {self._full}. Free some, or choose another directory."
+
+    def map(self, shard: Tensor) -> Tensor:
+        """Copies a tensor into a file. Raises OSError where the disk is full."""
+        if not shard.numel():
+            return shard.cpu()
+        self._path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._path) as file:
+            os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # a full disk is an error here, not a signal later
+            pages = mmap.mmap(file.fileno(), shard.nbytes)
+        there = torch.frombuffer(pages, dtype=shard.dtype).as_strided(shard.shape, shard.stride())
+        there.copy_(shard)
+        self._mapped[_address(there)] = pages
+        self.used(there)
+        return there
 
     def has(self, shard: Tensor) -> bool:
-        return shard.device.type == "cpu"
+        return _address(shard) in self._mapped
+
+    def used(self, shard: Tensor) -> None:
+        """Releases the memory; the operating system writes changed pages to the file."""
+        pages = self._mapped.get(_address(shard))
+        if pages is not None:
+            pages.madvise(mmap.MADV_DONTNEED)
+
+    # ------------------------------------------------------------------------------------------- stepping
+
+    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        with only(optimizer, params):
+            self.before_step(optimizer, params, closure=False)
+        self.stepped(optimizer, params)
+
+    def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
+        """Steps these parameters one by one. The optimizer's own step then steps all others."""
+        if closure or type(optimizer) not in ELEMENTWISE:
+            return
+        step = unhooked(optimizer)  # hooks and schedulers are to see one step
+        gradients = {param: param.grad for param in params_of(optimizer) if param.grad is not None}
+        try:
+            for param in gradients:
+                param.grad = None
+            own = [param for param in params if param in gradients]
+            for param in own:
+                param.grad = gradients[param]
+                step()
+                param.grad = None
+                self._rest(optimizer, param)
+            self._set_aside.update({param: gradients.pop(param) for param in own})
+        finally:
+            for param, gradient in gradients.items():
+                param.grad = gradient
+
+    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Puts the gradients back, and moves state that the step created in memory into files."""
+        for param in params:
+            if param in self._set_aside:
+                param.grad = self._set_aside.pop(param)
+            self._rest(optimizer, param)
+
+    def _rest(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        """Moves the state of a parameter into files, and releases the memory of both."""
+        state = optimizer.state.get(param, {})
+        kept = self._state.setdefault(param, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and kept.get(key) is not value:
+                if key in kept:
+                    self._mapped.pop(_address(kept[key]), None)
+                state[key] = kept[key] = self.map(value)
+            if key in kept:
+                self.used(kept[key])
+        self.used(param.data)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 homes["offload"] = home_of

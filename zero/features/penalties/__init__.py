@@ -13,7 +13,7 @@ from them have nodes of their own, and again before the parameters are unsharded
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -66,14 +66,12 @@ class ReadsAtRest(ModelEvents):
                 self._reached.add(unit)
         if self._shard_nodes.pop(unit, None) is not None:
             self._reread.add(unit)
-            for group in unit.groups:
-                _renew_nodes(group)
+            _renew_nodes(unit.params)
 
     def _record_full_nodes(self, unit: Unit) -> None:
         """Records the nodes of the last forward, which exist if its graph does."""
         nodes = self._full_nodes.setdefault(unit, [])
-        trained = (param for group in unit.groups for param in group.params if param.requires_grad)
-        nodes += [get_gradient_edge(param).node for param in trained]
+        nodes += [get_gradient_edge(param).node for param in unit.params if param.requires_grad]
         self._reread.discard(unit)
 
     def backward_begins(self) -> None:
@@ -107,7 +105,7 @@ class ReadsAtRest(ModelEvents):
 
 def _new_nodes(unit: Unit, group: ShardGroup) -> Iterator[Node]:
     """Yields new nodes of the parameters, with hooks. They exist only as long as they are referenced."""
-    _renew_nodes(group)
+    _renew_nodes(group.params)
     for param, name in zip(group.params, group.names, strict=True):
         if param.requires_grad:
             node = get_gradient_edge(param).node
@@ -130,15 +128,13 @@ def _before_accumulation(unit: Unit, param: nn.Parameter, name: str, _: tuple[Te
     unit.gradients.show_accumulated(param)
 
 
-def _renew_nodes(group: ShardGroup) -> None:
+def _renew_nodes(params: Iterable[nn.Parameter]) -> None:
     """Makes torch drop the nodes of the parameters."""
-    dtype = torch.float16 if group.shard.dtype != torch.float16 else torch.float32
-    for param in group.params:
-        if not param.requires_grad:
-            continue
-        data = param.data
-        param.data = data.new_empty(0, dtype=dtype)
-        param.data = data
+    for param in params:
+        if param.requires_grad:
+            data = param.data
+            param.data = data.new_empty(0, dtype=torch.float16 if data.dtype != torch.float16 else torch.float32)
+            param.data = data
 
 
 makers.append(ReadsAtRest)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from zero._torch import leaves
 from zero.fsdp.events import ModelEvents, makers
-from zero.fsdp.model import Index, Model
+from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 
 _GETTERS_THAT_READ = {
@@ -45,7 +45,7 @@ class Reads(ModelEvents):
 
     def mode_begins(self) -> None:
         if not self.model.schedule.traced:
-            self._search.enter_context(ForeignReads(self.model.index, self._found))
+            self._search.enter_context(ForeignReads(self))
 
     def leaving(self, unit: Unit) -> None:
         if unit is self.model.root:
@@ -54,7 +54,7 @@ class Reads(ModelEvents):
     def abandoned(self) -> None:
         self._search.close()
 
-    def _found(self, other: Unit) -> None:
+    def found(self, other: Unit) -> None:
         """Notes that the innermost running unit reads parameters of `other`."""
         if other in self.model.schedule.running:
             return  # its forward is ending, and returns its output
@@ -65,24 +65,23 @@ class Reads(ModelEvents):
 
 
 class ForeignReads(TorchFunctionMode):
-    """While active, calls `on_read` with the unit of each parameter that is read while no running forward unshards it.
+    """While active, finds the unit of each parameter that is read while no running forward unshards it.
 
     A unit that stays unsharded from forward to backward is reported, too: in another forward it may be sharded.
     """
 
-    def __init__(self, index: Index, on_read: Callable[[Unit], None]) -> None:
+    def __init__(self, reads: Reads) -> None:
         super().__init__()
-        self._index, self._on_read = index, on_read
+        self._reads, self._index = reads, reads.model.index
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _reads(func):
-            for value in leaves((args, kwargs)):
-                if isinstance(value, nn.Parameter) and value in self._index:
-                    unit = self._index.unit_of(value)
-                    if not (unit.readable and (unit.users or unit.summoned)):
-                        self._on_read(unit)
+        for value in leaves((args, kwargs)) if _reads(func) else ():
+            if isinstance(value, nn.Parameter) and value in self._index:
+                unit = self._index.unit_of(value)
+                if not (unit.readable and (unit.users or unit.summoned)):
+                    self._reads.found(unit)
         return func(*args, **(kwargs or {}))
 
 

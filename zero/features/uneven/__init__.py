@@ -16,7 +16,9 @@ from zero.comm import Comm
 from zero.features.uneven.joined import Joined
 from zero.features.uneven.messages import Ranks
 from zero.fsdp import FSDP
+from zero.fsdp.fsdp import running_model
 from zero.sdp import ShardedDDP
+from zero.shards.placement import Placement
 
 Followed = Optimizer | LRScheduler | torch.amp.GradScaler
 
@@ -53,15 +55,16 @@ def join(
             "DistributedDataParallel, ShardedDDP or FSDP."
         )
     if isinstance(model, FSDP):
-        ranks = Ranks(model.comms)
+        placement = running_model(model).placement
     else:
-        ranks = Ranks([model.comm if isinstance(model, ShardedDDP) else Comm(model.process_group)])
+        placement = Placement(model.comm if isinstance(model, ShardedDDP) else Comm(model.process_group))
     options = f"divide {divide_by_initial_world_size}, throw {throw_on_early_termination}, enable {enable}"
-    ranks.compare([options, *(type(one).__name__ for one in (model, *others))], _unknown(others))
-    if not enable or ranks.world == 1:
+    given = [options, *(type(one).__name__ for one in (model, *others))]
+    placement.compare("the arguments of zero.join", given, _unknown(others))
+    if not enable or placement.ranks == 1:
         yield
         return
-    joined = Joined(model, others, ranks, divide_by_initial_world_size, throw_on_early_termination)
+    joined = Joined(model, others, Ranks(placement), divide_by_initial_world_size, throw_on_early_termination)
     with joined.attached():
         try:
             yield

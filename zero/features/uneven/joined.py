@@ -7,8 +7,7 @@ others, until the data of all has ended:
     backward    of this forward, with gradients of zero (repeat.py)
     the rest    (step, clipping, loss scaling, zero_grad, schedulers) with the arguments of the others
 
-A call that sends nothing, such as zero_grad, is announced with the next one that does. While all ranks have data, an
-announcement is only a comparison of signatures, as at the end of a backward.
+While all ranks have data, an announcement is only a comparison of signatures, as at the end of a backward.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from zero._torch import at_end_of_backward, keeps_graph, writes_into, writes_so_far
 from zero.features.uneven.messages import (
@@ -66,9 +64,6 @@ class Joined:
         self._optimizers = [one for one in others if isinstance(one, Optimizer)]
         self._divide_by_initial, self._throw = divide_by_initial, throw
         self._repeat = Repeat(model)
-        self._later: list[Message] = []
-        """Calls since this rank's last announcement. They send nothing."""
-        self._problem: str | None = None
         self._busy = False
         """Whether a method runs that was announced; what it calls is not announced."""
         self._ended_before = self._over = self._all_know = self._in_backward = False
@@ -142,21 +137,19 @@ class Joined:
     def _called(self, place: int, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._busy or self._over:
             return original(*args, **kwargs)
-        act: dict[str, Any] = {"do": "call", "on": place, "name": name}
+        act: Message = {"do": "call", "on": place, "name": name}
+        problem = None
         try:
             act["args"] = [as_plain(value, self._all) for value in args]
             act["kwargs"] = {key: as_plain(value, self._all) for key, value in kwargs.items()}
         except TypeError as error:
-            self._problem = f"{type(self._all[place]).__name__}.{name} was given {error}"
-        if METHODS[name] and not isinstance(self._all[place], LRScheduler):
-            self._announce(act)
-        else:
-            self._later.append(act)
+            problem = f"{type(self._all[place]).__name__}.{name} was given {error}"
+        self._announce(act, problem)
         self._busy = True
         try:
             return original(*args, **kwargs)
-        finally:
-            self._busy, self._seen = False, self._gradients()
+        finally:  # from here on all ranks have the same gradients again
+            self._busy, self._changed, self._seen = False, False, self._gradients()
 
     def _gradients(self) -> tuple[int, int, int]:
         """The number of gradients, the sum of their addresses, and how often they were written into."""
@@ -171,20 +164,18 @@ class Joined:
 
     # --------------------------------------------------------------------------------------- announcements
 
-    def _announce(self, act: Message) -> int:
+    def _announce(self, act: Message, problem: str | None = None) -> int:
         """Collective. Returns how many ranks have data. Raises RuntimeError on every rank where one has a problem."""
         now = self._gradients()
         cleared = now != self._seen and not now[0]
         self._changed = bool(now[0]) and (self._changed or now != self._seen)
         self._seen = now
-        problem, self._problem = self._problem, None
         if self._changed and problem is None:
             problem = _changed_problem(self._model)
-        later, self._later = self._later, []
         if self._ranks.agree(act, flag=problem is not None):
             return self._ranks.world
         shown = {"cleared": cleared, "changed": self._changed, "kind": self._kind, "alive": [*self._pending]}
-        message = {"act": act, "later": later, "problem": problem, "options": plain_options(self._optimizers), **shown}
+        message = {"act": act, "problem": problem, "options": plain_options(self._optimizers), **shown}
         return len(self._hear(self._ranks.gather(message)))
 
     def announce_failure(self, error: Exception) -> None:
@@ -232,18 +223,16 @@ class Joined:
                 self._ended_before = True
 
     def _follow_one(self) -> bool:
-        done, self._later = self._later, []
-        own = {"later": done, "ended_before": self._ended_before, "forwards": self._forwards}
+        own = {"ended_before": self._ended_before, "forwards": self._forwards}
         self._ranks.agree(None)
         messages = self._ranks.gather({**own, "options": plain_options(self._optimizers)})
         active = self._hear(messages)
         last = active or [rank for rank, message in enumerate(messages) if not message["ended_before"]]
         source = messages[last[0]]
-        if active or self._ended_before:
-            self._catch_up(source, done)
-            if any(messages[rank]["cleared"] for rank in active):
-                for optimizer in self._optimizers:
-                    optimizer.zero_grad()
+        take_options(self._optimizers, source["options"])
+        if any(messages[rank]["cleared"] for rank in active):
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
         if active:
             self._repeat.keep(source["alive"])
             self._do(source["act"], source["kind"])
@@ -251,16 +240,7 @@ class Joined:
             self._ranks.broadcast(self._repeat.buffers(), last[0])
         return bool(active)
 
-    def _catch_up(self, source: Message, done: Sequence[Message]) -> None:
-        """Repeats another rank's calls that send nothing, except those that this rank has made itself."""
-        later = source["later"]
-        for act in later[len(done) if later[: len(done)] == done else 0 :]:
-            self._do(act)
-        for optimizer, groups in zip(self._optimizers, source["options"], strict=True):
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
-                take_options(group, options)
-
-    def _do(self, act: Message, kind: str = "") -> None:
+    def _do(self, act: Message, kind: str) -> None:
         if act["do"] == "forward":
             self._repeat.forward(act, kind)
         elif act["do"] == "backward":

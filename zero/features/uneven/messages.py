@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero.comm import Comm
 from zero.measure.param_groups import options
+from zero.shards.placement import Placement
 
 Message = dict[str, Any]
 """From a rank with data: what it does next, `act`, and details of it. From other ranks there is no `act`."""
@@ -25,18 +26,13 @@ _NOTHING = -(1 << 62)
 class Ranks:
     """The ranks of a model, by number: those of its shard group and, in hybrid strategies, of its replicate group."""
 
-    def __init__(self, comms: Sequence[Comm]) -> None:
+    def __init__(self, placement: Placement) -> None:
         name = "zero.join, where ranks announce what they do next and those without data wait for it"
-        self._comms = [(comm, comm.channel(name)) for comm in comms]
+        self._comms = [(comm, comm.channel(name)) for comm in placement.all_groups()]
         self.rank, self.world = 0, 1
-        for comm in comms:
+        for comm, _ in self._comms:
             self.rank += comm.rank * self.world
             self.world *= comm.world
-
-    def compare(self, lines: Sequence[str], problem: str | None) -> None:
-        """Collective. Raises ValueError on every rank where lines differ or one has a problem."""
-        for comm, _ in self._comms:
-            comm.compare("the arguments of zero.join", lines, problem)
 
     def agree(self, act: Message | None, *, flag: bool = False) -> bool:
         """Collective. Whether all ranks do the same next, and none has the flag. act: None if data has ended."""
@@ -48,7 +44,8 @@ class Ranks:
         for comm, channel in self._comms:
             comm.all_reduce(largest, maximum=True, channel=channel)
             comm.begin_schedule()
-        return largest.tolist() == [largest[0], -largest[0], 0]
+        most, least, flagged = largest.tolist()
+        return bool(most == -least and not flagged)
 
     def gather(self, message: Message) -> list[Message]:
         """Collective. The messages of all ranks."""
@@ -99,18 +96,11 @@ def problem_in(messages: Sequence[Message], active: Sequence[int], *, throw: boo
 
 # --------------------------------------------------------------------------------------------- methods and arguments
 
-METHODS = {
-    "step": True,
-    "unscale_": True,
-    "clip_grad_norm": True,
-    "clip_grad_norm_": True,
-    "grad_norm": True,
-    "reduce": True,
-    "sync_buffers": True,
-    "update": False,
-    "zero_grad": False,
-}
-"""The methods that ranks without data call too, and whether they may send something; schedulers' never do."""
+METHODS = (
+    *("step", "unscale_", "clip_grad_norm", "clip_grad_norm_", "grad_norm"),
+    *("reduce", "sync_buffers", "update", "zero_grad"),
+)
+"""The methods that ranks without data call, too."""
 
 
 def replace(one: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
@@ -131,13 +121,15 @@ def replace(one: Any, name: str, function: Callable[..., Any]) -> Callable[[], N
     return restore
 
 
-def as_plain(value: Any, known: Sequence[object]) -> Any:
-    """An argument as JSON; an object in `known` by its place there. Raises TypeError for others."""
+def as_plain(value: Any, known: Sequence[object] = ()) -> Any:
+    """An argument or option as JSON; an object in `known` by its place there. Raises TypeError for others."""
     for place, one in enumerate(known):
         if value is one:
             return {"place": place}
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
+    if isinstance(value, tuple) and not any(isinstance(item, Tensor) for item in value):
+        return [as_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
@@ -146,34 +138,31 @@ def as_plain(value: Any, known: Sequence[object]) -> Any:
     )
 
 
-def from_plain(value: Any, known: Sequence[object]) -> Any:
-    return known[value["place"]] if isinstance(value, dict) else value
+def from_plain(value: Any, known: Sequence[object] = ()) -> Any:
+    if isinstance(value, dict):
+        return known[value["place"]]
+    return tuple(map(from_plain, value)) if isinstance(value, list) else value
 
 
 def plain_options(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
     """The options of each optimizer's groups that JSON can hold."""
-    found: list[list[dict[str, Any]]] = []
-    for optimizer in optimizers:
-        found.append([])
-        for group in optimizer.param_groups:
-            values = {key: value.item() if _is_number(value) else value for key, value in options(group).items()}
-            found[-1].append({key: value for key, value in values.items() if _is_plain(value)})
+    return [[_plain_of(options(group)) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def _plain_of(given: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in given.items():
+        with suppress(TypeError):
+            found[key] = as_plain(value)
     return found
 
 
-def take_options(group: dict[str, Any], given: dict[str, Any]) -> None:
-    """Sets the options of the group to those of another rank, from `plain_options`."""
-    for key, value in given.items():
-        if _is_number(group.get(key)):
-            group[key].fill_(value)
-        else:
-            group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
-
-
-def _is_plain(value: object) -> bool:
-    several = isinstance(value, tuple) and all(map(_is_plain, value))
-    return several or value is None or isinstance(value, (bool, int, float, str))
+def take_options(optimizers: Sequence[Optimizer], given: list[list[dict[str, Any]]]) -> None:
+    """Sets the options of the groups to those of another rank, from `plain_options`."""
+    for optimizer, groups in zip(optimizers, given, strict=True):
+        for group, plain in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in plain.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = from_plain(value)

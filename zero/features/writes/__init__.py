@@ -27,11 +27,8 @@ class GroupWrites:
     def __init__(self, group: ShardGroup) -> None:
         self.looks = self._uncounted = False
         self._group = group
-        self._when_gathered = 0
+        self.when_gathered = 0
         """torch's count of writes at the last all-gather."""
-
-    def gathered(self) -> None:
-        self._when_gathered = writes_so_far(self._group.params)
 
     def any(self) -> bool:
         """Whether there were writes since the all-gather."""
@@ -40,7 +37,7 @@ class GroupWrites:
             self._uncounted = has_values(self._group.full) and any(
                 not torch.equal(now, gathered) for now, _, gathered in self._chunks()
             )
-        return self._uncounted or writes_so_far(self._group.params) != self._when_gathered
+        return self._uncounted or writes_so_far(self._group.params) != self.when_gathered
 
     def take_over(self) -> None:
         """Copies elements that differ into the shard; where `full` has a lower precision, the others keep theirs."""
@@ -75,7 +72,7 @@ class Writes(ModelEvents):
 
     def unsharded(self, group: ShardGroup) -> None:
         if group in self._of:
-            self._of[group].gathered()
+            self._of[group].when_gathered = writes_so_far(group.params)
 
     def resharding(self, group: ShardGroup) -> None:
         if group in self._of and not group.shard_in_full and self._of[group].any():
