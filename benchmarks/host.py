@@ -114,7 +114,8 @@ class Trained:
     def __init__(self, variant: str, units: int, rank: Rank) -> None:
         torch.manual_seed(0)
         self.model = VARIANTS[variant](Model(units).to(rank.device), rank)
-        self.optimizer = SGD(self.model.parameters(), 1e-3, foreach=True)
+        # Nothing is learned: what the fake group sums up is not the ranks' gradients, and would grow to NaN.
+        self.optimizer = SGD(self.model.parameters(), 0.0, foreach=True)
         self.x = torch.randn(1, ROWS, device=rank.device)
 
     def step(self) -> list[float]:

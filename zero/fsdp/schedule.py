@@ -86,15 +86,15 @@ class Schedule:
     def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._backward.active and not in_a_backward():
             self._abandon()
-        if unit.summoned:
-            _refuse_to_train_summoned(unit)
-            return None
         if unit.state is TrainingState.IDLE:
-            if module is not unit.module:
-                if unit.running:
+            if unit.running:
+                if module is not unit.module:
                     return None
-                unit.entry_module = module
-            if not unit.running:
+            elif unit.summoned:
+                _refuse_to_train_summoned(unit)
+                return None
+            else:
+                unit.entry_module = module if module is not unit.module else None
                 self._enter(unit)
             args, kwargs = self._begin(unit, module, args, kwargs)
             return args, kwargs
@@ -166,7 +166,7 @@ class Schedule:
         return args, kwargs
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if unit.state is TrainingState.BACKWARD or unit.summoned or not unit.running:
+        if unit.state is TrainingState.BACKWARD or not unit.running:
             return None
         trains = torch.is_grad_enabled()
         if module not in (unit.module, unit.entry_module):
