@@ -53,7 +53,7 @@ class Calls:
 
 
 def calls(rank: int, world: int) -> tuple[list[str], list[str]]:
-    with between_hosts(), mock.patch.object(events, "makers", []), mock.patch("zero.fsdp.model.makers", []):
+    with between_hosts(), mock.patch.object(events, "model_events", []), mock.patch("zero.fsdp.model.model_events", []):
         layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
         model = zero.FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
         for _ in range(3):

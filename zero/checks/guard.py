@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero.checks.scaling import Overflow, Scaling
-from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model, models
 from zero.fsdp.unit import TrainingState, Unit
 from zero.measure.built import around, finding_of_built
@@ -247,4 +247,4 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-makers += [Overflow, Guard]  # overflows are shared before gradients are remembered
+model_events += [Overflow, Guard]  # overflows are shared before gradients are remembered

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.fsdp import NO_COPIES
 from zero.fsdp.model import Model
 from zero.fsdp.precision import OwnHook
@@ -48,4 +48,4 @@ class Refusal(OwnHook):
         raise TypeError(NO_COPIES)
 
 
-makers.append(StateDictGuard)
+model_events.append(StateDictGuard)

@@ -88,7 +88,7 @@ def apart(first: Tensor, second: Tensor) -> bool:
     return first.device != second.device
 
 
-makers: list[Callable[[torch.device], NoStreams | None]] = []
+stream_makers: list[Callable[[torch.device], NoStreams | None]] = []
 """Asked for the streams of a device, one after another."""
 
 
@@ -96,5 +96,5 @@ def streams_of(tensor: Tensor) -> NoStreams:
     """Returns the streams of the tensor's device: one object for each device."""
     if tensor.device.type == "cpu" or not has_values(tensor):
         return NONE
-    made = (make(tensor.device) for make in makers)
+    made = (make(tensor.device) for make in stream_makers)
     return next((streams for streams in made if streams is not None), NONE)

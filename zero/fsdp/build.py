@@ -75,7 +75,7 @@ class Values:
         """Takes both back, after an error."""
 
 
-makers: list[type[Values]] = [Values]
+values: list[type[Values]] = [Values]
 """The last one is called for each FSDP."""
 
 
@@ -97,7 +97,7 @@ class Builder:
         param_init_fn: Callable[[nn.Module], None] | None,
     ) -> None:
         self._choice, self._placement, self._options = choice, placement, options
-        self._values = makers[-1](choice.module, param_init_fn, initialises=placement.first)
+        self._values = values[-1](choice.module, param_init_fn, initialises=placement.first)
         self._loads = [0] * placement.comm.world
         self.cast_buffers: list[CastBuffer] = []
         self.hooks: list[RemovableHandle] = []

@@ -1,7 +1,7 @@
 """The seam at which features take part in the forward and backward of a model.
 
-A feature subclasses `ModelEvents`, overrides what it needs, and appends itself to `makers`; from then on each FSDP
-makes one (docs/how_it_is_built.md has one that counts all-gathers).
+A feature subclasses `ModelEvents`, overrides what it needs, and appends itself to `model_events`; from then on each
+FSDP makes one (docs/how_it_is_built.md has one that counts all-gathers).
 
 The core calls only what is overridden, so that a feature costs nothing where it has nothing to do.
 """
@@ -113,5 +113,5 @@ class Events:
         raise AttributeError(f"there is no event {name!r}")
 
 
-makers: list[Callable[[Any], ModelEvents]] = []
+model_events: list[Callable[[Any], ModelEvents]] = []
 """Called with the `Model` of each new FSDP."""

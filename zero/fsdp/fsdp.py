@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import children_of
 from zero.comm import Comm
-from zero.fsdp.build import Builder, Options, makers, restore_module
+from zero.fsdp.build import Builder, Options, restore_module, values
 from zero.fsdp.choice import Choice
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
 from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown, translate
@@ -267,7 +267,7 @@ def _understand(more: dict[str, Any], asked: GivenOptions, param_init_fn: object
     """Takes the options of features and those of other names out of `more`. Returns where shards lie."""
     refuse_unknown(more, known={*homes})
     home, wrong = take_home(more)
-    if param_init_fn is not None and not makers[-1].gives_memory:
+    if param_init_fn is not None and not values[-1].gives_memory:
         wrong = "param_init_fn needs a feature that is missing: zero/features/meta."
     if wrong is not None:
         raise ValueError(wrong)
@@ -293,7 +293,7 @@ def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placemen
         partition_problem(options.partition)
         or _nesting_problem(nested, placement)
         or refusal(Wrapping(choice.module, choice.ignored, units, choice.devices() if frees else []))
-        or choice.unusable(synced=options.synced and makers[-1].gives_memory, sharded=sharded_params())
+        or choice.unusable(synced=options.synced and values[-1].gives_memory, sharded=sharded_params())
         or choice.wire_problem(options.precision)
         or placement.comm.device_problem(choice.devices())
     )

@@ -12,7 +12,7 @@ from zero.comm import Comm
 from zero.comm.streams import ModelStreams
 from zero.fsdp.backward import Backward
 from zero.fsdp.build import Options
-from zero.fsdp.events import Events, makers
+from zero.fsdp.events import Events, model_events
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Unit
@@ -72,7 +72,7 @@ class Model:
         self._refusal = self.comm.channel("the refusal of parameters that were given other data")
         self.backward = Backward(self)
         self.schedule = Schedule(self)
-        self.events = Events([make(self) for make in makers])
+        self.events = Events([make(self) for make in model_events])
         for unit in units:
             unit.events = self.events
         self.schedule.install()

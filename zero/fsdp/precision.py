@@ -136,7 +136,7 @@ class Uncast(OwnHook):
             state_dict[prefix + self.name] = saved.to(self.dtype)
 
 
-converters: list[Callable[[Any], MixedPrecision | None]] = []
+precisions: list[Callable[[Any], MixedPrecision | None]] = []
 """Each converts what others pass as mixed precision; None for what it does not know. May raise ValueError."""
 
 
@@ -144,7 +144,7 @@ def as_precision(given: Any) -> MixedPrecision:
     """Returns what the user passes as MixedPrecision. Raises ValueError for what is none."""
     if given is None:
         return MixedPrecision()
-    converted = (convert(given) for convert in converters)
+    converted = (convert(given) for convert in precisions)
     found = given if isinstance(given, MixedPrecision) else next(filter(None, converted), None)
     if found is None:
         raise ValueError(

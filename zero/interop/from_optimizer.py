@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zero._torch import call_stepped
 from zero.comm import Comm
 from zero.measure.param_groups import called
-from zero.oss.optimizer import converters
+from zero.oss.optimizer import from_others
 
 _Sharded = TypeVar("_Sharded", bound=Optimizer)
 
@@ -94,4 +94,4 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> NoReturn:
     )
 
 
-converters.append(from_optimizer)
+from_others.append(from_optimizer)

@@ -11,7 +11,7 @@ from torch import nn
 
 from zero._torch import buffers_of, chosen_by_policy, classes_to_ignore
 from zero.fsdp.options import GivenOptions, translators
-from zero.fsdp.precision import MixedPrecision, converters
+from zero.fsdp.precision import MixedPrecision, precisions
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.units import choosers
 
@@ -153,5 +153,5 @@ def _ask(policy: Callable[..., bool], module: nn.Module, chosen: set[nn.Module],
 
 
 translators.update(dict.fromkeys(NAMES, from_torch))
-converters.append(precision_of)
+precisions.append(precision_of)
 choosers.append(by_policy)

@@ -17,7 +17,7 @@ from zero.comm import Comm, Wire
 from zero.measure.param_groups import called
 from zero.oss.choices import Choices, build_inner
 from zero.oss.gradients import OwnedGradients
-from zero.oss.saved import makers
+from zero.oss.saved import saved_states
 from zero.oss.step import Step
 from zero.shards.arguments import NO_JOIN
 from zero.shards.log import announce
@@ -26,7 +26,7 @@ from zero.shards.partition import Partition, Place
 from zero.shards.shard_group import ShardGroup
 from zero.shards.steps import NO_STEPS, Steps, checks
 
-converters: list[Callable[..., OSS]] = []
+from_others: list[Callable[..., OSS]] = []
 """The last one makes an OSS of another optimizer."""
 
 
@@ -95,7 +95,7 @@ class OSS(Optimizer):
         self.wire, self.finding, self.granularity = how.wire, how.finding, granularity
         self._built = False
         self.steps: Steps = NO_STEPS
-        self.saved = makers[-1](self)
+        self.saved = saved_states[-1](self)
         super().__init__(how.groups, {})
         self.shards = how.lay_out(self.param_groups)
         self.gradients = OwnedGradients(self)
@@ -113,7 +113,7 @@ class OSS(Optimizer):
         cls, optimizer: Optimizer, group: torch.distributed.ProcessGroup | None = None, **options: Any
     ) -> OSS:
         """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.interop.from_optimizer."""
-        return converters[-1](cls, optimizer, group, **options)
+        return from_others[-1](cls, optimizer, group, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective. Shards the parameters of another group, balanced with the shards that each rank owns."""

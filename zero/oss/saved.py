@@ -47,5 +47,5 @@ class Missing:
         raise RuntimeError("weights and the state of optimizers are saved and loaded by zero/state, which is missing.")
 
 
-makers: list[Callable[[Any], SavedState]] = [lambda optimizer: Missing()]
+saved_states: list[Callable[[Any], SavedState]] = [lambda optimizer: Missing()]
 """The last one makes the state of each OSS."""

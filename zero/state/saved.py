@@ -17,7 +17,7 @@ from zero._torch import asked_by_torch_checkpoint, takes_state_hooks
 from zero.fsdp.model import Model, models
 from zero.fsdp.weights import OptimizerState, states
 from zero.measure.param_groups import SHARD_MARK, params_of
-from zero.oss.saved import makers
+from zero.oss.saved import saved_states
 from zero.state import optimizer_state as state
 from zero.state.optimizer_state import SteppedShards
 from zero.state.shard_mark import ShardMark, texts_of
@@ -135,7 +135,7 @@ _registered: WeakKeyDictionary[Model, WeakSet[Optimizer]] = WeakKeyDictionary()
 
 SAVED = Stepped()
 states.append(SAVED)
-makers.append(Saved)
+saved_states.append(Saved)
 
 
 def registered(model: Model) -> list[Optimizer]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model
 
 
@@ -32,4 +32,4 @@ class Casts(ModelEvents):
         return self._shared
 
 
-makers.append(Casts)
+model_events.append(Casts)

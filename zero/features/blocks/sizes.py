@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 from zero.fsdp.units import largest_unit
@@ -62,4 +62,4 @@ def large_unit(units: Sequence[Unit], model: str, as_one_unit: Sequence[nn.Modul
     )
 
 
-makers.append(WarnsOfLargeUnit)
+model_events.append(WarnsOfLargeUnit)

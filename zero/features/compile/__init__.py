@@ -28,7 +28,7 @@ from zero._torch import (
     is_compiled,
     uncompiled,
 )
-from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Forward, Model, sharded_params
 from zero.fsdp.unit import Unit
 from zero.shards.arguments import refusals
@@ -213,5 +213,5 @@ def _records(devices: Iterable[torch.device]) -> bool:
     return any(device.type in RECORDING for device in devices)
 
 
-makers.append(Compiling)
+model_events.append(Compiling)
 refusals.append(lambda wrapping: compiling_problem(wrapping.module, wrapping.units, wrapping.freed))

@@ -20,7 +20,7 @@ from torch import Tensor
 from zero.comm import Comm, Handle, Wire
 from zero.comm.packing import lengths
 from zero.comm.transport import Message
-from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.events import ModelEvents, model_events
 from zero.shards.layout import Layout
 from zero.shards.placement import Exchange, Placement
 
@@ -121,4 +121,4 @@ class TwoLevels(Exchange):
         return Handle(average)
 
 
-makers.append(Stale)
+model_events.append(Stale)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import buffers_of
-from zero.fsdp.build import Values, makers
+from zero.fsdp.build import Values, values
 
 
 class Materialiser(Values):
@@ -111,4 +111,4 @@ class Materialiser(Values):
             self.problem = f"{name!r} could not be initialised: {type(error).__name__}: {error}"
 
 
-makers.append(Materialiser)
+values.append(Materialiser)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from zero._torch import writes_into
-from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 from zero.shards.shard_group import GroupState, ShardGroup
@@ -137,4 +137,4 @@ def _renew_nodes(params: Iterable[nn.Parameter]) -> None:
             param.data = data
 
 
-makers.append(ReadsAtRest)
+model_events.append(ReadsAtRest)

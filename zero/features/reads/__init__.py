@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zero._torch import leaves
-from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 
@@ -90,4 +90,4 @@ def _reads(func: Callable[..., Any]) -> bool:
     return func in _GETTERS_THAT_READ if name == "__get__" else name not in _CALLS_THAT_DO_NOT
 
 
-makers.append(Reads)
+model_events.append(Reads)

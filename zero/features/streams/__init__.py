@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zero.comm import Comm, Handle
-from zero.comm.streams import NoStreams, apart, makers
+from zero.comm.streams import NoStreams, apart, stream_makers
 
 
 class Streams(NoStreams):
@@ -135,4 +135,4 @@ def _of_device(device: torch.device) -> Streams | None:
     return _by_device[device]
 
 
-makers.append(_of_device)
+stream_makers.append(_of_device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero._torch import has_values, writes_so_far
-from zero.fsdp.events import ModelEvents, makers
+from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 from zero.shards.shard_group import ShardGroup
@@ -79,4 +79,4 @@ class Writes(ModelEvents):
             self._of[group].take_over()
 
 
-makers.append(Writes)
+model_events.append(Writes)
