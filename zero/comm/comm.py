@@ -39,19 +39,23 @@ class Comm:
     """
 
     def __init__(self, group: dist.ProcessGroup | Comm | Link | None = None) -> None:
-        if isinstance(group, (Comm, Link)):
-            self._use(*((group.group, group.link) if isinstance(group, Comm) else (None, group)))
-            return
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        if group is None:
-            refuse_launched()
-        elif dist.get_rank(group) < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} of the job is not in the process group that it was given. Build the model and "
-                "its optimizer only on the ranks of the group, or pass on each rank a group that contains it."
-            )
-        self._use(group, Link(None) if group is None else link_of(group))
+        if isinstance(group, Comm):
+            group, link = group.group, group.link
+        elif isinstance(group, Link):
+            group, link = None, group
+        else:
+            if group is None and dist.is_available() and dist.is_initialized():
+                group = dist.group.WORLD
+            if group is None:
+                refuse_launched()
+            elif dist.get_rank(group) < 0:
+                raise ValueError(
+                    f"rank {dist.get_rank()} of the job is not in the process group that it was given. Build the model "
+                    "and its optimizer only on the ranks of the group, or pass on each rank a group that contains it."
+                )
+            link = Link(None) if group is None else link_of(group)
+        self.group, self.link, self._order, self._transports = group, link, link.order, link.transports
+        self.rank, self.world = link.rank, link.world
 
     @classmethod
     def default(cls) -> Comm:
@@ -64,13 +68,7 @@ class Comm:
     @classmethod
     def alone(cls) -> Comm:
         """Returns a group of this process alone, even if torch.distributed is initialised."""
-        comm = cls.__new__(cls)
-        comm._use(None, Link(None))
-        return comm
-
-    def _use(self, group: dist.ProcessGroup | None, link: Link) -> None:
-        self.group, self.link, self._order, self._transports = group, link, link.order, link.transports
-        self.rank, self.world = link.rank, link.world
+        return cls(Link(None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
         return self  # a process group cannot be copied, and a copied module belongs to the same one
