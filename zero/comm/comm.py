@@ -39,10 +39,12 @@ class Comm:
     """
 
     def __init__(self, group: dist.ProcessGroup | Comm | Link | None = None) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.link: Link
         if isinstance(group, Comm):
-            group, link = group.group, group.link
+            self.group, self.link = group.group, group.link
         elif isinstance(group, Link):
-            group, link = None, group
+            self.link = group
         else:
             if group is None and dist.is_available() and dist.is_initialized():
                 group = dist.group.WORLD
@@ -53,9 +55,9 @@ class Comm:
                     f"rank {dist.get_rank()} of the job is not in the process group that it was given. Build the model "
                     "and its optimizer only on the ranks of the group, or pass on each rank a group that contains it."
                 )
-            link = Link(None) if group is None else link_of(group)
-        self.group, self.link, self._order, self._transports = group, link, link.order, link.transports
-        self.rank, self.world = link.rank, link.world
+            self.group, self.link = group, Link(None) if group is None else link_of(group)
+        self._order, self._transports = self.link.order, self.link.transports
+        self.rank, self.world = self.link.rank, self.link.world
 
     @classmethod
     def default(cls) -> Comm:
