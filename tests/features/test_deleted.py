@@ -203,18 +203,8 @@ assert pathlib.Path(zero.__file__).is_relative_to({folder!r}), zero.__file__
 def run_tests(folder: Path, tests: Sequence[str], timeout: float) -> None:
     """Runs test files with the copy of zero in the folder. Fails where one of them fails."""
     (folder / "asserts_the_copy.py").write_text(PLUGIN.format(folder=str(folder)))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "asserts_the_copy",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
+    plugins = ("asserts_the_copy", "no:cacheprovider", "no:xdist")
+    command = [sys.executable, "-m", "pytest", "-q", *(f"-p{name}" for name in plugins)]
     command += ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(ROOT)]
     command += [f"--deselect=tests/{test}" for test in NEED_FEATURES]
     command += [str(ROOT / "tests" / test) for test in tests]
