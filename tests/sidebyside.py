@@ -165,7 +165,8 @@ def averages_over_ranks(model: nn.Module, gradients: dict[nn.Parameter, Tensor])
         total = torch.cat([gradients.get(param, torch.zeros_like(param)).flatten() for param in alike])
         dist.all_reduce(total)
         sums = (total / dist.get_world_size()).split([param.numel() for param in alike])
-        averages.update((param, one.view(param.shape)) for param, one in zip(alike, sums, strict=True))
+        for param, one in zip(alike, sums, strict=True):  # in memory and strides of its own, as optimizers find it
+            averages[param] = torch.empty_like(gradients.get(param, param.detach())).copy_(one.view(param.shape))
     return averages
 
 
