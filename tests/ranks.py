@@ -61,7 +61,8 @@ import torch.distributed as dist
 
 SEED = 0
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # below a run's default timeout, so that Gloo gets to say whom it waited for
-REFUSALS = ("ValueError", "TypeError", "RuntimeError")  # where every rank was to raise it, nothing is under way
+REFUSALS = ("ValueError", "TypeError", "RuntimeError")  # where every rank was to raise it, nothing is under way,
+UNDER_WAY = ("out of step", "has stopped")  # but for errors that say this
 GRACE = 5.0  # seconds left to the other ranks once one has failed: they most likely wait for it
 
 # torch imports _dynamo with the first optimizer, which takes longer than all the rest of a rank's start.
@@ -140,11 +141,13 @@ def expect_error(
     args: tuple[Any, ...] = (),
     timeout: float = 60.0,
     bare: bool = False,
+    fresh: bool = False,
 ) -> list[str]:
     """Asserts that every rank raises `exception` with all patterns in its message; returns the messages by rank."""
     __tracebackhide__ = True
     name = exception if isinstance(exception, str) else exception.__name__
-    outcomes = _run(fn, world, args, timeout, bare=bare, refused=name if name in REFUSALS else None)
+    refused = name if name in REFUSALS else None
+    outcomes = _run(fn, world, args, timeout, bare=bare, fresh=fresh, refused=refused)
     for outcome in outcomes:
         if name not in outcome.types or not all(re.search(pattern, outcome.message) for pattern in match):
             expected = " and ".join([name, *map(repr, match)])
@@ -267,7 +270,8 @@ def _run(
             process.pipe.send_bytes(_dumps((sys.path, list(warnings.filters), rank, world, store, call)))
         outcomes = _answers(processes, timeout)
         returned = all(outcome.returned for outcome in outcomes)
-        if returned or all(refused in outcome.types for outcome in outcomes):
+        under_way = any(words in outcome.message for words in UNDER_WAY for outcome in outcomes)
+        if returned or (not under_way and all(refused in outcome.types for outcome in outcomes)):
             # Only now may a rank tear its group down: another could still have been receiving from it.
             for process in processes:
                 process.pipe.send_bytes(b"leave")
