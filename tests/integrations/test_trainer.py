@@ -171,13 +171,8 @@ def test_a_model_that_was_evaluated_first_is_trained_by_all_ranks(tmp_path: Path
 def test_the_best_model_a_second_train_and_a_late_resume(rank: int, world: int, tmp_path: Path) -> None:
     """What people do with a Trainer after train(), against DDP."""
     wrong, best = [], {}
-    options = {
-        "max_grad_norm": 0.5,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
+    evaluating, saving = {"eval_strategy": "steps", "eval_steps": 2}, {"save_strategy": "steps", "save_steps": 2}
+    options = {"max_grad_norm": 0.5, **evaluating, **saving}
     for stage in (0, *STAGES):
         with launched(rank, world):
             trainer = build(
