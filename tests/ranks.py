@@ -141,13 +141,11 @@ def expect_error(
     args: tuple[Any, ...] = (),
     timeout: float = 60.0,
     bare: bool = False,
-    fresh: bool = False,
 ) -> list[str]:
     """Asserts that every rank raises `exception` with all patterns in its message; returns the messages by rank."""
     __tracebackhide__ = True
     name = exception if isinstance(exception, str) else exception.__name__
-    refused = name if name in REFUSALS else None
-    outcomes = _run(fn, world, args, timeout, bare=bare, fresh=fresh, refused=refused)
+    outcomes = _run(fn, world, args, timeout, bare=bare, refused=name if name in REFUSALS else None)
     for outcome in outcomes:
         if name not in outcome.types or not all(re.search(pattern, outcome.message) for pattern in match):
             expected = " and ".join([name, *map(repr, match)])

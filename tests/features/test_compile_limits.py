@@ -59,7 +59,7 @@ ONE_GRAPH: dict[Build, tuple[type[Exception], list[str]]] = {
 def test_several_units_in_one_graph_are_refused_on_every_rank_with_the_remedy(build):
     error, words = ONE_GRAPH[build]
     words = [*words, "FSDP gathers and releases parameters between its units", r"unit\.compile\(fullgraph=True\)"]
-    ranks.expect_error(in_one_graph, 2, error, *words, args=(build,), fresh=True)  # it leaves torch.compile in disorder
+    ranks.expect_error(in_one_graph, 2, error, *words, args=(build,))
 
 
 @ranks.on(2)
