@@ -18,10 +18,7 @@ from sidebyside import SideBySide, average_gradients, data, ddp_sends_buffers
 from zero.oss.gradients import full_gradient
 
 WIDTH = 64
-OPTIMIZERS = {
-    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
-    "adam": partial(Adam, lr=1e-2),
-}
+OPTIMIZERS = {"sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1), "adam": partial(Adam, lr=1e-2)}
 by_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
