@@ -141,9 +141,7 @@ def as_uncompiled(
 @each_way
 def test_it_trains_as_uncompiled_in_one_graph_for_all_blocks(build):
     around_loops = int(torch.__version__ >= "2.13")  # torch 2.11 does not compile what surrounds a loop of units
-    for graphs in ranks.run(
-        as_uncompiled, args=(build,), fresh=True
-    ):  # after many other runs blocks are compiled apart
+    for graphs in ranks.run(as_uncompiled, args=(build,), fresh=True):  # runs before would make it more graphs
         before, blocks, after = around_loops, 1, around_loops
         assert graphs == [before + blocks + after] * 3
 
