@@ -190,6 +190,7 @@ class Case:
     replicas: int = 1
     one_host: bool = True
     words: int = 300
+    layers: int = 4
     model: str = "Model"
     prefetch: zero.Prefetch | None = None
     default_units: bool = False
@@ -283,7 +284,7 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def model_of(case: Case) -> nn.Module:
-    return Model(case.width, words=case.words) if case.model == "Model" else MODELS[case.model]()
+    return Model(case.width, case.layers, case.words) if case.model == "Model" else MODELS[case.model]()
 
 
 def placement(case: Case) -> dict[str, Any]:

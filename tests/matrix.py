@@ -14,14 +14,20 @@ WHOLE = bool(os.environ.get("ZERO_MATRIX"))
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def combined(names: str, *values: Iterable[Any]) -> Decorator:
+def combined(names: str, *values: Iterable[Any], each: int = 1) -> Decorator:
     """Every combination; in the suite the last argument's values take turns over the combinations of the others.
 
     Of three arguments, each value so meets each value of the others as long as there are enough of these.
+
+    each: how many of the last argument's values meet a combination of the others in the suite.
     """
     every = [list(of) for of in values]
     numbers = [range(len(of)) for of in every]
-    turns = [(*rest, sum(rest) % len(every[-1])) for rest in itertools.product(*numbers[:-1])]
+    turns = [
+        (*rest, (each * sum(rest) + turn) % len(every[-1]))
+        for rest in itertools.product(*numbers[:-1])
+        for turn in range(each)
+    ]
     assert {turn[-1] for turn in turns} == {*numbers[-1]}, "each value has to have its turn"
     chosen = itertools.product(*numbers) if WHOLE else turns
     cases = [tuple(of[number] for of, number in zip(every, case, strict=True)) for case in chosen]

@@ -237,7 +237,7 @@ class Record:
 
 
 def train(
-    model: nn.Module, optimizer: Optimizer, case: Case, rank: int, *, steps: int = 5, micro: int = 1, sync: bool = True
+    model: nn.Module, optimizer: Optimizer, case: Case, rank: int, *, steps: int = 3, micro: int = 1, sync: bool = True
 ) -> list[float]:
     """The losses of `steps` steps, each on `micro` batches; without `sync`, all but the last under no_sync."""
     losses = []

@@ -130,9 +130,12 @@ class Clipping(ByParameter):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.measure_norm()
+        super().step(closure)
+
+    def measure_norm(self) -> None:
         grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
         self.norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.ones(())
-        super().step(closure)
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         scale = 1 if group["most"] is None else group["most"] / self.norm
@@ -148,8 +151,10 @@ class Estimating(Clipping):
         for group in self.param_groups:
             group["d"] = 1e-6
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        super().step(closure)
+        self.measure_norm()
+        ByParameter.step(self, closure)
         self.patience -= 1
         for group in self.param_groups:
             group["d"] = max(group["d"], float(self.norm)) if self.patience < 0 else group["d"]

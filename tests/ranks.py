@@ -17,8 +17,8 @@ A test of which nothing is left to do once the ranks have returned runs on them 
 Rank processes are forked from a server that has torch imported (the tests' own process cannot fork: once it has used
 autograd, a forked child hangs in its first backward). They are kept between runs, so that a run costs milliseconds, but
 each run gets a process group of its own, and a run that does not succeed costs its processes: they are killed and the
-next run starts fresh ones. (Not where every rank was to refuse its arguments, and did.) What a function changes in its
-process (default dtype, patched modules) it must undo, or ask for `fresh=True`.
+next run starts fresh ones. (Not where every rank was to raise an error, did, and left its group.) What a function
+changes in its process (default dtype, patched modules) it must undo, or ask for `fresh=True`.
 
 Warnings on the ranks meet the filters that hold in the calling test.
 """
@@ -61,7 +61,8 @@ import torch.distributed as dist
 
 SEED = 0
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # below a run's default timeout, so that Gloo gets to say whom it waited for
-REFUSALS = ("ValueError", "TypeError")  # of arguments: nothing is under way where they are raised on every rank
+REFUSALS = ("ValueError", "TypeError", "RuntimeError")  # where every rank was to raise it, nothing is under way,
+UNDER_WAY = ("out of step", "has stopped")  # but for errors that say this
 GRACE = 5.0  # seconds left to the other ranks once one has failed: they most likely wait for it
 
 # torch imports _dynamo with the first optimizer, which takes longer than all the rest of a rank's start.
@@ -267,7 +268,8 @@ def _run(
             process.pipe.send_bytes(_dumps((sys.path, list(warnings.filters), rank, world, store, call)))
         outcomes = _answers(processes, timeout)
         returned = all(outcome.returned for outcome in outcomes)
-        if returned or all(refused in outcome.types for outcome in outcomes):
+        under_way = any(words in outcome.message for words in UNDER_WAY for outcome in outcomes)
+        if returned or (not under_way and all(refused in outcome.types for outcome in outcomes)):
             # Only now may a rank tear its group down: another could still have been receiving from it.
             for process in processes:
                 process.pipe.send_bytes(b"leave")

@@ -109,8 +109,10 @@ class SideBySide:
         assert abs(found.item() - expected.item()) <= self.tolerance * abs(expected.item()), "losses"
         for param in self.plain.parameters():
             add(self._local, param, param.grad)
-            if sync:
-                add(self.averages, param, average_over_ranks(param, self._local.pop(param, None)))
+        if sync:
+            for param, average in averages_over_ranks(self.plain, self._local).items():
+                add(self.averages, param, average)
+            self._local.clear()
 
     def update(self) -> None:
         """The optimizers' steps, with all weights compared after them."""
@@ -149,17 +151,30 @@ def add(sums: dict[nn.Parameter, Tensor], param: nn.Parameter, gradient: Tensor 
         sums[param] = sums[param] + gradient if param in sums else gradient
 
 
-def average_over_ranks(param: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    """Ranks without a gradient count as zero; None if no rank has one."""
+def averages_over_ranks(model: nn.Module, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """By parameter of `model`. A rank without a gradient counts as zero; what no rank has a gradient of is left out."""
     if not dist.is_initialized():
-        return gradient
-    used = torch.tensor(float(gradient is not None))
+        return dict(gradients)
+    params = [*model.parameters()]
+    used = torch.tensor([param in gradients for param in params], dtype=torch.float32)
     dist.all_reduce(used)
-    if not used:
-        return None
-    total = torch.zeros_like(param) if gradient is None else gradient.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+    params = [param for param, ranks in zip(params, used.tolist(), strict=True) if ranks]
+    averages = {}
+    for dtype in dict.fromkeys(param.dtype for param in params):  # together: every all-reduce costs as much again
+        alike = [param for param in params if param.dtype == dtype]
+        total = torch.cat([gradients.get(param, torch.zeros_like(param)).flatten() for param in alike])
+        dist.all_reduce(total)
+        sums = (total / dist.get_world_size()).split([param.numel() for param in alike])
+        for param, one in zip(alike, sums, strict=True):  # in memory and strides of its own, as optimizers find it
+            averages[param] = torch.empty_like(gradients.get(param, param.detach())).copy_(one.view(param.shape))
+    return averages
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Over the ranks."""
+    gradients = {param: param.grad for param in model.parameters() if param.grad is not None}
+    for param, average in averages_over_ranks(model, gradients).items():
+        param.grad = average
 
 
 def data(*shape: int, rank: int, step: int = 0, seed: int = 0) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import matrix
 import ranks
 import zero
 from models import FeedForward, take_step
@@ -146,9 +147,9 @@ def test_at_stages_1_and_2_too(stage, others, transport):
         assert "as_one_unit" not in error
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("stage", "call"), [(3, save), (3, evaluate), (2, save_optimizer)])
-def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(stage, call, transport):
+@matrix.combined("at, transport", [(3, save), (3, evaluate), (2, save_optimizer)], TRANSPORTS)
+def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(at, transport):
+    stage, call = at
     first, second = ranks.run(told, 2, args=(stage, transport, call, finish, 1), timeout=20)
     assert "rank 0 failed in" in first and COLLECTIVE in first and "as_one_unit" not in first
     assert second == ""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,32 +95,29 @@ def noting_waits(waits: list[str]) -> Iterator[None]:
         yield
 
 
-def waits_of_a_settled_step(rank: int, world: int, stage: str, options: dict[str, Any]) -> list[str]:
-    waits: list[str] = []
-    with overlapping():
-        model, optimizer = {"1": stage_1, **STAGES}[stage](small_gpt(), partial(AdamW, lr=1e-2), **options)
-        for step in range(3):
-            with noting_waits(waits) if step == 2 else nullcontext():
-                optimizer.zero_grad()
-                loss(model, rank, step).backward()
-                if isinstance(optimizer, zero.OSS):
-                    optimizer.clip_grad_norm(1.0)
-                else:
-                    model.clip_grad_norm_(1.0)
-                optimizer.step()
-    return waits
+FLOAT16 = {"mixed_precision": zero.MixedPrecision(torch.float16)}
+SETTLED: list[tuple[str, dict[str, Any]]] = [
+    *product(["1", "2"], [{}, {"partition": "whole"}, {"broadcast_fp16": True}]),
+    *product(["3", "3 whole", "3 kept", "3 memory first", "3 speed first"], [{}, FLOAT16]),
+]
 
 
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": zero.MixedPrecision(torch.float16)}], ids=["", "float16"])
-@pytest.mark.parametrize("stage", ["3", "3 whole", "3 kept", "3 memory first", "3 speed first"])
-def test_a_settled_step_of_parameters_in_parts_waits_for_no_value(stage, options):
-    assert ranks.run(waits_of_a_settled_step, 2, args=(stage, options), fresh=True) == [[], []]
-
-
-@pytest.mark.parametrize("options", [{}, {"partition": "whole"}, {"broadcast_fp16": True}], ids=str)
-@pytest.mark.parametrize("stage", ["1", "2"])
-def test_a_settled_step_of_whole_parameters_waits_for_no_value(stage, options):
-    assert ranks.run(waits_of_a_settled_step, 2, args=(stage, options), fresh=True) == [[], []]
+@ranks.on(2, fresh=True)
+def test_a_settled_step_waits_for_no_value(rank, world):
+    for stage, options in SETTLED:
+        waits: list[str] = []
+        with overlapping():
+            model, optimizer = {"1": stage_1, **STAGES}[stage](small_gpt(), partial(AdamW, lr=1e-2), **options)
+            for step in range(3):
+                with noting_waits(waits) if step == 2 else nullcontext():
+                    optimizer.zero_grad()
+                    loss(model, rank, step).backward()
+                    if isinstance(optimizer, zero.OSS):
+                        optimizer.clip_grad_norm(1.0)
+                    else:
+                        model.clip_grad_norm_(1.0)
+                    optimizer.step()
+        assert not waits, (stage, options)
 
 
 class Elsewhere(nn.Parameter):

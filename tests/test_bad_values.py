@@ -265,8 +265,7 @@ def told_by_ddp(name: str) -> list[Told]:
     return ranks.run(told, args=(name, 0), timeout=20)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", SCENARIOS)
+@matrix.combined("name, stage", SCENARIOS, STAGES, each=2)
 def test_it_does_what_it_does_with_distributed_data_parallel(name, stage):
     expected = told_by_ddp(name)
     for rank, found in enumerate(ranks.run(told, args=(name, stage), timeout=20)):
@@ -314,14 +313,14 @@ def nested(depth: int) -> nn.Module:
 
 
 def deep(rank: int, world: int, stage: int) -> list[float]:
-    training = Training(rank, stage, nested(150))
+    training = Training(rank, stage, nested(100))
     return [training.step(training.batch(step)) for step in range(2)]
 
 
 def deep_in_units(rank: int, world: int) -> list[float]:
-    inner = nested(150)
+    inner = nested(100)
     training = Training(rank, 0, inner)
-    training.model = zero.FSDP(nested(150), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential, nn.Linear}))
+    training.model = zero.FSDP(nested(100), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential, nn.Linear}))
     training.model.load_state_dict(inner.state_dict())
     training.optimizer = adamw(training.model.parameters())
     return [training.step(training.batch(step)) for step in range(2)]

@@ -208,8 +208,8 @@ def test_the_command_of_the_plan_runs(capsys: pytest.CaptureFixture[str]) -> Non
     found = re.search(r"^python -m zero.plan (--parameters .*)$", (ROOT / "docs" / "plan.md").read_text(), re.MULTILINE)
     assert found
     words = found[1].split()
-    if not matrix.WHOLE:  # the same of a tenth of the parameters in fewer layers
-        for word, smaller in {"7.5e9": "7.5e8", "32": "8", "40GiB": "4GiB"}.items():
+    if not matrix.WHOLE:  # the same of a hundredth of the parameters in fewer layers
+        for word, smaller in {"7.5e9": "7.5e7", "32": "4", "40GiB": "0.4GiB"}.items():
             words[words.index(word)] = smaller
     plan_command(words)
     assert "64 ranks: stage 1" in capsys.readouterr().out

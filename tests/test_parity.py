@@ -141,11 +141,12 @@ def test_so_do_two_hosts(case, stage):
     assert not any(reads for _, reads in found)
 
 
-@pytest.mark.parametrize(
-    ("stage", "world"), [("1", 4), ("1 whole", 3), ("2", 3), ("2 small buckets", 4), ("3", 3), ("3", 4), ("3 whole", 3)]
-)
-@pytest.mark.parametrize("case", CASES)
-def test_more_ranks_agree_with_ddp_within_rounding(case, stage, world):
+AT = [("1", 4), ("1 whole", 3), ("2", 3), ("2 small buckets", 4), ("3", 3), ("3", 4), ("3 whole", 3)]
+
+
+@matrix.combined("at, case", AT, CASES, each=2)
+def test_more_ranks_agree_with_ddp_within_rounding(at, case):
+    stage, world = at
     assert_close(zeros(world, case, "sgd", stage), ddp(world, case, "sgd"), 2e-6)
 
 

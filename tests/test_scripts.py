@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Adam
 
+import matrix
 import ranks
 import zero
 from models import FeedForward, take_step, unit_bytes
@@ -93,8 +94,7 @@ COMPILED = {
 """The module, and then its wrapper."""
 
 
-@pytest.mark.parametrize("compiled", COMPILED)
-@pytest.mark.parametrize("stage", STAGES)
+@matrix.combined("stage, compiled", STAGES, COMPILED, each=2)
 @ranks.on(2)
 def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, compiled):
     inside, around = COMPILED[compiled]

@@ -24,8 +24,8 @@ import zero
 from models import GPT, Block
 from transports import TRANSPORTS, by
 
-STEPS = int(os.environ.get("ZERO_SOAK", "150"))
-SETTLED, SAVE_EVERY = (200, 100) if STEPS > 1000 else (50, 25)
+STEPS = int(os.environ.get("ZERO_SOAK", "105"))
+SETTLED, SAVE_EVERY = (200, 100) if STEPS > 1000 else (45, 15)
 WORLD = 2
 GROWTH = 0.01
 """Of resident memory, at most, after the steps in which it settles."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import matrix
 import ranks
 from ranks import refusal
 from transports import between_hosts, overlapping
@@ -249,8 +250,7 @@ def test_users_of_one_group_never_share_a_channel():
 # -------------------------------------------------------------------------------------------------------- Full tensors
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", WORLDS)
+@matrix.combined("world, way", WORLDS, WAYS)
 @ranks.on("world")
 def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way):
     comm = Comm()

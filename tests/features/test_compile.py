@@ -61,11 +61,14 @@ def trained(rank: int, *, stage: int, compiled: Compile, after: bool, backend: A
     return losses, plain_names(zero.full_state_dict(wrapped)), graphs
 
 
-def as_ddp(rank: int, world: int, compiled: Compile, after: bool, backend: str, optim: str) -> None:
+def as_ddp(
+    rank: int, world: int, compiled: Compile, after: bool, backend: str, optim: str, *each: dict[str, Any]
+) -> None:
+    """each: options of FSDP."""
     how = {"compiled": compiled, "after": after, "backend": backend, "optim": optim}
     losses, weights, graphs = trained(rank, stage=0, **how)
     assert graphs == [1, 1, 1, 1]
-    for options in ({}, {"reshard_after_forward": False}):
+    for options in each:
         found = trained(rank, stage=3, **how, **options)
         assert found[0] == losses
         assert list(found[1]) == list(weights)
@@ -78,13 +81,14 @@ def as_ddp(rank: int, world: int, compiled: Compile, after: bool, backend: str, 
     ("compiled", "after"), [(in_place, True), (replaced, False), *([(in_place, False)] if matrix.WHOLE else [])]
 )
 def test_compiled_blocks_train_as_under_ddp_and_are_compiled_once(compiled, after):
-    ranks.run(as_ddp, args=(compiled, after, "aot_eager", "adamw"))
+    backend = "eager" if after and not matrix.WHOLE else "aot_eager"  # which takes longer
+    ranks.run(as_ddp, args=(compiled, after, backend, "adamw", {}, {"reshard_after_forward": False}))
 
 
 @pytest.mark.filterwarnings("ignore")  # inductor, while it is imported and compiles
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_blocks_compiled_to_machine_code_train_as_under_ddp():
-    ranks.run(as_ddp, args=(in_place, False, "inductor", "sgd"), timeout=100)
+    ranks.run(as_ddp, args=(in_place, False, "inductor", "sgd", {}), timeout=100)
 
 
 @needs_gpt2

@@ -81,11 +81,7 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("comm/streams.py", "settle", "one.settle()"): "3 offloaded, a block by itself",
     ("fsdp/schedule.py", "_leave", "self._model.streams.settle()"): "3 offloaded, a block by itself",
     ("fsdp/unit.py", "settle", "group.settle()"): "3 offloaded",
-    (
-        "features/penalties/__init__.py",
-        "_before_accumulation",
-        "unit.settle()",
-    ): "3 offloaded, with a penalty",
+    ("features/penalties/__init__.py", "_before_accumulation", "unit.settle()"): "3 offloaded, with a penalty",
     ("sdp/bucket.py", "_add", "self.group.arrive()"): "3 offloaded, accumulated",
     ("comm/wire.py", "finish", "handle.wait()"): "2 in 16 bits",
     ("shards/shard_group.py", "finish_unshard", "handle.wait()"): "3",

@@ -86,15 +86,14 @@ def side_by_side(model: nn.Module, stage: str, optim: Any = sgd, tolerance: floa
 @pytest.mark.parametrize("stage", STAGES)
 @ranks.on(2)
 def test_adapters_train_and_what_they_adapt_stays(rank, world, stage):
-    for optim in (sgd, partial(AdamW, lr=1e-2)):
-        both = side_by_side(Net(), stage, optim)
-        before = both.model.state_dict()
-        for step in range(3):
-            both.step(loss_on(rank, step))
-        for name, param in both.model.module.named_parameters():
-            assert param.grad is None or param.requires_grad
-            moved = not torch.equal(both.model.state_dict()[name], before[name]) if step == 2 else None
-            assert moved == param.requires_grad, name
+    both = side_by_side(Net(), stage, partial(AdamW, lr=1e-2))
+    before = both.model.state_dict()
+    for step in range(3):
+        both.step(loss_on(rank, step))
+    after = both.model.state_dict()
+    for name, param in both.model.module.named_parameters():
+        assert param.grad is None or param.requires_grad
+        assert torch.equal(after[name], before[name]) != param.requires_grad, name
     both = side_by_side(Net(), stage)
     for step in range(2):
         both.step(*(loss_on(rank, 3 * step + number) for number in range(3)), unsent=2)

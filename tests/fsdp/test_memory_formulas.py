@@ -49,7 +49,7 @@ def peak_of_a_step(rank: int, world: int, options: dict[str, Any], held_back: in
         model = wrap(build(), world, options)
         optimizer = Adam(model.parameters())
         peaks = []
-        for step in range(4):
+        for step in range(3):
             memory.reset_peak()
             for number in range(held_back + 1):
                 with model.no_sync() if number < held_back else nullcontext():

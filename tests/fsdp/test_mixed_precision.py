@@ -169,7 +169,7 @@ def as_emulated(
     precision: Precision,
     options: dict[str, Any],
     *,
-    optims: tuple[str, ...] = ("sgd", "adamw"),
+    optims: tuple[str, ...] = ("sgd",),
     groups: int = 1,
     micro: int = 1,
     sync: bool = True,

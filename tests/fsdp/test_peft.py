@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,9 +18,8 @@ from sidebyside import SideBySide
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
-pytest.importorskip("peft")
-
-import peft
+if find_spec("peft") is None:
+    pytest.skip("needs peft", allow_module_level=True)
 
 from families import FAMILIES, VOCABULARY
 
@@ -31,6 +31,8 @@ TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj"]}
 
 def lora(name: str, **options: Any) -> Any:
     """Adapters that are no zeros, so that gradients come to both halves of them from the first step on."""
+    import peft  # takes seconds, on the ranks alone
+
     base = FAMILIES[name].model()
     base.config.use_cache = False
     config = peft.LoraConfig(
@@ -104,6 +106,8 @@ def test_adapters_train_the_same_with_activations_recomputed(rank, world, reentr
 
 @ranks.on(2)
 def test_adapters_are_saved_and_loaded_by_peft(rank, world):
+    import peft
+
     plain, wrapped = lora("llama"), zero.FSDP(lora("llama"))
     expected = peft.get_peft_model_state_dict(plain)
     found = peft.get_peft_model_state_dict(wrapped.module, state_dict=wrapped.state_dict())

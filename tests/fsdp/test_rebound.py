@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 import ranks
 import zero
-from sidebyside import SideBySide, average_over_ranks, data, sgd
+from sidebyside import SideBySide, average_gradients, data, sgd
 from zero import FSDP
 from zero.fsdp.fsdp import running_model
 
@@ -252,8 +252,7 @@ def test_pre_hooks_find_the_parameters_of_their_module_whole(rank, world, build,
         for one, its in ((model, optimizer), (plain, plain_optimizer)):
             its.zero_grad()
             one(x).square().mean().backward()
-        for param in plain.parameters():
-            param.grad = average_over_ranks(param, param.grad)
+        average_gradients(plain)
         optimizer.step()
         plain_optimizer.step()
         found, expected = model.state_dict(), plain.state_dict()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import matrix
 import ranks
 import sidebyside
 import zero
@@ -229,8 +230,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", SCENARIOS)
+@matrix.combined("name, options", SCENARIOS, OPTIONS, each=3)
 def test_numbers_are_those_of_the_reference(name, options):
     ranks.run(SCENARIOS[name], args=(OPTIONS[options],), timeout=20)
 

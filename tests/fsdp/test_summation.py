@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
+import matrix
 import ranks
 import zero
 from sidebyside import side_by_side
@@ -132,8 +133,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", SCENARIOS)
+@matrix.combined("name, options", SCENARIOS, OPTIONS, each=2)
 def test_gradients_of_what_several_branches_read_add_up_in_the_same_order(name, options):
     ranks.run(SCENARIOS[name], args=(OPTIONS[options],), timeout=20)
 

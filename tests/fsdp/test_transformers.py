@@ -42,7 +42,7 @@ def by_fsdp(model: nn.Module, optim: Any, family: Family, **options: Any) -> Any
 STAGES: dict[str, tuple[Callable[[Family], Callable[..., Any]], list[str]]] = {
     "1": (lambda family: partial(by_oss, **family.ddp), ["sgd"]),
     "2": (lambda family: stage_2, ["sgd"]),
-    "3": (lambda family: partial(by_fsdp, family=family), ["sgd", "adamw"]),
+    "3": (lambda family: partial(by_fsdp, family=family), ["adamw"]),
     "3 kept": (lambda family: partial(by_fsdp, family=family, reshard_after_forward=False), ["sgd"]),
     "3 by class": (lambda family: partial(stage_3, auto_wrap_policy=ModuleWrapPolicy(family.blocks)), ["sgd"]),
 }

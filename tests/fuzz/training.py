@@ -20,7 +20,7 @@ from fuzz.cases import Case, Node, Step
 from fuzz.layers import NOW, Feed, Linear
 from fuzz.modules import Around, Checkpointed, Packed, Reentrant, Root, Sequence
 from optimizers import Lamb
-from sidebyside import SideBySide, add, average_over_ranks, data, ddp_sends_buffers, on_mesh
+from sidebyside import SideBySide, add, averages_over_ranks, data, ddp_sends_buffers, on_mesh
 
 # A large eps: else a gradient that is nothing but rounding moves a parameter as far as any other.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -91,8 +91,10 @@ class ByHand(nn.Module):
         for param in self.module.parameters():
             add(self.local, param, param.grad)
             param.grad = None
-            if sync:
-                add(self.averages, param, average_over_ranks(param, self.local.pop(param, None)))
+        if sync:
+            for param, average in averages_over_ranks(self.module, self.local).items():
+                add(self.averages, param, average)
+            self.local.clear()
 
     def show(self) -> None:
         for param in self.module.parameters():

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
+import matrix
 import ranks
 import zero
 from launched import launched, shared_folder
@@ -196,18 +197,18 @@ def test_one_process_trains_alone(tmp_path: Path) -> None:
 @ranks.on(2)
 def test_a_report_knows_what_accelerate_has_prepared(rank: int, world: int) -> None:
     found = []
-    for stage in (0, *STAGES):
+    for stage in (1, 3):
         with launched(rank, world):
-            script = Script(build(stage, zero_plugin=stage)).train()
+            script = Script(build(stage, zero_plugin=stage)).train(stop=1)
             tokens = next(iter(script.loader))[0]
             script.accelerator.backward(script.loss(tokens))
             told = zero.report(script.model, script.optimizer)
             found.append((told.stage, told.gradients, told.optimizer, told.planned is not None))
     stages, gradients, states, planned = zip(*found, strict=True)
-    assert stages == ("0", "1", "2", "3")
-    full, state = gradients[0], states[0]
-    assert gradients == pytest.approx((full, full, full / 2, full / 2), rel=0.05)
-    assert states == pytest.approx((state, state / 2, state / 2, state / 2), rel=0.05)
+    assert stages == ("1", "3")
+    full = sum(param.nbytes for param in GPT().parameters())
+    assert gradients == pytest.approx((full, full / 2), rel=0.05)
+    assert states == pytest.approx((2 * full / 2, 2 * full / 2), rel=0.05)
     assert all(planned)
 
 
@@ -239,6 +240,7 @@ def test_one_process_of_a_launcher_is_not_refused() -> None:
 # --------------------------------------------------------------------------------------------------- states
 
 
+@pytest.mark.matrix
 @ranks.on(2, timeout=100)
 def test_a_state_goes_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, world: int, tmp_path: Path) -> None:
     with launched(rank, world):
@@ -263,7 +265,7 @@ def test_a_state_goes_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, wo
                 script = Script(build(stage, **plugin)).train(stop=2)
                 script.accelerator.save_state(str(place))
                 script.accelerator.wait_for_everyone()
-            for other in stages:
+            for other in stages if matrix.WHOLE else {stage, stages[-1 - stages.index(stage)]}:
                 go_on(other, kind, place, f"{kind} of stage {stage}")
     assert wrong == []
 

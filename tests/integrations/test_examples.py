@@ -112,24 +112,7 @@ def test_accelerate_launch_with_fsdp_config_and_a_file_for_deepspeed(tmp_path: P
     assert result.stdout.count("UNITS 4") == 2  # the root and three blocks
 
 
-WORDS = [
-    "a",
-    "rank",
-    "holds",
-    "one",
-    "shard",
-    "of",
-    "each",
-    "parameter",
-    "and",
-    "gathers",
-    "the",
-    "others",
-    "when",
-    "their",
-    "module",
-    "computes",
-]
+WORDS = "a rank holds one shard of each parameter and gathers the others when their module computes"
 
 
 def example(rank: int, world: int, name: str, runs: list[list[str]], output: str) -> list[str]:
@@ -157,7 +140,7 @@ def example(rank: int, world: int, name: str, runs: list[list[str]], output: str
 def test_an_example_trains_and_goes_on_at_another_stage(name: str, tmp_path: Path) -> None:
     (tmp_path / "deepspeed.yaml").write_text(DEEPSPEED)
     (tmp_path / "pages").mkdir()
-    (tmp_path / "pages" / "page.md").write_text(" ".join(random.Random(0).choices(WORDS, k=12_000)))
+    (tmp_path / "pages" / "page.md").write_text(" ".join(random.Random(0).choices(WORDS.split(), k=12_000)))
     runs = [
         ["--config", str(tmp_path / "deepspeed.yaml"), "--steps", "20"],
         ["--stage", "3", "--resume", "--steps", "24"],

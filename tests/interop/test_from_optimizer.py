@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
 import ranks
 import zero
 from models import take_step
-from sidebyside import average_over_ranks, data
+from sidebyside import average_gradients, data
 
 
 def net() -> nn.Module:
@@ -38,8 +38,7 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: int, first: 
     for step in range(first, first + steps):
         optimizer.zero_grad()
         model(data(4, 6, rank=rank, step=step)).square().sum().backward()
-        for param in model.parameters():
-            param.grad = average_over_ranks(param, param.grad)
+        average_gradients(model)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
+import matrix
 import ranks
 import zero
 from reference import FEATURES, at_stage, built, clip, loss_of, same
@@ -88,10 +89,9 @@ def _skips(rank, world, kind, stage, partition, make, name):
         same(zero.full_state_dict(model), zero.full_state_dict(plain[0]), "weights")
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.parametrize(("kind", "stage", "partition"), AT)
-def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(kind, stage, partition, name):
-    ranks.run(_skips, 2, args=(kind, stage, partition, two_layers, name))
+@matrix.combined("at, name", AT, OPTIMIZERS)
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(at, name):
+    ranks.run(_skips, 2, args=(*at, two_layers, name))
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("zero", 1), ("zero", 2), ("zero", 3), ("torch", 1)])

@@ -75,7 +75,7 @@ ODD = [
 
 INT8 = zero.Int8()
 QUANTISED = [
-    replace(case, one_host=one_host)
+    replace(case, one_host=one_host, layers=2)
     for one_host in (True, False)
     for case in (
         Case("2", broadcast=INT8, reduce=INT8),
@@ -87,7 +87,7 @@ QUANTISED = [
 
 REST = [*PREFETCHING, *ODD, *(replace(case, one_host=False) for case in ACROSS_HOSTS)]
 HARDEST = [case for case in ON_ONE_HOST if case.model == "Recurrent" or case.optim == "adafactor"]
-SOME = [*ON_ONE_HOST[:40:4], *HARDEST[::3], *REST[::20], *QUANTISED[::5]]
+SOME = [*(ON_ONE_HOST[number] for number in (2, 5, 8, 12, 16, 30)), *HARDEST[::8], *REST[25::50], *QUANTISED[::5]]
 CASES = [*ON_ONE_HOST, *REST, *QUANTISED] if matrix.WHOLE else SOME
 
 

@@ -36,10 +36,10 @@ def test_the_papers_table():
     """ZeRO (arXiv 1910.02054), figure 1: 7.5B parameters, 64 ranks, mixed precision Adam; GB (10^9 bytes).
 
     At stage 2 gradients are kept in float32, for the masters to be stepped by: 16.9, where the paper has 16.6.
-    Stage 0 is planned for a tenth of the parameters: its 1,200 buckets take the planner seconds.
+    Stage 0 is planned for a hundredth of the parameters: its 1,200 buckets take the planner seconds.
     """
     for stage, paper in enumerate([120, 31.4, 16.6, 1.9]):
-        numel = 7.5e9 if stage else 7.5e8
+        numel = 7.5e9 if stage else 7.5e7
         plan = zero.plan(Sizes.of_count(numel, 8, precision=MIXED), world_size=64, precision=MIXED, stages=[stage])
         assert plan.cost(stage).resident / 1e9 * (7.5e9 / numel) == pytest.approx(paper, rel=0.02)
 
@@ -74,8 +74,8 @@ def test_the_command_line_knows_of_offload(capsys):
     assert [line.split()[1] for line in lines[3:5]] == ["1", "2"]
 
 
-@pytest.mark.parametrize("world", [1024, 4096])
-def test_large_worlds_against_objects_of_a_fake_process_group(world):
+def test_large_worlds_against_objects_of_a_fake_process_group():
+    world = 4096
     with torch.device("meta"):
         model, policy = Model(96, 1, 70), ModuleWrapPolicy({Block})
         plan = zero.plan(model, world_size=world, auto_wrap_policy=policy, stages=[1, 3])
@@ -228,7 +228,7 @@ def test_the_command_line():
 
 
 def test_the_table_has_a_line_for_every_stage_and_world(capsys):
-    main(["--parameters", "7e7", "--layers", "4", "--world", "8,64", "--memory", "0.8GiB", "--precision", "mixed"])
+    main(["--parameters", "7e7", "--layers", "2", "--world", "8,64", "--memory", "0.8GiB", "--precision", "mixed"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("70,000,000 parameters, AdamW, mixed; GiB a rank and step")
     assert [line.split()[:2] for line in lines[3:8]] == [["8", "0"], ["8", "1"], ["8", "2"], ["8", "3"], ["8", "3"]]
@@ -236,7 +236,7 @@ def test_the_table_has_a_line_for_every_stage_and_world(capsys):
 
 
 def test_the_command_line_knows_of_one_host(capsys):
-    job = ["--parameters", "1e7", "--layers", "4", "--world", "4", "--backend", "gloo", "--json"]
+    job = ["--parameters", "1e7", "--layers", "2", "--world", "4", "--backend", "gloo", "--json"]
     peaks = []
     for flags in [], ["--one-host"]:
         main([*job, *flags])
@@ -248,7 +248,7 @@ def test_the_command_line_knows_of_one_host(capsys):
 def test_the_command_line_knows_of_prefetching(capsys):
     peaks = []
     for name in "memory-first", "default", "speed-first":
-        job = ["--parameters", "1e7", "--layers", "4", "--world", "4", "--backend", "gloo", "--json"]
+        job = ["--parameters", "1e7", "--layers", "3", "--world", "4", "--backend", "gloo", "--json"]
         main([*job, "--prefetch", name])
         peaks.append({cost["stage"]: cost["peak"] for cost in json.loads(capsys.readouterr().out)["costs"]})
     memory_first, default, speed_first = peaks

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 import ranks
 import zero
 from models import take_step
-from sidebyside import SideBySide, average_over_ranks, data
+from sidebyside import SideBySide, average_gradients, data
 
 WIDTH = 16
 
@@ -38,11 +38,6 @@ def train(model, optimizer, rank, steps=2):
 
 def weights(model):
     return [param.detach().clone() for param in model.parameters()]
-
-
-def average(model):
-    for param in model.parameters():
-        param.grad = average_over_ranks(param, param.grad)
 
 
 def equal(some, others):
@@ -199,7 +194,7 @@ def test_conjugated_gradients_arrive_as_they_are(rank, world):
     wrapped, optimizer = sharded(model)
     inputs = torch.view_as_complex(data(200, 200, 2, rank=rank))
     plain(inputs).backward()
-    average(plain)
+    average_gradients(plain)
     wrapped(inputs).backward()
     whole = plain.weight.grad.flatten()
     [span] = optimizer.shard_groups[0].spans.values()

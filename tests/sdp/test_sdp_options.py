@@ -14,14 +14,11 @@ import matrix
 import ranks
 import zero
 from models import take_step
-from sidebyside import SideBySide, average_over_ranks, data, ddp_sends_buffers
+from sidebyside import SideBySide, average_gradients, data, ddp_sends_buffers
 from zero.oss.gradients import full_gradient
 
 WIDTH = 64
-OPTIMIZERS = {
-    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
-    "adam": partial(Adam, lr=1e-2),
-}
+OPTIMIZERS = {"sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1), "adam": partial(Adam, lr=1e-2)}
 by_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
@@ -134,8 +131,7 @@ def test_reduce_averages_with_zeros_where_a_rank_has_nothing(rank, world):
     expected = built(layers)
     if rank == 1:
         expected[0](data(5, WIDTH, rank=rank)).square().mean().backward()
-    for param in expected.parameters():
-        param.grad = average_over_ranks(param, param.grad)
+    average_gradients(expected)
     OPTIMIZERS["sgd"](expected.parameters()).step()
     wrapped.reduce()
     optimizer.step()
