@@ -140,7 +140,7 @@ def draw_walks(file: Path) -> None:
 
 
 def draw_walk(axes: Axes, title: str, steps: Sequence[tuple[str, str]], longest: int) -> None:
-    rows = ["checks", *(name for name in CORE if name not in ("measure", "_torch"))]
+    rows = [name for name in CORE if name not in ("measure", "_torch")]
     heights = [rows.index(room(path)) for _, path in steps]
     for height in range(len(rows)):
         axes.axhspan(height - 0.42, height + 0.42, color=LAYER, alpha=0.09, linewidth=0)
