@@ -13,12 +13,15 @@ is the same.
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +42,10 @@ _CACHED = 1 << 20
 
 LONGEST_HEADER = 1 << 28
 """The most bytes of JSON that are read into memory, of a file's header and of an index."""
+
+
+_LONG = 1 << 30
+"""The fewest bytes for which a progress bar is shown."""
 
 
 class FileProblem(Exception):
@@ -116,6 +123,16 @@ def host_bytes(flat: Tensor) -> Iterator[memoryview]:
     step = max(BUFFER // flat.element_size(), 1)
     for low in range(0, flat.numel(), step):
         yield as_bytes(flat.detach()[low : low + step].cpu().contiguous())
+
+
+@contextmanager
+def progress(what: str, nbytes: int, shown: bool = True) -> Iterator[Callable[[int], object]]:
+    """The function to call with the bytes that are done. It shows a bar on a terminal, if tqdm is installed."""
+    if shown and nbytes >= _LONG and sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
+        with importlib.import_module("tqdm").tqdm(total=nbytes, desc=what, unit="B", unit_scale=True) as bar:
+            yield bar.update
+    else:
+        yield lambda done: None
 
 
 def checksum(flat: Tensor) -> int:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 
 from zero.checkpoint import directory
-from zero.checkpoint.files import LONGEST_HEADER, Chunk, FileProblem, SafeFile, write
+from zero.checkpoint.files import LONGEST_HEADER, Chunk, FileProblem, SafeFile, progress, write
 from zero.checkpoint.format import Entry, Geometry, Index, ParamShard
-from zero.checkpoint.progress import progress
 from zero.checkpoint.save_plan import SavePlan
 from zero.checkpoint.shards import Held
 from zero.checkpoint.storage import Place

@@ -15,9 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zero.checkpoint.files import BUFFER, LONGEST_HEADER, FileProblem, SafeFile
+from zero.checkpoint.files import BUFFER, LONGEST_HEADER, FileProblem, SafeFile, progress
 from zero.checkpoint.format import INDEX, Entry, Index, Part, all_of
-from zero.checkpoint.progress import progress
 from zero.checkpoint.storage import Place
 
 
