@@ -21,8 +21,7 @@ from zero._torch import load_plain_values
 from zero.checkpoint import directory
 from zero.checkpoint.files import SafeFile
 from zero.checkpoint.format import tensor_problem
-from zero.checkpoint.rank_files import seal, write_rank_file
-from zero.checkpoint.save_plan import SavePlan
+from zero.checkpoint.rank_files import SavePlan, seal, write_rank_file
 from zero.checkpoint.shards import Held, whole
 from zero.checkpoint.state_dicts import MASTER, MODEL_KEYS, OPTIMIZER_KEYS, Found, found_in, is_extra_state
 from zero.checkpoint.storage import Local, Place, mounted, place

@@ -27,10 +27,8 @@ from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.files import FileProblem, checksum
 from zero.checkpoint.format import CheckpointError, Index
-from zero.checkpoint.rank_files import rank_file, seal, write_rank_file
-from zero.checkpoint.save_plan import SavePlan, plan_save
+from zero.checkpoint.rank_files import SavePlan, plan_save, rank_file, seal, staged, write_rank_file
 from zero.checkpoint.shards import Training, kind
-from zero.checkpoint.staging import staged
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
 
