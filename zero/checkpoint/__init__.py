@@ -13,8 +13,7 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     rank_files  what one rank writes of it, its file, and the index made of all files
     write       save
     source      a checkpoint that is open for reading
-    load_plan   what one rank reads of it, and what does not fit
-    read        load
+    read        load: what one rank reads of it, and what does not fit
     export      the weights as other libraries read them
     importing   other libraries' checkpoints; state_dicts and torch_distributed are what it reads
     __main__    the command line

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, SafeFile, progress, write
-from zero.checkpoint.format import Entry, Index, all_of
-from zero.checkpoint.load_plan import listed
+from zero.checkpoint.format import Entry, Index, all_of, listed
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Local, mounted, place
 from zero.checkpoint.values import decode

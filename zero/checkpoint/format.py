@@ -49,6 +49,10 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+_LISTED = 8
+"""How many names an error lists."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, read or used as asked for; raised on every rank."""
 
@@ -66,6 +70,9 @@ class Geometry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     order: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
     @property
     def numel(self) -> int:
@@ -186,6 +193,12 @@ class Entry:
                 return f"lacks elements from {end}"
             end = shard.stop
         return None if end == self.geometry.numel and self.shards else f"lacks elements from {end}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, for an error message."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}"
 
 
 # ------------------------------------------------------------------------------------------------------------- index

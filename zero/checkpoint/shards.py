@@ -56,12 +56,6 @@ class Held(Part):
         ordered = self.full.flat(tensor) if tuple(tensor.shape) == self.full.shape else tensor.reshape(-1)
         return ordered[self.offset : self.offset + self.numel]
 
-    def memory(self) -> Tensor | None:
-        """`flat` as a view, to be written into; None where memory has gaps or another order."""
-        flat = self.flat()
-        is_view = not flat.numel() or flat.data_ptr() == self.tensor.data_ptr() + self.offset * flat.itemsize
-        return flat if is_view else None
-
 
 def whole(name: str, tensor: Tensor) -> Held:
     """All of a tensor that this rank has full, and so have the others."""

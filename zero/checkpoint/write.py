@@ -256,7 +256,7 @@ def _signature(training: Training, run: Place | None, keep: int | None, wait: bo
     lines = [f"path {run}", f"keep {keep}, wait {wait}", f"stage {training.stage}"]
     lines += [f"optimizer {kind(one)}" for one in training.optimizers]
     if not training.problem:
-        lines += [f"{name}: {training.full_geometry(name)}" for name in training.tensors]
+        lines += [f"{name}: {training.full_geometry(name)!r}" for name in training.tensors]
     return lines
 
 
