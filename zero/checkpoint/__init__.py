@@ -15,7 +15,7 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     source      a checkpoint that is open for reading
     read        load: what one rank reads of it, and what does not fit
     export      the weights as other libraries read them
-    importing   other libraries' checkpoints; state_dicts and torch_distributed are what it reads
+    importing   other libraries' checkpoints; torch_distributed reads torch's
     __main__    the command line
 
 torch.distributed.checkpoint (2.13) was tried as the engine, and is used to read and write its own format (`export_dcp`,

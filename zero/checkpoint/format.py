@@ -152,6 +152,11 @@ def tensor_problem(tensor: Tensor) -> str | None:
     return None
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state_dict is what a module's get_extra_state() returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 @dataclass(frozen=True)
 class ParamShard:
     """Elements [start, stop) of a tensor, stored under `key` in a file."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zero._torch import name_without_compile
 from zero.checkpoint.agree import Ranks
-from zero.checkpoint.format import Geometry, Part, geometry_of, memory_order, tensor_problem
+from zero.checkpoint.format import Geometry, Part, geometry_of, is_extra_state, memory_order, tensor_problem
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.measure.param_groups import params_of
@@ -117,7 +117,7 @@ class Training:
                 self._names[value], self.tensors[name] = name, value
                 if problem := tensor_problem(value):
                     return f"{name!r} {problem}."
-            elif name.rpartition(".")[2] == "_extra_state":
+            elif is_extra_state(name):
                 self.values[name] = value
                 self.holders[name] = module.get_submodule(given.rpartition(".")[0])
             else:
