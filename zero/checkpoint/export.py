@@ -111,13 +111,9 @@ def _chunks(source: Source, wanted: dict[str, tuple[Entry, torch.dtype]]) -> dic
     entries = [entry for entry, _ in wanted.values()]
     source.check(((entry, all_of(replace(entry.geometry, order=None))) for entry in entries), shown=True)
     return {
-        key: Chunk(key, dtype, entry.geometry.shape, partial(_converted, source, entry, dtype))
+        key: Chunk(key, dtype, entry.geometry.shape, partial(source.stream, entry, dtype))
         for key, (entry, dtype) in wanted.items()
     }
-
-
-def _converted(source: Source, entry: Entry, dtype: torch.dtype) -> Iterator[Tensor]:
-    return (flat.to(dtype) for flat in source.stream(entry))
 
 
 def _extra_states(index: Index) -> dict[str, Chunk]:

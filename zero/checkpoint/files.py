@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.format import DTYPES, NAMES
-from zero.checkpoint.storage import AT_A_TIME, Place
+from zero.checkpoint.storage import AT_A_TIME, Local, Place
 
 BLOCK = 1 << 22
 """Bytes a checksum."""
@@ -74,7 +74,7 @@ def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick:
     chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
     sums = [0] * -(-sum(chunk.nbytes for chunk in chunks) // BLOCK)
     with place.write() as file:
-        if place.renames:  # the header's length is known now, and the checksums in it at the end
+        if isinstance(place, Local):  # the header's length is known now, and the checksums in it at the end
             file.seek(len(_header(chunks, metadata, sums)))
             for block, some in _stream(chunks):
                 sums[block] = zlib.crc32(some, sums[block])

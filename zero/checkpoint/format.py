@@ -268,14 +268,6 @@ class Index:
         by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
         self.extra_by_rank = by_rank if any(by_rank) else []
 
-    def find_state(self) -> None:
-        """Assigns to each optimizer the tensors of its state, by the tensors' paths."""
-        for path in self.tensors:
-            if path.startswith("optimizer/"):
-                _, number, rest = path.split("/", 2)
-                param, _, key = rest.rpartition("/")
-                self.optimizers[int(number)].tensors.setdefault(param, {})[key] = path
-
     def dumps(self) -> str:
         """As JSON, with a checksum of itself."""
         fields = {
@@ -289,7 +281,10 @@ class Index:
 
     @staticmethod
     def loads(text: str) -> Index:
-        """Raises ValueError, with a message for the user, where the text is no complete index of this version."""
+        """Raises ValueError, with a message for the user, where the text is no complete index of this version.
+
+        Also where two shards share a key: a small file could be made to fill any disk.
+        """
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -305,24 +300,17 @@ class Index:
             fields["tensors"] = {path: Entry.from_json(entry) for path, entry in fields["tensors"].items()}
             fields["optimizers"] = [OptimizerIndex(**optimizer) for optimizer in fields["optimizers"]]
             index = Index(**fields)
-            index.refuse_inconsistency()
+            taken: set[tuple[str, str]] = set()
+            for path, entry in index.tensors.items():
+                if problem := entry.problem():
+                    raise ValueError(f"says that {path} {problem}")
+                for shard in entry.shards:
+                    if (shard.file, shard.key) in taken:
+                        raise ValueError(f"says that {path} is stored where another tensor is")
+                    taken.add((shard.file, shard.key))
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"has an entry that this zero does not know ({error!r})") from None
         return index
-
-    def refuse_inconsistency(self) -> None:
-        """Raises ValueError, with a message for the user, where a tensor lacks elements or two shards share a key.
-
-        If shards could share a key, a small file could be made to fill any disk.
-        """
-        taken: set[tuple[str, str]] = set()
-        for path, entry in self.tensors.items():
-            if problem := entry.problem():
-                raise ValueError(f"says that {path} {problem}")
-            for shard in entry.shards:
-                if (shard.file, shard.key) in taken:
-                    raise ValueError(f"says that {path} is stored where another tensor is")
-                taken.add((shard.file, shard.key))
 
 
 def _digest(fields: dict[str, Any]) -> str:

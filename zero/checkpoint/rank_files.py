@@ -223,7 +223,10 @@ def seal(partial: Place, index: Index, *, keep: int | None) -> Place:
         index.tensors[path] = Entry(full, tuple(sorted(shards, key=lambda shard: (shard.start, shard.stop))))
         if problem := index.tensors[path].problem():
             raise FileProblem(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
-    index.find_state()
+        if path.startswith("optimizer/"):
+            _, number_of, rest = path.split("/", 2)
+            param, _, key = rest.rpartition("/")
+            index.optimizers[int(number_of)].tensors.setdefault(param, {})[key] = path
     text = index.dumps().encode()
     if len(text) > LONGEST_HEADER:
         raise FileProblem(f"the index would have {len(text)} bytes, more than the {LONGEST_HEADER} that are read")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,10 +31,12 @@ class Source(ExitStack):
         super().__init__()
         self.directory = directory
         try:
-            size = (directory / INDEX).size()
-            if size > LONGEST_HEADER:
-                raise ValueError(f"has {size} bytes, more than the {LONGEST_HEADER} that an index may have")
-            text = (directory / INDEX).read()
+            with (directory / INDEX).open() as file:
+                size = file.seek(0, os.SEEK_END)
+                if size > LONGEST_HEADER:
+                    raise ValueError(f"has {size} bytes, more than the {LONGEST_HEADER} that an index may have")
+                file.seek(0)
+                text = file.read()
             self.digest = hashlib.sha256(text).hexdigest()
             self.index = Index.loads(text.decode())
         except OSError as error:
@@ -67,17 +70,17 @@ class Source(ExitStack):
             count = (high - low) // stored.dtype.itemsize
             self._fill(target[at : at + count], stored.dtype, self._files[name], low)
 
-    def stream(self, entry: Entry) -> Iterator[Tensor]:
-        """Yields a full tensor, row-major and flat, a buffer at a time; each is valid until the next."""
-        full, dtype = replace(entry.geometry, order=None), entry.geometry.dtype
+    def stream(self, entry: Entry, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yields a full tensor in a dtype, row-major and flat, a buffer at a time; each is valid until the next."""
+        full = replace(entry.geometry, order=None)
         if entry.geometry.order is None:
-            flat, step = self._buffer.view(dtype), BUFFER // dtype.itemsize
+            flat = self._buffer.view(full.dtype)
         else:  # it has to be read at once
-            flat, step = torch.empty(full.numel, dtype=dtype, device="cpu"), max(full.numel, 1)
-        for start in range(0, full.numel, step):
-            part = Part(full, start, min(start + step, full.numel))
+            flat = torch.empty(max(full.numel, 1), dtype=full.dtype, device="cpu")
+        for start in range(0, full.numel, len(flat)):
+            part = Part(full, start, min(start + len(flat), full.numel))
             self.fill(flat[: part.numel], entry, part)
-            yield flat[: part.numel]
+            yield flat[: part.numel].to(dtype)
 
     def _fill(self, target: Tensor, dtype: torch.dtype, file: SafeFile, low: int) -> None:
         if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():

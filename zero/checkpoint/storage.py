@@ -51,16 +51,14 @@ def mounted(path: str | os.PathLike[str], what: str) -> Path:
 
 @dataclass(frozen=True)
 class Local:
-    """A directory or file, which may not exist yet.
+    """A directory or file, which may not exist yet. A rename is atomic, and files opened by `write` are seekable.
 
-    renames: whether a directory can be renamed atomically. If so, files opened by `write` are seekable.
     poll_every: the most seconds between two looks while waiting for a file.
     public: the path or URL from which `place` makes it.
     """
 
     path: Path
 
-    renames: ClassVar[bool] = True
     poll_every: ClassVar[float] = 0.02
 
     def __str__(self) -> str:
@@ -102,9 +100,6 @@ class Local:
                 shutil.rmtree(self.path, ignore_errors=True)
             else:
                 self.path.unlink()
-
-    def size(self) -> int:
-        return self.path.stat().st_size
 
     def read(self, most: int | None = None) -> bytes:
         """All of a small file, or its first bytes."""
@@ -176,7 +171,6 @@ class Remote:
     system: Any = field(compare=False)
     path: str
 
-    renames: ClassVar[bool] = False
     poll_every: ClassVar[float] = 0.5
 
     def __str__(self) -> str:
@@ -217,9 +211,6 @@ class Remote:
     def remove(self) -> None:
         with suppress(Exception):
             self.system.rm(self.path, recursive=True)
-
-    def size(self) -> int:
-        return int(self._fresh().size(self.path))
 
     def read(self, most: int | None = None) -> bytes:
         return bytes(self.system.cat_file(self.path, end=most))
