@@ -63,10 +63,9 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
             raise ValueError(f"{stored_at} {problem}.")
     _remove_outdated_masters(found)
     held: list[Held] = [_Foreign(**vars(whole(path, tensor)), found=found) for path, tensor in found.tensors.items()]
-    values = [optimizer.values for optimizer in found.index.optimizers]
     folder = directory.begin(place(path))
     try:
-        write_rank_file(folder, 0, SavePlan(found.index, held, values), shown=True)
+        write_rank_file(folder, 0, SavePlan(found.index, held), shown=True)
         return seal(folder, found.index, keep=None).public
     except BaseException:
         folder.remove()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -42,15 +41,13 @@ _buffers: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 class SavePlan:
     """What this rank writes.
 
-    index: of the checkpoint, without what the files will hold; the first rank's is used.
+    index: of the checkpoint, without tensors; the first rank's is used, with all ranks' values of optimizers.
     held: tensors, or ranges of them.
-    values: for each optimizer, the state that is no tensor: {parameter: {key: value, as JSON}}.
     common: tensors that are the same on all ranks; `held` has this rank's share of them.
     """
 
     index: Index
     held: list[Held] = field(default_factory=list)
-    values: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     common: list[Held] = field(default_factory=list)
 
 
@@ -60,30 +57,36 @@ def plan_save(training: Training) -> SavePlan:
     Raises ValueError, with a message for the user, for what cannot be stored, and for state of a shard that cannot be
     mapped to elements of the full parameter.
     """
-    plan = SavePlan(_index(training))
+    values = {name: encode(value, name) for name, value in training.values.items()}
+    plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied, values=values))
     for name, tensor in training.tensors.items():
         if training.in_shard_group(name):
             plan.held += filter(None, [training.owned(name)])
         elif isinstance(tensor, nn.Parameter):
-            plan.common += filter(None, [training.resident(name)])
+            plan.common.append(training.unsharded(name))
         elif training.ranks.rank == 0:
-            plan.held.append(training.buffer(name))
+            plan.held.append(training.unsharded(name))
     plan.held += training.masters(settled=True)
-    for number, optimizer in enumerate(training.optimizers):
-        _plan_state(plan, training, optimizer, f"optimizer/{number}")
+    for optimizer in training.optimizers:
+        _plan_optimizer(plan, training, optimizer)
     if not training.ranks.writes:
         return SavePlan(plan.index, common=plan.common)
     plan.held += _share(plan.common, training.ranks)
     return plan
 
 
-def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix: str) -> None:
+def _plan_optimizer(plan: SavePlan, training: Training, optimizer: Optimizer) -> None:
+    index, prefix = OptimizerIndex(kind(optimizer), []), f"optimizer/{len(plan.index.optimizers)}"
+    plan.index.optimizers.append(index)
+    for number, names in enumerate(training.group_names(optimizer)):
+        given = options(optimizer.param_groups[number]).items()
+        encoded = {key: encode(value, f"option {key!r} of group {number}") for key, value in given}
+        index.groups.append({"params": names, "options": encoded})
     state = inner(optimizer).state
     if unknown := [key for key in state if not isinstance(key, Tensor)]:
         raise ValueError(
             f"the {kind(optimizer)} keeps state under {unknown[0]!r}, which is no parameter and has no owner."
         )
-    values: dict[str, dict[str, Any]] = {}
     for one in training.stepped(optimizer):
         for key, value in state.get(one.tensor, {}).items():
             path = f"{prefix}/{one.name}/{key}"
@@ -98,8 +101,7 @@ def _plan_state(plan: SavePlan, training: Training, optimizer: Optimizer, prefix
                     "partition='whole'."
                 )
             elif one.start == 0 and (training.ranks.rank == 0 or not one.shared):
-                values.setdefault(one.name, {})[key] = encode(value, path)
-    plan.values.append(values)
+                index.values.setdefault(one.name, {})[key] = encode(value, path)
 
 
 def _state_held(path: str, one: Held, value: Tensor) -> Held:
@@ -131,19 +133,6 @@ def _share(common: list[Held], ranks: Ranks) -> list[Held]:
             one = same[span.index]
             mine.append(replace(one, start=span.start, stop=span.stop, offset=span.start))
     return mine
-
-
-def _index(training: Training) -> Index:
-    index = Index(training.stage, training.ranks.world, tied=training.tied)
-    index.values = {name: encode(value, name) for name, value in training.values.items()}
-    for optimizer in training.optimizers:
-        groups = []
-        for number, names in enumerate(training.group_names(optimizer)):
-            given = options(optimizer.param_groups[number]).items()
-            encoded = {key: encode(value, f"option {key!r} of group {number}") for key, value in given}
-            groups.append({"params": names, "options": encoded})
-        index.optimizers.append(OptimizerIndex(kind(optimizer), groups))
-    return index
 
 
 # ------------------------------------------------------------------------------------------------------------- copies
@@ -189,7 +178,8 @@ def write_rank_file(partial: Place, rank: int, plan: SavePlan, *, shown: bool) -
     chunks = [_chunk(held) for held in plan.held]
     pieces = {chunk.key: [held.name, held.start, held.stop] for chunk, held in zip(chunks, plan.held, strict=True)}
     full_tensors = {held.name: [held.full.shape, held.full.order] for held in plan.held}
-    metadata = {"zero": json.dumps({"pieces": pieces, "full_tensors": full_tensors, "values": plan.values})}
+    values = [optimizer.values for optimizer in plan.index.optimizers]
+    metadata = {"zero": json.dumps({"pieces": pieces, "full_tensors": full_tensors, "values": values})}
     with progress("saving", sum(chunk.nbytes for chunk in chunks), shown) as tick:
         write(rank_file(partial, rank), chunks, metadata, tick)
 
@@ -224,9 +214,9 @@ def seal(partial: Place, index: Index, *, keep: int | None) -> Place:
         if problem := index.tensors[path].problem():
             raise FileProblem(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
         if path.startswith("optimizer/"):
-            _, number_of, rest = path.split("/", 2)
+            _, position, rest = path.split("/", 2)
             param, _, key = rest.rpartition("/")
-            index.optimizers[int(number_of)].tensors.setdefault(param, {})[key] = path
+            index.optimizers[int(position)].tensors.setdefault(param, {})[key] = path
     text = index.dumps().encode()
     if len(text) > LONGEST_HEADER:
         raise FileProblem(f"the index would have {len(text)} bytes, more than the {LONGEST_HEADER} that are read")

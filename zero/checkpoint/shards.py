@@ -79,11 +79,11 @@ class Training:
         process_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        sharding = [one for one in self.optimizers if isinstance(one, OSS)]
+        self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
         module, wrappers = unwrapped(model)
-        self.stage = _stage(wrappers, sharding)
+        self.stage = _stage(wrappers, self._sharding)
         self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
-        self.ranks = Ranks(_comms(wrappers, sharding, process_group))
+        self.ranks = Ranks(_comms(wrappers, self._sharding, process_group))
         self.tensors: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}
         self.values: dict[str, Any] = {}
@@ -91,14 +91,13 @@ class Training:
         self._names: dict[Tensor, str] = {}
         self._own_dtypes: dict[Tensor, torch.dtype] = {}
         unnamed = self._name_tensors(module)
-        groups = [group for one in sharding for group in one.shard_groups]
+        self._groups = [group for one in self._sharding for group in one.shard_groups]
         for one in wrappers:
             if isinstance(one, FSDP):
                 one.reshard()
-                groups += one.shard_groups
+                self._groups += one.shard_groups
                 self._own_dtypes |= one.buffer_dtypes
-        self._groups = groups
-        self._places: dict[Any, Place] = {**places_in(groups)}
+        self._places: dict[Any, Place] = {**places_in(self._groups)}
         self.problem = unnamed or self._misfit(wrappers)
 
     def _name_tensors(self, module: nn.Module) -> str | None:
@@ -162,7 +161,6 @@ class Training:
     # ------------------------------------------------------------------------------------------- parameters
 
     def full_geometry(self, name: str) -> Geometry:
-        """The geometry of a parameter or buffer when it is full."""
         place = self._places.get(self.tensors[name])
         return geometry_of(self.tensors[name]) if place is None else _full(place)
 
@@ -185,21 +183,18 @@ class Training:
         """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one)."""
         if self.stage == 3 and self.in_shard_group(name):
             return self.owned(name)
-        full = self.full_geometry(name)
-        return Held(full, 0, full.numel, f"model/{name}", self.tensors[name], shared=True)
+        return replace(whole(f"model/{name}", self.tensors[name]), full=self.full_geometry(name))
 
-    def buffer(self, name: str) -> Held:
-        """A buffer to be written, in its own dtype even where the model computes in another."""
+    def unsharded(self, name: str) -> Held:
+        """What is in no shard group, to be written: a buffer in its own dtype even where the model computes in another."""
         tensor = self.tensors[name]
         return whole(f"model/{name}", tensor.to(self._own_dtypes.get(tensor, tensor.dtype)))
 
     def masters(self, *, settled: bool) -> Iterator[Held]:
         """This rank's shards of masters. settled: as the next step uses them, to be read; otherwise to be filled."""
-        sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        for group in (group for one in sharding for group in one.shard_groups):
-            master = group.master
-            if master is not None:
-                master = settled_master(master, group.shard) if settled else master
+        for group in (group for one in self._sharding for group in one.shard_groups):
+            if group.master is not None:
+                master = settled_master(group.master, group.shard) if settled else group.master
                 for index in group.spans:
                     yield self._shard(f"master/{self._names[group.params[index]]}", Place(group, index), master)
 

@@ -79,7 +79,9 @@ def save(
     earlier = _unfinished.get(run)
     if earlier is not None:
         earlier.wait()
-    saving = Saving(training.ranks, _begin(training.ranks, run), plan.index, keep)
+    begun, problem = attempt(lambda: directory.begin(run), writing=run) if training.ranks.first else (None, None)
+    name: str = training.ranks.exchange(begun.name if begun else None, problem)[0]
+    saving = Saving(training.ranks, run / name, plan.index, keep)
     if wait:
         saving._write_file(plan)
         saving.wait()
@@ -154,7 +156,8 @@ class Saving:
         _unfinished[self._partial.parent] = self
 
         def work() -> None:
-            _lower_priority()
+            if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             self._write_file(plan)
             release()
             if self._ranks.writes and not self._ranks.first:
@@ -222,7 +225,10 @@ def _agree(
     run, unknown = attempt(lambda: place(path), writing=path)
     planned, problem = attempt(lambda: _plan(training, extra, keep))
     plan, encoded = planned or (None, None)
-    lines = _signature(training, run, keep, wait)
+    lines = [f"path {run}", f"keep {keep}, wait {wait}", f"stage {training.stage}"]
+    lines += [f"optimizer {kind(one)}" for one in training.optimizers]
+    if not training.problem:
+        lines += [f"{name}: {training.full_geometry(name)!r}" for name in training.tensors]
     extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, encoded)
     assert run is not None
     assert plan is not None
@@ -231,13 +237,6 @@ def _agree(
         ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", lines)
     plan.index.take_extras(extras)
     return run, plan
-
-
-def _begin(ranks: Ranks, run: Place) -> Place:
-    """Collective. A new directory to write into."""
-    begun, problem = attempt(lambda: directory.begin(run), writing=run) if ranks.first else (None, None)
-    name: str = ranks.exchange(begun.name if begun else None, problem)[0]
-    return run / name
 
 
 def _plan(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[SavePlan, dict[str, Any]]:
@@ -249,18 +248,3 @@ def _plan(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
         raise ValueError(f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}")
     return plan_save(training), {key: encode(value, f"extra[{key!r}]") for key, value in extra.items()}
-
-
-def _signature(training: Training, run: Place | None, keep: int | None, wait: bool) -> list[str]:
-    """What must be the same on all ranks."""
-    lines = [f"path {run}", f"keep {keep}, wait {wait}", f"stage {training.stage}"]
-    lines += [f"optimizer {kind(one)}" for one in training.optimizers]
-    if not training.problem:
-        lines += [f"{name}: {training.full_geometry(name)!r}" for name in training.tensors]
-    return lines
-
-
-def _lower_priority() -> None:
-    """Lets training run before this thread where there are not cores for both. On Linux threads have priorities."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
