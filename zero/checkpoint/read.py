@@ -276,12 +276,10 @@ def _part(one: Held, key: str, name: str, stored: Geometry) -> Part:
 
 def _target(one: Held, full: Geometry, present: Any) -> Tensor:
     """The tensor to read an entry of the state into: the present one if dtype and shape fit, otherwise a new one."""
-    shape = tuple(one.tensor.shape) if not one.is_full else full.shape
-    if isinstance(present, Tensor) and present.dtype == full.dtype and tuple(present.shape) == shape:
+    fitting = full if one.is_full else Geometry(tuple(one.tensor.shape), full.dtype)
+    if isinstance(present, Tensor) and present.dtype == full.dtype and tuple(present.shape) == fitting.shape:
         return present
-    if one.is_full:
-        return torch.empty_strided(shape, full.strides, dtype=full.dtype, device=one.tensor.device)
-    return torch.empty(shape, dtype=full.dtype, device=one.tensor.device)
+    return torch.empty_strided(fitting.shape, fitting.strides, dtype=full.dtype, device=one.tensor.device)
 
 
 def _fill(source: Source, entry: Entry, held: Held) -> None:

@@ -186,7 +186,7 @@ class Training:
         return replace(whole(f"model/{name}", self.tensors[name]), full=self.full_geometry(name))
 
     def unsharded(self, name: str) -> Held:
-        """What is in no shard group, to be written: a buffer in its own dtype even where the model computes in another."""
+        """What is in no shard group, to be written: buffers in their own dtype, also where the model has another."""
         tensor = self.tensors[name]
         return whole(f"model/{name}", tensor.to(self._own_dtypes.get(tensor, tensor.dtype)))
 

@@ -66,9 +66,17 @@ class Source(ExitStack):
             self.fill(flat, entry, all_of(stored))
             target.copy_(part.full.flat(stored.shaped(flat))[part.start : part.stop])
             return
+        direct = target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous()
+        buffer = self._buffer.view(stored.dtype)
         for name, low, high, at in self._places(entry, part):
-            count = (high - low) // stored.dtype.itemsize
-            self._fill(target[at : at + count], stored.dtype, self._files[name], low)
+            section = target[at : at + (high - low) // stored.dtype.itemsize]
+            if direct:
+                self._files[name].read(section, low)
+                continue
+            for some in section.split(len(buffer)):
+                self._files[name].read(buffer[: len(some)], low)
+                some.copy_(buffer[: len(some)])
+                low += len(some) * stored.dtype.itemsize
 
     def stream(self, entry: Entry, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yields a full tensor in a dtype, row-major and flat, a buffer at a time; each is valid until the next."""
@@ -81,16 +89,6 @@ class Source(ExitStack):
             part = Part(full, start, min(start + len(flat), full.numel))
             self.fill(flat[: part.numel], entry, part)
             yield flat[: part.numel].to(dtype)
-
-    def _fill(self, target: Tensor, dtype: torch.dtype, file: SafeFile, low: int) -> None:
-        if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-            file.read(target, low)
-            return
-        read = self._buffer.view(dtype)
-        for first in range(0, target.numel(), len(read)):
-            section = target[first : first + len(read)]
-            file.read(read[: len(section)], low + first * dtype.itemsize)
-            section.copy_(read[: len(section)])
 
     def _places(self, entry: Entry, part: Part) -> Iterator[tuple[str, int, int, int]]:
         """Where a part is stored: file, first byte, end byte, and the element of the part at the first byte."""

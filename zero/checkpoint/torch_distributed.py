@@ -232,17 +232,17 @@ def _listed(metadata: dict[str, Any], path: Path) -> list[_Stored]:
         low = () if key.get("offset") is None else _sizes(key["offset"])
         slices[str(key["fqn"]), low] = _slice(_made(where, _STORED).state.as_dict(), path)
     return [
-        _stored(key, paths.get(key, (key,)), described, lambda low, key=key: slices[key, low])  # type: ignore[misc]
+        _stored(key, paths.get(key, (key,)), described, slices)
         for key, described in metadata["state_dict_metadata"].as_dict().items()
     ]
 
 
-def _stored(key: str, path: Any, described: Any, slice_at: Callable[[tuple[int, ...]], _Slice]) -> _Stored:
+def _stored(key: str, path: Any, described: Any, slices: dict[tuple[str, tuple[int, ...]], _Slice]) -> _Stored:
     plain = isinstance(path, tuple) and all(type(atom) in (str, int) for atom in path)
     if not plain or not 0 < len(path) <= _DEEPEST:
         raise ValueError(f"no path for {key!r}")
     if isinstance(described, _Made) and described.kind == _OWN + "BytesStorageMetadata":
-        return _Stored(path, None, (), [((), (), slice_at(()))])
+        return _Stored(path, None, (), [((), (), slices[key, ()])])
     fields = _fields(described, "TensorStorageMetadata")
     dtype, size = _dtype(_made(fields["properties"], _OWN + "TensorProperties").state[0]), _sizes(fields["size"])
     chunks = []
@@ -251,7 +251,7 @@ def _stored(key: str, path: Any, described: Any, slice_at: Callable[[tuple[int, 
         low, sizes = _sizes(place["offsets"]), _sizes(place["sizes"])
         if not len(low) == len(sizes) == len(size) or any(a + b > c for a, b, c in zip(low, sizes, size, strict=True)):
             raise ValueError(f"a chunk of {key!r} that is outside of it")
-        where = slice_at(low)
+        where = slices[key, low]
         if math.prod(sizes) * dtype.itemsize > where.length:
             raise ValueError(f"more of {key!r} than its file holds")
         chunks.append((low, sizes, where))

@@ -129,8 +129,8 @@ class Saving:
             names = self._ranks.exchange(self._final.name if self._final else None, self._problem)
         except BaseException as error:
             self._failure = error if isinstance(error, CheckpointError) else None
-            if self._final is None:
-                self._discard()  # with wait=False again, now that no rank writes there any more
+            if self._final is None and self._ranks.first:
+                self._partial.remove()  # with wait=False again, now that no rank writes there any more
             raise
         self._final = self._partial.parent / names[0]
 
@@ -180,21 +180,16 @@ class Saving:
 
     def _publish(self) -> None:
         """On the first rank, after it has tried to write its own file."""
-
-        def seal_all() -> Place:
-            if self._thread is not None:
-                self._await_others()
-            return seal(self._partial, self._index, keep=self._keep)
-
         if self._problem is None:
-            self._final, self._problem = attempt(seal_all, writing=self._partial)
+            self._final, self._problem = attempt(self._seal, writing=self._partial)
         if self._problem is not None:
-            self._discard()
+            self._partial.remove()
 
-    def _await_others(self) -> None:
-        """Waits until all ranks have reported, and removes the reports. Raises FileProblem if one has failed."""
+    def _seal(self) -> Place:
+        """On a thread, first waits until all ranks have reported. Raises FileProblem if one has failed."""
         ended, pause = None, 0.01
-        missing = {rank_file(self._partial, rank, "report").name for rank in range(1, self._ranks.world)}
+        others = range(1, self._ranks.world) if self._thread is not None else ()
+        missing = {rank_file(self._partial, rank, "report").name for rank in others}
         while missing:
             for report in [one for one in self._partial.inside() if one.name in missing]:
                 missing.remove(report.name)
@@ -208,10 +203,7 @@ class Saving:
             if missing and self._given_up.wait(pause):
                 raise FileProblem("another rank could not write its file")
             pause = min(2 * pause, self._partial.poll_every)
-
-    def _discard(self) -> None:
-        if self._ranks.first:
-            self._partial.remove()
+        return seal(self._partial, self._index, keep=self._keep)
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
