@@ -77,7 +77,7 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
         print(f"{found}: {origin}")
         for kind in ["model", "master", "optimizer"]:
             of_kind = [entry.geometry for path, entry in index.tensors.items() if path.startswith(f"{kind}/")]
-            elements, nbytes = sum(one.numel for one in of_kind), sum(one.nbytes for one in of_kind)
+            elements, nbytes = sum(one.numel for one in of_kind), sum(one.numel * one.dtype.itemsize for one in of_kind)
             print(f"  {kind}: {len(of_kind)} tensors, {elements:,} elements, {nbytes:,} bytes")
         for name, stored_as in index.tied.items():
             print(f"  tied: {name} is {stored_as}")

@@ -85,7 +85,6 @@ def resolve(path: Place) -> Place:
 
 
 def _description(path: Place) -> str:
-    """What is at a path that is no checkpoint."""
     if not path.is_directory():
         return "is not there" if not path.exists() else "is no directory"
     names = [one.name for one in checkpoints(path)]

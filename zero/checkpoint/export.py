@@ -91,10 +91,7 @@ def _written(target: Path, files: dict[str, list[Chunk]]) -> Iterator[Path]:
 
 
 def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, torch.dtype]]:
-    """For every name of the model the stored tensor to read, and the dtype to write.
-
-    The tensor is the master where `dtype` has more bits than the parameter.
-    """
+    """For every name of the model the stored tensor to read (it, or its master), and the dtype to write."""
     found = {}
     for name, stored_as in sorted(index.stored_as().items()):
         entry, master = index.entry(stored_as), index.master(stored_as)

@@ -67,10 +67,7 @@ class Chunk:
 
 
 def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], object]) -> None:
-    """Writes the chunks; they are on disk when it returns.
-
-    tick: called with the number of bytes after each write.
-    """
+    """Writes the chunks; they are on disk when it returns. tick: called with the number of bytes after each write."""
     chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
     sums = [0] * -(-sum(chunk.nbytes for chunk in chunks) // BLOCK)
     with place.write() as file:
@@ -103,7 +100,6 @@ def _stream(chunks: Sequence[Chunk]) -> Iterator[tuple[int, memoryview]]:
 
 
 def _header(chunks: Sequence[Chunk], metadata: dict[str, str], sums: Sequence[int]) -> bytes:
-    """With its length."""
     added = {"format": "pt", "block_bytes": str(BLOCK), "block_crc32": "".join(f"{one:08x}" for one in sums)}
     header: dict[str, Any] = {"__metadata__": {**added, **metadata}}
     low = 0
@@ -118,9 +114,7 @@ def _header(chunks: Sequence[Chunk], metadata: dict[str, str], sums: Sequence[in
 
 def host_bytes(flat: Tensor) -> Iterator[memoryview]:
     """A flat tensor's bytes: on the CPU its own memory, from other devices copies of BUFFER bytes at a time."""
-    if not flat.numel():
-        return
-    step = max(BUFFER // flat.element_size(), 1)
+    step = BUFFER // flat.element_size()
     for low in range(0, flat.numel(), step):
         yield as_bytes(flat.detach()[low : low + step].cpu().contiguous())
 
@@ -136,7 +130,6 @@ def progress(what: str, nbytes: int, shown: bool = True) -> Iterator[Callable[[i
 
 
 def checksum(flat: Tensor) -> int:
-    """The CRC-32 of a flat tensor's bytes."""
     found = 0
     for data in host_bytes(flat):
         found = zlib.crc32(data, found)
@@ -202,7 +195,6 @@ class SafeFile(ExitStack):
             raise FileProblem(f"{self.place} lacks checksums")
 
     def _tensor(self, described: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:
-        """Dtype, shape, and the tensor's first byte in the data."""
         dtype, shape = DTYPES[described["dtype"]], tuple(int(size) for size in described["shape"])
         low, high = described["data_offsets"]
         if min(shape, default=0) < 0 or not isinstance(low, int) or not isinstance(high, int):

@@ -79,10 +79,6 @@ class Geometry:
         return math.prod(self.shape)  # torch.Size.numel() may overflow
 
     @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
     def strides(self) -> tuple[int, ...]:
         """Strides, in elements, of a contiguous tensor whose dimensions are in this order in memory."""
         strides, step = [0] * len(self.shape), 1
@@ -253,11 +249,9 @@ class Index:
         return {name: name for name in names} | self.tied
 
     def entry(self, name: str) -> Entry:
-        """A parameter or buffer, by the name that it is stored under."""
         return self.tensors[f"model/{name}"]
 
     def master(self, name: str) -> Entry | None:
-        """Its master, if one was stored."""
         return self.tensors.get(f"master/{name}")
 
     def take_extras(self, extras: Sequence[dict[str, Any]]) -> None:

@@ -169,10 +169,7 @@ def _loaded(path: Path) -> Any:
 
 
 def _found_in(loaded: Any, readers: dict[Tensor, Callable[[], Tensor]], where: str) -> _Found:
-    """What a state_dict, or a dictionary of several, holds. where: the file, for errors.
-
-    Raises ValueError for other dictionaries.
-    """
+    """What a state_dict, or a dictionary of several, holds. where: the file, for errors."""
     if not isinstance(loaded, dict):
         raise ValueError(f"{where} holds a {type(loaded).__name__}, not a state_dict or a dictionary of them.")
     model_key = next((key for key in MODEL_KEYS if isinstance(loaded.get(key), dict)), None)
@@ -217,11 +214,7 @@ def _take_model(found: _Found, weights: dict[str, Any], where: str) -> None:
         found.tensors[f"model/{name}"] = value
 
 
-# ---------------------------------------------------------------------------------------------------------- optimizer
-
-
 def _take_optimizer(found: _Found, saved: dict[str, Any], where: str) -> None:
-    """Takes an optimizer's plain state_dict, by number or by name."""
     saved_groups, saved_state = _groups_and_state(saved, where)
     name_of = _parameter_names(saved_groups, saved_state, found, where)
     index = OptimizerIndex("", [])

@@ -52,11 +52,7 @@ class SavePlan:
 
 
 def plan_save(training: Training) -> SavePlan:
-    """What this rank writes.
-
-    Raises ValueError, with a message for the user, for what cannot be stored, and for state of a shard that cannot be
-    mapped to elements of the full parameter.
-    """
+    """Raises ValueError, with a message for the user, for what cannot be stored or mapped to full parameters."""
     values = {name: encode(value, name) for name, value in training.values.items()}
     plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied, values=values))
     for name, tensor in training.tensors.items():
@@ -144,8 +140,11 @@ def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable
     Another save of the model that begins before then makes copies of its own.
     """
     sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in held]
-    buffer, low, weak = _buffer(model, sum(sizes)), 0, ref(model)
-    copies = []
+    reused = _buffers.pop(model, None)
+    if reused is not None and len(reused) < sum(sizes):
+        reused = None  # freed before the larger one is allocated
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if reused is None else reused
+    copies, low, weak = [], 0, ref(model)
     for one, size in zip(held, sizes, strict=True):
         copy = buffer[low : low + one.nbytes].view(one.full.dtype)
         copies.append(replace(one, tensor=copy.copy_(one.flat()), offset=0))
@@ -156,14 +155,6 @@ def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable
             _buffers[living] = buffer
 
     return copies, release
-
-
-def _buffer(model: nn.Module, nbytes: int) -> Tensor:
-    reused = _buffers.pop(model, None)
-    if reused is not None and len(reused) >= nbytes:
-        return reused
-    del reused  # freed before the larger one is allocated
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 # -------------------------------------------------------------------------------------------------------------- files

@@ -115,7 +115,7 @@ def _opened(path: str | os.PathLike[str], training: Training) -> Source:
 
 
 class LoadPlan:
-    """What this rank reads of a checkpoint. Raises ValueError where the checkpoint does not fit."""
+    """What this rank reads of a checkpoint, planned from its index. Raises ValueError where it does not fit."""
 
     def __init__(self, training: Training, index: Index) -> None:
         self._training, self._index = training, index
@@ -135,7 +135,6 @@ class LoadPlan:
         self._optimizers = [_OptimizerPlan(training, index, *pair, self._stored_as) for pair in pairs]
 
     def parts(self) -> Iterator[tuple[Entry, Part]]:
-        """All parts of stored tensors that will be read."""
         yield from self._tensors
         for plan in self._optimizers:
             yield from ((entry, part) for _, _, entry, part in plan.tensors)
@@ -199,11 +198,7 @@ class LoadPlan:
 
 
 class _OptimizerPlan:
-    """What this rank reads of one optimizer's state. Raises ValueError where it does not fit.
-
-    stored_as: for each of the model's parameters, the name that it is stored under.
-    tensors: what is stepped, the key of its state, and the part to read.
-    """
+    """The same of one optimizer's state. tensors: what is stepped, the key of its state, and the part to read."""
 
     def __init__(
         self, training: Training, index: Index, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
@@ -213,12 +208,13 @@ class _OptimizerPlan:
         self.tensors: list[tuple[Held, str, Entry, Part]] = []
         self._of_own_dtype: list[tuple[Tensor, str]] = []
         """State whose dtype was not that of the stepped parameter, and keeps its dtype."""
-        self._values: list[tuple[Held, str, Any]] = []
+        self._state: dict[Tensor, dict[str, Any]] = {}
         self._options = [decode(group["options"]) for group in stored.groups]
         for one in training.stepped(optimizer):
             name = stored_as[one.name]
             stepped = index.master(name) or index.entry(name)
-            self._values += [(one, key, decode(value)) for key, value in stored.values.get(name, {}).items()]
+            for key, value in stored.values.get(name, {}).items():
+                self._state.setdefault(one.tensor, {})[key] = decode(value)
             for key, path in stored.tensors.get(name, {}).items():
                 entry = index.tensors[path]
                 self.tensors.append((one, key, entry, _part(one, key, name, entry.geometry)))
@@ -226,10 +222,7 @@ class _OptimizerPlan:
                     self._of_own_dtype.append((one.tensor, key))
 
     def take(self, source: Source) -> None:
-        before = inner(self._optimizer).state
-        taken: dict[Tensor, dict[str, Any]] = {}
-        for one, key, value in self._values:
-            taken.setdefault(one.tensor, {})[key] = value
+        before, taken = inner(self._optimizer).state, self._state
         for one, key, entry, part in self.tensors:
             tensor = _target(one, part.full, before.get(one.tensor, {}).get(key))
             _fill(source, entry, Held(part.full, part.start, part.stop, key, tensor))
@@ -247,7 +240,6 @@ class _OptimizerPlan:
 def _refuse_another_optimizer(
     training: Training, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
 ) -> None:
-    """Raises ValueError where the state must be of another optimizer."""
     if stored.kind not in ("", kind(optimizer)):
         raise ValueError(f"it holds the state of {stored.kind}, but the optimizer is {kind(optimizer)}")
     here = [[stored_as[name] for name in names] for names in training.group_names(optimizer)]

@@ -127,7 +127,6 @@ class Training:
         return None
 
     def _misfit(self, wrappers: Sequence[nn.Module]) -> str | None:
-        """Why model and optimizers do not fit each other."""
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 return f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
@@ -157,8 +156,6 @@ class Training:
             if moved is not None:
                 return f"{moved} was moved, cast or given other data after it was sharded. Do that before wrapping."
         return None
-
-    # ------------------------------------------------------------------------------------------- parameters
 
     def full_geometry(self, name: str) -> Geometry:
         place = self._places.get(self.tensors[name])
@@ -205,8 +202,6 @@ class Training:
         full = replace(_full(place), dtype=shards.dtype)
         return Held(full, span.start, span.stop, path, shards[span.offset : span.offset + span.numel])
 
-    # -------------------------------------------------------------------------------------- optimizer state
-
     def stepped(self, optimizer: Optimizer) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""
         for param in params_of(optimizer):
@@ -218,12 +213,10 @@ class Training:
                 yield Held(_full(place), place.span.start, place.span.stop, name, tensor)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """The names of the parameters in each of an optimizer's groups."""
         return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _full(place: Place) -> Geometry:
-    """The geometry of a parameter in a shard group when it is full."""
     shape, stride = place.group.shapes.full[place.position], place.group.shapes.strides[place.position]
     return Geometry(tuple(shape), place.group.shard.dtype, memory_order(shape, stride))
 
@@ -234,7 +227,6 @@ def inner(optimizer: Optimizer) -> Optimizer:
 
 
 def kind(optimizer: Optimizer) -> str:
-    """The name of the class whose state it is."""
     return type(inner(optimizer)).__name__
 
 

@@ -80,7 +80,6 @@ class Local:
         return Local(self.path / name)
 
     def inside(self) -> list[Local]:
-        """What is in a directory."""
         return [Local(one) for one in self.path.iterdir()]
 
     def exists(self) -> bool:
@@ -90,7 +89,6 @@ class Local:
         return self.path.is_dir()
 
     def make(self) -> None:
-        """Makes the directory and its parents."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def remove(self) -> None:

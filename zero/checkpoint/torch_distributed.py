@@ -155,26 +155,22 @@ class _Stored:
 
     def read(self) -> Any:
         try:
-            return self.chunks[0][2].load() if self.dtype is None else self._assembled(self.dtype)
+            if self.dtype is None:
+                return self.chunks[0][2].load()
+            full = torch.empty(self.size, dtype=self.dtype, device="cpu")
+            for low, size, where in self.chunks:
+                chunk = where.load()
+                if not isinstance(chunk, Tensor) or chunk.dtype != self.dtype or chunk.shape != size:
+                    raise ValueError(f"it has no {self.dtype} of size {size} where its metadata says so")
+                full[tuple(slice(a, a + b) for a, b in zip(low, size, strict=True))] = chunk
+            return full
         except Exception as error:
-            where = f"{'.'.join(map(str, self.path))!r} of {self.chunks[0][2].file.parent}"
-            raise _NotPlain(f"{where} is no tensor or plain value, and was not read ({error}).") from None
-
-    def _assembled(self, dtype: torch.dtype) -> Tensor:
-        full = torch.empty(self.size, dtype=dtype, device="cpu")
-        for low, size, where in self.chunks:
-            chunk = where.load()
-            if not isinstance(chunk, Tensor) or chunk.dtype != dtype or chunk.shape != size:
-                raise ValueError(f"it has no {dtype} of size {size} where its metadata says so")
-            full[tuple(slice(a, a + b) for a, b in zip(low, size, strict=True))] = chunk
-        return full
+            name = f"{'.'.join(map(str, self.path))!r} of {self.chunks[0][2].file.parent}"
+            raise _NotPlain(f"{name} is no tensor or plain value, and was not read ({error}).") from None
 
 
 def read_nested(path: Path, needed: Container[str | int]) -> tuple[Any, dict[Tensor, Callable[[], Tensor]]]:
-    """The dictionary that was saved, and how to read those of its tensors that are on the meta device.
-
-    needed: the keys under which no value may be left out. Raises ValueError where metadata are not as torch writes it.
-    """
+    """The dictionary that was saved, and how to read its tensors on the meta device. needed: keys that must be read."""
     nested: dict[str | int, Any] = {}
     readers: dict[Tensor, Callable[[], Tensor]] = {}
     for stored in _read_metadata(path):

@@ -149,8 +149,6 @@ class Saving:
             if self._thread is not None:
                 self._thread.join()
 
-    # ------------------------------------------------------------------------------------------------- the steps
-
     def _write_behind(self, plan: SavePlan, release: Callable[[], None]) -> None:
         """Writes on a thread. release: called when the tensors are written."""
         _unfinished[self._partial.parent] = self
@@ -171,7 +169,6 @@ class Saving:
         self._thread.start()
 
     def _write_file(self, plan: SavePlan) -> None:
-        """Writes this rank's file. An error is left in `_problem`."""
         partial, rank = self._partial, self._ranks.rank
         if self._ranks.writes:
             _, self._problem = attempt(
