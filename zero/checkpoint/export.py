@@ -28,7 +28,6 @@ from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Local, mounted, place
 from zero.checkpoint.values import decode
 
-SINGLE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
 SHARD_SIZE = 5 * 10**9
 
@@ -57,7 +56,7 @@ def export(
         shards = _shards([chunk for _, chunk in sorted(chunks.items())], max_shard_size)
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
         if len(shards) == 1:
-            names = [SINGLE]
+            names = ["model.safetensors"]
         with _written(target, dict(zip(names, shards, strict=True))) as folder:
             if len(shards) > 1:
                 file_of = {chunk.key: file for file, shard in zip(names, shards, strict=True) for chunk in shard}

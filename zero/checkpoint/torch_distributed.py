@@ -212,25 +212,20 @@ def _read_metadata(path: Path) -> list[_Stored]:
     if file.stat().st_size > _MOST_METADATA:
         raise ValueError(f"{file} has more than the {_MOST_METADATA} bytes that metadata may have.")
     try:
-        return _listed(_fields(_Instructions().follow(file.read_bytes()), "Metadata"), path)
+        metadata = _fields(_Instructions().follow(file.read_bytes()), "Metadata")
+        paths = metadata["planner_data"].as_dict() if metadata["planner_data"] else {}
+        slices: dict[tuple[str, tuple[int, ...]], _Slice] = {}
+        pairs = metadata["storage_data"]
+        for index, where in zip(pairs[::2], pairs[1::2], strict=True):
+            key = _fields(index, "MetadataIndex")
+            low = () if key.get("offset") is None else _sizes(key["offset"])
+            slices[str(key["fqn"]), low] = _slice(_made(where, _STORED).state.as_dict(), path)
+        described = metadata["state_dict_metadata"].as_dict()
+        return [_stored(key, paths.get(key, (key,)), one, slices) for key, one in described.items()]
     except Exception as error:
         raise ValueError(
             f"{file} is not what torch.distributed.checkpoint writes, and was not read ({error})."
         ) from None
-
-
-def _listed(metadata: dict[str, Any], path: Path) -> list[_Stored]:
-    paths = metadata["planner_data"].as_dict() if metadata["planner_data"] else {}
-    slices: dict[tuple[str, tuple[int, ...]], _Slice] = {}
-    pairs = metadata["storage_data"]
-    for index, where in zip(pairs[::2], pairs[1::2], strict=True):
-        key = _fields(index, "MetadataIndex")
-        low = () if key.get("offset") is None else _sizes(key["offset"])
-        slices[str(key["fqn"]), low] = _slice(_made(where, _STORED).state.as_dict(), path)
-    return [
-        _stored(key, paths.get(key, (key,)), described, slices)
-        for key, described in metadata["state_dict_metadata"].as_dict().items()
-    ]
 
 
 def _stored(key: str, path: Any, described: Any, slices: dict[tuple[str, tuple[int, ...]], _Slice]) -> _Stored:
