@@ -2,7 +2,7 @@
 
     compare   every rank reads the index, compares it with its model and optimizers, and plans what to read (LoadPlan)
     check     every rank reads the bytes that it needs and compares them with their checksums
-    values    every rank takes the values that are no tensors; if a module refuses its extra state, all get theirs back
+    values    the modules take their extra state (get_extra_state); if one refuses it, all get theirs back
     take      every rank reads the tensors again, into the parameters and the optimizer's state, in place
 
 After each step the ranks agree that all can go on. Only the last step changes anything for good. It cannot be undone,
@@ -140,7 +140,7 @@ class LoadPlan:
             yield from ((entry, part) for _, _, entry, part in plan.tensors)
 
     def take_values(self) -> None:
-        """Takes the values that are no tensors. A module may refuse its extra state; see `give_values_back`."""
+        """Gives the modules their extra state. One may refuse it; see `give_values_back`."""
         for name, value in self._index.values.items():
             self._training.holders[name].set_extra_state(decode(value))
 
