@@ -16,7 +16,7 @@ from saved import tiny
 
 import ranks
 import zero
-from zero.checkpoint import progress
+from zero.checkpoint import files
 from zero.checkpoint.export import export
 from zero.checkpoint.importing import import_checkpoint
 
@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
 @contextmanager
 def written_to(stream, long=1):
     """What is shown, with work of `long` bytes taken for long work."""
-    with mock.patch.object(sys, "stderr", stream), mock.patch.object(progress, "_LONG", long):
+    with mock.patch.object(sys, "stderr", stream), mock.patch.object(files, "_LONG", long):
         yield
 
 

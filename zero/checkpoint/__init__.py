@@ -10,15 +10,12 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     directory   a run's checkpoints, which is the latest, and how a new one is published
     agree       what ranks send one another
     shards      what one rank has of a model and its optimizers, at every stage
-    save_plan   what one rank writes of it
-    rank_files  the files that ranks write, and the index made of them
-    staging     copies, to be written while training goes on
+    rank_files  what one rank writes of it, its file, and the index made of all files
     write       save
     source      a checkpoint that is open for reading
-    load_plan   what one rank reads of it, and what does not fit
-    read        load
+    read        load: what one rank reads of it, and what does not fit
     export      the weights as other libraries read them
-    importing   other libraries' checkpoints; state_dicts and torch_distributed are what it reads
+    importing   other libraries' checkpoints; torch_distributed reads torch's
     __main__    the command line
 
 torch.distributed.checkpoint (2.13) was tried as the engine, and is used to read and write its own format (`export_dcp`,

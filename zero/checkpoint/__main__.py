@@ -77,7 +77,7 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
         print(f"{found}: {origin}")
         for kind in ["model", "master", "optimizer"]:
             of_kind = [entry.geometry for path, entry in index.tensors.items() if path.startswith(f"{kind}/")]
-            elements, nbytes = sum(one.numel for one in of_kind), sum(one.nbytes for one in of_kind)
+            elements, nbytes = sum(one.numel for one in of_kind), sum(one.numel * one.dtype.itemsize for one in of_kind)
             print(f"  {kind}: {len(of_kind)} tensors, {elements:,} elements, {nbytes:,} bytes")
         for name, stored_as in index.tied.items():
             print(f"  tied: {name} is {stored_as}")
@@ -89,8 +89,7 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
         extra = sorted({*index.extra, *(key for one in index.extra_by_rank for key in one)})
         print(f"  extra: {', '.join(extra) or 'none'}")
         for path_in, entry in index.tensors.items() if tensors else ():
-            dtype = str(entry.geometry.dtype).removeprefix("torch.")
-            print(f"  {path_in}: {dtype} {list(entry.geometry.shape)}, {len(entry.shards)} shards")
+            print(f"  {path_in}: {entry.geometry}, {len(entry.shards)} shards")
         if check:
             source.check(((entry, all_of(entry.geometry)) for entry in index.tensors.values()), shown=True)
             print("  every byte is as it was written")

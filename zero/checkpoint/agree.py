@@ -33,10 +33,7 @@ class Ranks:
         self.first = self.number == 0
 
     def exchange(self, value: Any = None, problem: str | None = None) -> list[Any]:
-        """Collective. The JSON values of all ranks, the first rank's first.
-
-        Raises CheckpointError on every rank where any has a problem.
-        """
+        """Collective. The JSON values of all ranks, in order. Raises CheckpointError on all where any has a problem."""
         gathered: list[dict[str, Any]] = [{"value": value, "problem": problem}]
         for comm in self.comms:
             gathered = [one for text in comm.all_gather_text(json.dumps(gathered)) for one in json.loads(text)]
@@ -47,19 +44,13 @@ class Ranks:
         return [one["value"] for one in gathered]
 
     def together(self, work: Callable[[], T], *, before: str = "", after: str = "") -> T:
-        """Collective. What the work on the checkpoint returned.
-
-        Raises CheckpointError on every rank where it failed on any. before, after: what the message says besides.
-        """
+        """Collective. What the work returned, once it has succeeded everywhere. before, after: added to the message."""
         result, problem = attempt(work)
         self.exchange(None, problem and f"{before}{problem}{after}")
         return result  # type: ignore[return-value]  # an error would have been raised
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None, value: Any = None) -> list[Any]:
-        """Collective. The JSON values of all ranks, the first rank's first.
-
-        Raises CheckpointError on every rank where any has a problem, or where lines differ from the first rank's.
-        """
+        """Collective. As `exchange`, but lines that differ from the first rank's are a problem, too."""
         digest = hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest()
         gathered = self.exchange([digest, value], problem)
         if any(other != gathered[0][0] for other, _ in gathered):

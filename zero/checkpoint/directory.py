@@ -35,10 +35,10 @@ def begin(run: Place) -> Place:
     for left in run.inside():
         if left.name.startswith(_PARTIAL):
             left.remove()
-    for left in () if run.renames else _numbered(run):
+    for left in () if isinstance(run, Local) else _numbered(run):
         if all(_RANKS.fullmatch(one.name) for one in left.inside()):  # no index, and no files of others
             left.remove()
-    partial = run / (f"{_PARTIAL}{uuid.uuid4().hex[:12]}" if run.renames else _next(_numbered(run)))
+    partial = run / (f"{_PARTIAL}{uuid.uuid4().hex[:12]}" if isinstance(run, Local) else _next(run))
     partial.make()
     return partial
 
@@ -47,12 +47,16 @@ def publish(partial: Place, index: bytes, keep: int | None) -> Place:
     """Turns a directory whose files are on disk into the run's latest checkpoint; removes all but the last `keep`."""
     run = partial.parent
     (partial / INDEX).put(index)
-    final = partial.rename(_next(_numbered(run))) if isinstance(partial, Local) else partial
+    final = partial.rename(_next(run)) if isinstance(partial, Local) else partial
     (run / LATEST).put(f"{final.name}\n".encode())
     if keep is not None:
         with suppress(Exception):  # the new checkpoint is complete, and the next save tries again to remove the old
             for old in checkpoints(run)[:-keep]:
-                _remove(old)
+                if isinstance(old, Local):  # what is half removed must not be read as a complete checkpoint
+                    old = old.rename(f"{_PARTIAL}{old.name}-{uuid.uuid4().hex[:6]}")
+                else:
+                    (old / INDEX).remove()
+                old.remove()
     return final
 
 
@@ -60,17 +64,8 @@ def _numbered(run: Place) -> list[Place]:
     return sorted((one for one in run.inside() if _NAME.fullmatch(one.name)), key=lambda one: one.name)
 
 
-def _next(numbered: list[Place]) -> str:
-    return f"{max((int(one.name) for one in numbered), default=0) + 1:08d}"
-
-
-def _remove(old: Place) -> None:
-    """Renames it first, or removes its index: a checkpoint that is half removed must not be read as a complete one."""
-    if isinstance(old, Local):
-        old = old.rename(f"{_PARTIAL}{old.name}-{uuid.uuid4().hex[:6]}")
-    else:
-        (old / INDEX).remove()
-    old.remove()
+def _next(run: Place) -> str:
+    return f"{max((int(one.name) for one in _numbered(run)), default=0) + 1:08d}"
 
 
 def resolve(path: Place) -> Place:
@@ -90,7 +85,6 @@ def resolve(path: Place) -> Place:
 
 
 def _description(path: Place) -> str:
-    """What is at a path that is no checkpoint."""
     if not path.is_directory():
         return "is not there" if not path.exists() else "is no directory"
     names = [one.name for one in checkpoints(path)]

@@ -22,15 +22,12 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint import directory
-from zero.checkpoint.files import Chunk, SafeFile, write
-from zero.checkpoint.format import Entry, Index, all_of
-from zero.checkpoint.load_plan import listed
-from zero.checkpoint.progress import progress
+from zero.checkpoint.files import Chunk, SafeFile, progress, write
+from zero.checkpoint.format import Entry, Index, all_of, listed
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Local, mounted, place
 from zero.checkpoint.values import decode
 
-SINGLE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
 SHARD_SIZE = 5 * 10**9
 
@@ -56,15 +53,14 @@ def export(
     target = _vacant(out, "model*.safetensors*")
     with Source(directory.resolve(place(path))) as source:
         chunks = _chunks(source, _weights(source.index, dtype)) | _extra_states(source.index)
-        shards = _shards({name: chunk.nbytes for name, chunk in sorted(chunks.items())}, max_shard_size)
+        shards = _shards([chunk for _, chunk in sorted(chunks.items())], max_shard_size)
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-        shard_of = dict(zip(names if len(shards) > 1 else [SINGLE], shards, strict=True))
-        with _written(target, {file: [chunks[name] for name in shard] for file, shard in shard_of.items()}) as folder:
-            names = [*shard_of]
+        if len(shards) == 1:
+            names = ["model.safetensors"]
+        with _written(target, dict(zip(names, shards, strict=True))) as folder:
             if len(shards) > 1:
-                file_of = {name: file for file, shard in shard_of.items() for name in shard}
-                total = sum(chunk.nbytes for chunk in chunks.values())
-                index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+                file_of = {chunk.key: file for file, shard in zip(names, shards, strict=True) for chunk in shard}
+                index = {"metadata": {"total_size": sum(one.nbytes for one in chunks.values())}, "weight_map": file_of}
                 (folder / SHARD_INDEX).write_text(json.dumps(index, indent=2))
                 names.append(SHARD_INDEX)
             for file in names:
@@ -94,10 +90,7 @@ def _written(target: Path, files: dict[str, list[Chunk]]) -> Iterator[Path]:
 
 
 def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, torch.dtype]]:
-    """For every name of the model the stored tensor to read, and the dtype to write.
-
-    The tensor is the master where `dtype` has more bits than the parameter.
-    """
+    """For every name of the model the stored tensor to read (it, or its master), and the dtype to write."""
     found = {}
     for name, stored_as in sorted(index.stored_as().items()):
         entry, master = index.entry(stored_as), index.master(stored_as)
@@ -113,13 +106,9 @@ def _chunks(source: Source, wanted: dict[str, tuple[Entry, torch.dtype]]) -> dic
     entries = [entry for entry, _ in wanted.values()]
     source.check(((entry, all_of(replace(entry.geometry, order=None))) for entry in entries), shown=True)
     return {
-        key: Chunk(key, dtype, entry.geometry.shape, partial(_converted, source, entry, dtype))
+        key: Chunk(key, dtype, entry.geometry.shape, partial(source.stream, entry, dtype))
         for key, (entry, dtype) in wanted.items()
     }
-
-
-def _converted(source: Source, entry: Entry, dtype: torch.dtype) -> Iterator[Tensor]:
-    return (flat.to(dtype) for flat in source.stream(entry))
 
 
 def _extra_states(index: Index) -> dict[str, Chunk]:
@@ -138,15 +127,15 @@ def _extra_states(index: Index) -> dict[str, Chunk]:
     }
 
 
-def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
+def _shards(chunks: list[Chunk], limit: int) -> list[list[Chunk]]:
+    shards: list[list[Chunk]] = [[]]
     size = 0
-    for name, nbytes in sizes.items():
-        if shards[-1] and size + nbytes > limit:
+    for chunk in chunks:
+        if shards[-1] and size + chunk.nbytes > limit:
             shards.append([])
             size = 0
-        shards[-1].append(name)
-        size += nbytes
+        shards[-1].append(chunk)
+        size += chunk.nbytes
     return shards
 
 
@@ -183,11 +172,10 @@ def _nested(index: Index, mapped: dict[str, Tensor]) -> dict[str, Any]:
     model = {name: mapped[f"model/{name}"] for name in sorted(index.stored_as())}
     nested: dict[str, Any] = {"model": model | decode(index.values)}
     for number, optimizer in enumerate(index.optimizers):
-        state: dict[str, dict[str, Any]] = {}
-        for name, paths in optimizer.tensors.items():
-            state.setdefault(name, {}).update({key: mapped[path] for key, path in paths.items()})
-        for name, values in optimizer.values.items():
-            state.setdefault(name, {}).update({key: decode(value) for key, value in values.items()})
+        state: dict[str, dict[str, Any]] = {name: {} for name in {**optimizer.tensors, **optimizer.values}}
+        for name, entries in state.items():
+            entries |= {key: mapped[path] for key, path in optimizer.tensors.get(name, {}).items()}
+            entries |= {key: decode(value) for key, value in optimizer.values.get(name, {}).items()}
         groups = [{**decode(group["options"]), "params": group["params"]} for group in optimizer.groups]
         key = "optim" if len(index.optimizers) == 1 else f"optim.{number}"
         nested[key] = {"state": state, "param_groups": groups}

@@ -13,12 +13,15 @@ is the same.
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.format import DTYPES, NAMES
-from zero.checkpoint.storage import AT_A_TIME, Place
+from zero.checkpoint.storage import AT_A_TIME, Local, Place
 
 BLOCK = 1 << 22
 """Bytes a checksum."""
@@ -39,6 +42,10 @@ _CACHED = 1 << 20
 
 LONGEST_HEADER = 1 << 28
 """The most bytes of JSON that are read into memory, of a file's header and of an index."""
+
+
+_LONG = 1 << 30
+"""The fewest bytes for which a progress bar is shown."""
 
 
 class FileProblem(Exception):
@@ -60,14 +67,11 @@ class Chunk:
 
 
 def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], object]) -> None:
-    """Writes the chunks; they are on disk when it returns.
-
-    tick: called with the number of bytes after each write.
-    """
+    """Writes the chunks; they are on disk when it returns. tick: called with the number of bytes after each write."""
     chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
     sums = [0] * -(-sum(chunk.nbytes for chunk in chunks) // BLOCK)
     with place.write() as file:
-        if place.renames:  # the header's length is known now, and the checksums in it at the end
+        if isinstance(place, Local):  # the header's length is known now, and the checksums in it at the end
             file.seek(len(_header(chunks, metadata, sums)))
             for block, some in _stream(chunks):
                 sums[block] = zlib.crc32(some, sums[block])
@@ -96,7 +100,6 @@ def _stream(chunks: Sequence[Chunk]) -> Iterator[tuple[int, memoryview]]:
 
 
 def _header(chunks: Sequence[Chunk], metadata: dict[str, str], sums: Sequence[int]) -> bytes:
-    """With its length."""
     added = {"format": "pt", "block_bytes": str(BLOCK), "block_crc32": "".join(f"{one:08x}" for one in sums)}
     header: dict[str, Any] = {"__metadata__": {**added, **metadata}}
     low = 0
@@ -111,15 +114,22 @@ def _header(chunks: Sequence[Chunk], metadata: dict[str, str], sums: Sequence[in
 
 def host_bytes(flat: Tensor) -> Iterator[memoryview]:
     """A flat tensor's bytes: on the CPU its own memory, from other devices copies of BUFFER bytes at a time."""
-    if not flat.numel():
-        return
-    step = max(BUFFER // flat.element_size(), 1)
+    step = BUFFER // flat.element_size()
     for low in range(0, flat.numel(), step):
         yield as_bytes(flat.detach()[low : low + step].cpu().contiguous())
 
 
+@contextmanager
+def progress(what: str, nbytes: int, shown: bool = True) -> Iterator[Callable[[int], object]]:
+    """The function to call with the bytes that are done. It shows a bar on a terminal, if tqdm is installed."""
+    if shown and nbytes >= _LONG and sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
+        with importlib.import_module("tqdm").tqdm(total=nbytes, desc=what, unit="B", unit_scale=True) as bar:
+            yield bar.update
+    else:
+        yield lambda done: None
+
+
 def checksum(flat: Tensor) -> int:
-    """The CRC-32 of a flat tensor's bytes."""
     found = 0
     for data in host_bytes(flat):
         found = zlib.crc32(data, found)
@@ -185,7 +195,6 @@ class SafeFile(ExitStack):
             raise FileProblem(f"{self.place} lacks checksums")
 
     def _tensor(self, described: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:
-        """Dtype, shape, and the tensor's first byte in the data."""
         dtype, shape = DTYPES[described["dtype"]], tuple(int(size) for size in described["shape"])
         low, high = described["data_offsets"]
         if min(shape, default=0) < 0 or not isinstance(low, int) or not isinstance(high, int):

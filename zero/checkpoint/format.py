@@ -49,6 +49,10 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+_LISTED = 8
+"""How many names an error lists."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, read or used as asked for; raised on every rank."""
 
@@ -67,13 +71,12 @@ class Geometry:
     dtype: torch.dtype
     order: tuple[int, ...] | None = None
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)  # torch.Size.numel() may overflow
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -145,6 +148,11 @@ def tensor_problem(tensor: Tensor) -> str | None:
     return None
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state_dict is what a module's get_extra_state() returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 @dataclass(frozen=True)
 class ParamShard:
     """Elements [start, stop) of a tensor, stored under `key` in a file."""
@@ -186,6 +194,12 @@ class Entry:
                 return f"lacks elements from {end}"
             end = shard.stop
         return None if end == self.geometry.numel and self.shards else f"lacks elements from {end}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, for an error message."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}"
 
 
 # ------------------------------------------------------------------------------------------------------------- index
@@ -235,11 +249,9 @@ class Index:
         return {name: name for name in names} | self.tied
 
     def entry(self, name: str) -> Entry:
-        """A parameter or buffer, by the name that it is stored under."""
         return self.tensors[f"model/{name}"]
 
     def master(self, name: str) -> Entry | None:
-        """Its master, if one was stored."""
         return self.tensors.get(f"master/{name}")
 
     def take_extras(self, extras: Sequence[dict[str, Any]]) -> None:
@@ -249,14 +261,6 @@ class Index:
         self.extra = {key: extras[0][key] for key in extras[0] if key in shared}
         by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
         self.extra_by_rank = by_rank if any(by_rank) else []
-
-    def find_state(self) -> None:
-        """Assigns to each optimizer the tensors of its state, by the tensors' paths."""
-        for path in self.tensors:
-            if path.startswith("optimizer/"):
-                _, number, rest = path.split("/", 2)
-                param, _, key = rest.rpartition("/")
-                self.optimizers[int(number)].tensors.setdefault(param, {})[key] = path
 
     def dumps(self) -> str:
         """As JSON, with a checksum of itself."""
@@ -271,7 +275,10 @@ class Index:
 
     @staticmethod
     def loads(text: str) -> Index:
-        """Raises ValueError, with a message for the user, where the text is no complete index of this version."""
+        """Raises ValueError, with a message for the user, where the text is no complete index of this version.
+
+        Also where two shards share a key: a small file could be made to fill any disk.
+        """
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -287,24 +294,17 @@ class Index:
             fields["tensors"] = {path: Entry.from_json(entry) for path, entry in fields["tensors"].items()}
             fields["optimizers"] = [OptimizerIndex(**optimizer) for optimizer in fields["optimizers"]]
             index = Index(**fields)
-            index.refuse_inconsistency()
+            taken: set[tuple[str, str]] = set()
+            for path, entry in index.tensors.items():
+                if problem := entry.problem():
+                    raise ValueError(f"says that {path} {problem}")
+                for shard in entry.shards:
+                    if (shard.file, shard.key) in taken:
+                        raise ValueError(f"says that {path} is stored where another tensor is")
+                    taken.add((shard.file, shard.key))
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"has an entry that this zero does not know ({error!r})") from None
         return index
-
-    def refuse_inconsistency(self) -> None:
-        """Raises ValueError, with a message for the user, where a tensor lacks elements or two shards share a key.
-
-        If shards could share a key, a small file could be made to fill any disk.
-        """
-        taken: set[tuple[str, str]] = set()
-        for path, entry in self.tensors.items():
-            if problem := entry.problem():
-                raise ValueError(f"says that {path} {problem}")
-            for shard in entry.shards:
-                if (shard.file, shard.key) in taken:
-                    raise ValueError(f"says that {path} is stored where another tensor is")
-                taken.add((shard.file, shard.key))
 
 
 def _digest(fields: dict[str, Any]) -> str:

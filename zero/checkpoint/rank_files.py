@@ -1,4 +1,7 @@
-"""The files that the ranks write, one each, and the index that the first rank makes of them.
+"""What one rank writes of a model and its optimizers, the file that it writes, and the index made of all ranks' files.
+
+The owner of a shard writes it. Tensors that are full on every rank are written once: each rank writes an equal share of
+parameters and of state that is the same on all ranks, and rank 0 writes its buffers, which are the ones that count.
 
 The header of a file has, under "zero", which elements of which full tensor each shard is, and the optimizers' state
 that is no tensor. So the index is made from headers on disk, and no rank sends another what it has written.
@@ -7,14 +10,154 @@ that is no tensor. So the index is made from headers on disk, and no rank sends 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary, ref
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero._torch import leaves
 from zero.checkpoint import directory
-from zero.checkpoint.files import LONGEST_HEADER, Chunk, FileProblem, SafeFile, write
-from zero.checkpoint.format import Entry, Geometry, Index, ParamShard
-from zero.checkpoint.progress import progress
-from zero.checkpoint.save_plan import SavePlan
-from zero.checkpoint.shards import Held
+from zero.checkpoint.agree import Ranks
+from zero.checkpoint.files import LONGEST_HEADER, Chunk, FileProblem, SafeFile, progress, write
+from zero.checkpoint.format import Entry, Geometry, Index, OptimizerIndex, ParamShard, tensor_problem
+from zero.checkpoint.shards import Held, Training, inner, kind, whole
 from zero.checkpoint.storage import Place
+from zero.checkpoint.values import encode
+from zero.measure.param_groups import options
+from zero.shards import layout
+from zero.shards.shapes import alignment
+
+_ALIGNMENT = 64
+"""Bytes. Every copy starts at a multiple of these, so that it can be viewed as any dtype."""
+
+_buffers: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""One buffer a model for its copies, to be reused: memory that is new to the process costs more than the copy."""
+
+
+@dataclass
+class SavePlan:
+    """What this rank writes.
+
+    index: of the checkpoint, without tensors; the first rank's is used, with all ranks' values of optimizers.
+    held: tensors, or ranges of them.
+    common: tensors that are the same on all ranks; `held` has this rank's share of them.
+    """
+
+    index: Index
+    held: list[Held] = field(default_factory=list)
+    common: list[Held] = field(default_factory=list)
+
+
+def plan_save(training: Training) -> SavePlan:
+    """Raises ValueError, with a message for the user, for what cannot be stored or mapped to full parameters."""
+    values = {name: encode(value, name) for name, value in training.values.items()}
+    plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied, values=values))
+    for name, tensor in training.tensors.items():
+        if training.in_shard_group(name):
+            plan.held += filter(None, [training.owned(name)])
+        elif isinstance(tensor, nn.Parameter):
+            plan.common.append(training.unsharded(name))
+        elif training.ranks.rank == 0:
+            plan.held.append(training.unsharded(name))
+    plan.held += training.masters(settled=True)
+    for optimizer in training.optimizers:
+        _plan_optimizer(plan, training, optimizer)
+    if not training.ranks.writes:
+        return SavePlan(plan.index, common=plan.common)
+    plan.held += _share(plan.common, training.ranks)
+    return plan
+
+
+def _plan_optimizer(plan: SavePlan, training: Training, optimizer: Optimizer) -> None:
+    index, prefix = OptimizerIndex(kind(optimizer), []), f"optimizer/{len(plan.index.optimizers)}"
+    plan.index.optimizers.append(index)
+    for number, names in enumerate(training.group_names(optimizer)):
+        given = options(optimizer.param_groups[number]).items()
+        encoded = {key: encode(value, f"option {key!r} of group {number}") for key, value in given}
+        index.groups.append({"params": names, "options": encoded})
+    state = inner(optimizer).state
+    if unknown := [key for key in state if not isinstance(key, Tensor)]:
+        raise ValueError(
+            f"the {kind(optimizer)} keeps state under {unknown[0]!r}, which is no parameter and has no owner."
+        )
+    for one in training.stepped(optimizer):
+        for key, value in state.get(one.tensor, {}).items():
+            path = f"{prefix}/{one.name}/{key}"
+            if not isinstance(key, str) or "/" in key:
+                raise ValueError(f"{path}: names of state must be strings without a slash.")
+            if isinstance(value, Tensor) and value.dim():
+                (plan.common if one.shared else plan.held).append(_state_held(path, one, value))
+            elif not one.is_full and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(value)):
+                raise ValueError(
+                    f"{path} is a {type(value).__name__} of tensors, and the parameter is cut between ranks: only the "
+                    "optimizer knows which elements of the parameter they are for. Build the optimizer, or FSDP, with "
+                    "partition='whole'."
+                )
+            elif one.start == 0 and (training.ranks.rank == 0 or not one.shared):
+                index.values.setdefault(one.name, {})[key] = encode(value, path)
+
+
+def _state_held(path: str, one: Held, value: Tensor) -> Held:
+    """A state tensor of a parameter that this rank steps: it is elements of a full tensor, or a full tensor itself."""
+    if problem := tensor_problem(value):
+        raise ValueError(f"{path} {problem}.")
+    if value.shape == one.tensor.shape:
+        return replace(one, name=path, full=replace(one.full, dtype=value.dtype), tensor=value)
+    if not one.is_full:
+        raise ValueError(
+            f"{path} has shape {list(value.shape)}, but this rank's shard of the parameter has "
+            f"{list(one.tensor.shape)}: only the optimizer knows which elements of the parameter it is for. Build the "
+            "optimizer, or FSDP, with partition='whole'."
+        )
+    return whole(path, value)
+
+
+def _share(common: list[Held], ranks: Ranks) -> list[Held]:
+    """This rank's share of tensors that are the same on all ranks: of each dtype as many elements as any other rank."""
+    if ranks.world == 1:
+        return common
+    kinds: dict[torch.dtype, list[Held]] = {}
+    for one in common:
+        kinds.setdefault(one.full.dtype, []).append(one)
+    mine = []
+    for dtype, same in kinds.items():
+        cut = layout.even([one.full.numel for one in same], ranks.world, align=alignment(dtype))
+        for span in cut.spans(ranks.rank):
+            one = same[span.index]
+            mine.append(replace(one, start=span.start, stop=span.stop, offset=span.start))
+    return mine
+
+
+# ------------------------------------------------------------------------------------------------------------- copies
+
+
+def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable[[], None]]:
+    """Copies of the held elements, and the function that leaves their memory to the model's next save.
+
+    Another save of the model that begins before then makes copies of its own.
+    """
+    sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in held]
+    reused = _buffers.pop(model, None)
+    if reused is not None and len(reused) < sum(sizes):
+        reused = None  # freed before the larger one is allocated
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if reused is None else reused
+    copies, low, weak = [], 0, ref(model)
+    for one, size in zip(held, sizes, strict=True):
+        copy = buffer[low : low + one.nbytes].view(one.full.dtype)
+        copies.append(replace(one, tensor=copy.copy_(one.flat()), offset=0))
+        low += size
+
+    def release() -> None:
+        if (living := weak()) is not None:
+            _buffers[living] = buffer
+
+    return copies, release
+
+
+# -------------------------------------------------------------------------------------------------------------- files
 
 
 def rank_file(partial: Place, rank: int, kind: str = "safetensors") -> Place:
@@ -23,40 +166,28 @@ def rank_file(partial: Place, rank: int, kind: str = "safetensors") -> Place:
 
 def write_rank_file(partial: Place, rank: int, plan: SavePlan, *, shown: bool) -> None:
     """Writes a rank's file; it is on disk when this returns. shown: show progress."""
-    pieces = {_key(held): [held.name, held.start, held.stop] for held in plan.held}
+    chunks = [_chunk(held) for held in plan.held]
+    pieces = {chunk.key: [held.name, held.start, held.stop] for chunk, held in zip(chunks, plan.held, strict=True)}
     full_tensors = {held.name: [held.full.shape, held.full.order] for held in plan.held}
-    metadata = {"zero": json.dumps({"pieces": pieces, "full_tensors": full_tensors, "values": plan.values})}
-    with progress("saving", sum(held.nbytes for held in plan.held), shown) as tick:
-        write(rank_file(partial, rank), [_chunk(held) for held in plan.held], metadata, tick)
+    values = [optimizer.values for optimizer in plan.index.optimizers]
+    metadata = {"zero": json.dumps({"pieces": pieces, "full_tensors": full_tensors, "values": values})}
+    with progress("saving", sum(chunk.nbytes for chunk in chunks), shown) as tick:
+        write(rank_file(partial, rank), chunks, metadata, tick)
 
 
 def _chunk(held: Held) -> Chunk:
-    readable = held.is_full and held.full.order is None  # by other libraries, under the tensor's own name and shape
-    shape = held.full.shape if readable else (held.numel,)
-    return Chunk(_key(held), held.full.dtype, shape, lambda: iter([held.flat()]))
-
-
-def _key(held: Held) -> str:
-    """The name of a shard in its file: the tensor's own path where the shard is the full tensor."""
-    return held.name if held.is_full else f"{held.name}@{held.start}"
+    """Other libraries can read a full tensor, under its own name and with its shape."""
+    key = held.name if held.is_full else f"{held.name}@{held.start}"
+    shape = held.full.shape if held.is_full and held.full.order is None else (held.numel,)
+    return Chunk(key, held.full.dtype, shape, lambda: iter([held.flat()]))
 
 
 def seal(partial: Place, index: Index, *, keep: int | None) -> Place:
     """Turns a directory that has all ranks' files into a checkpoint, and returns its new place.
 
-    index: of the checkpoint, without what the files hold. keep: how many of the run's checkpoints stay; None for all.
+    index: of the checkpoint; what the files hold is added. keep: how many of the run's checkpoints stay; None for all.
     """
-    _complete(index, partial)
-    text = index.dumps().encode()
-    if len(text) > LONGEST_HEADER:
-        raise FileProblem(f"the index would have {len(text)} bytes, more than the {LONGEST_HEADER} that are read")
-    return directory.publish(partial, text, keep)
-
-
-def _complete(index: Index, partial: Place) -> None:
-    """Adds to the index what the files of all ranks hold, by their headers."""
-    full_tensors: dict[str, Geometry] = {}
-    shards: dict[str, list[ParamShard]] = {}
+    found: dict[str, tuple[Geometry, list[ParamShard]]] = {}
     for rank in range(index.world):
         place = rank_file(partial, rank)
         with SafeFile(place) as file:
@@ -64,14 +195,20 @@ def _complete(index: Index, partial: Place) -> None:
             header = json.loads(file.metadata["zero"])
             for key, (path, start, stop) in header["pieces"].items():
                 shape, order = header["full_tensors"][path]
-                full_tensors[path] = Geometry(tuple(shape), file.tensors[key][0], order and tuple(order))
-                shards.setdefault(path, []).append(ParamShard(place.name, key, start, stop))
+                full = Geometry(tuple(shape), file.tensors[key][0], order and tuple(order))
+                found.setdefault(path, (full, []))[1].append(ParamShard(place.name, key, start, stop))
         for number, values in enumerate(header["values"]):
             for param, state in values.items():
                 index.optimizers[number].values.setdefault(param, {}).update(state)
-    for path, unordered in sorted(shards.items()):
-        ordered = sorted(unordered, key=lambda shard: (shard.start, shard.stop))
-        index.tensors[path] = Entry(full_tensors[path], tuple(ordered))
+    for path, (full, shards) in sorted(found.items(), key=lambda item: item[0]):
+        index.tensors[path] = Entry(full, tuple(sorted(shards, key=lambda shard: (shard.start, shard.stop))))
         if problem := index.tensors[path].problem():
             raise FileProblem(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
-    index.find_state()
+        if path.startswith("optimizer/"):
+            _, position, rest = path.split("/", 2)
+            param, _, key = rest.rpartition("/")
+            index.optimizers[int(position)].tensors.setdefault(param, {})[key] = path
+    text = index.dumps().encode()
+    if len(text) > LONGEST_HEADER:
+        raise FileProblem(f"the index would have {len(text)} bytes, more than the {LONGEST_HEADER} that are read")
+    return directory.publish(partial, text, keep)

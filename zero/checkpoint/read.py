@@ -1,8 +1,8 @@
 """Loading, in four steps.
 
-    compare   every rank reads the index and compares it with its model and optimizers
+    compare   every rank reads the index, compares it with its model and optimizers, and plans what to read (LoadPlan)
     check     every rank reads the bytes that it needs and compares them with their checksums
-    values    every rank takes the values that are no tensors; if a module refuses its extra state, all get theirs back
+    values    the modules take their extra state (get_extra_state); if one refuses it, all get theirs back
     take      every rank reads the tensors again, into the parameters and the optimizer's state, in place
 
 After each step the ranks agree that all can go on. Only the last step changes anything for good. It cannot be undone,
@@ -14,21 +14,24 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks, attempt
-from zero.checkpoint.format import CheckpointError, Index
-from zero.checkpoint.load_plan import LoadPlan, listed
-from zero.checkpoint.shards import Training
+from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Part, all_of, listed
+from zero.checkpoint.shards import Held, Training, inner, kind
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
+from zero.oss import OSS
+from zero.state.optimizer_state import restore
 
 _PARTLY_LOADED = (
     " This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
@@ -106,3 +109,174 @@ def _opened(path: str | os.PathLike[str], training: Training) -> Source:
     training.ranks.compare("the checkpoints found", lines, problem)
     assert source is not None
     return source
+
+
+# ---------------------------------------------------------------------------------------------------------- the plan
+
+
+class LoadPlan:
+    """What this rank reads of a checkpoint, planned from its index. Raises ValueError where it does not fit."""
+
+    def __init__(self, training: Training, index: Index) -> None:
+        self._training, self._index = training, index
+        self._stored_as: dict[str, str] = {}
+        """For each of the model's tensors, the name that it is stored under."""
+        here, there = {name: name for name in training.tensors} | training.tied, index.stored_as()
+        for alias, name in here.items():
+            if alias in there:  # a tensor with several names matches a stored tensor that has any of them
+                self._stored_as.setdefault(name, there[alias])
+        self._refuse_another_model(here, there)
+        self._tensors = [*self._of_model()]
+        optimizers, stored = training.optimizers, index.optimizers
+        if optimizers and len(optimizers) != len(stored):
+            saved = f"{len(stored)} optimizers" if stored else "no optimizer"
+            raise ValueError(f"it was saved with {saved}, but {len(optimizers)} to be loaded were given")
+        pairs = zip(optimizers, stored, strict=True) if optimizers else ()
+        self._optimizers = [_OptimizerPlan(training, index, *pair, self._stored_as) for pair in pairs]
+
+    def parts(self) -> Iterator[tuple[Entry, Part]]:
+        yield from self._tensors
+        for plan in self._optimizers:
+            yield from ((entry, part) for _, _, entry, part in plan.tensors)
+
+    def take_values(self) -> None:
+        """Gives the modules their extra state. One may refuse it; see `give_values_back`."""
+        for name, value in self._index.values.items():
+            self._training.holders[name].set_extra_state(decode(value))
+
+    def give_values_back(self) -> None:
+        """Undoes `take_values`."""
+        for name, value in self._training.values.items():
+            with suppress(Exception):  # a module may refuse even its own state; the others get theirs back
+                self._training.holders[name].set_extra_state(value)
+
+    @torch.no_grad()
+    def take(self, source: Source) -> None:
+        """Reads the tensors into the model and the optimizers' state. This cannot be undone."""
+        for entry, held in self._tensors:
+            _fill(source, entry, held)
+        for plan in self._optimizers:
+            plan.take(source)
+
+    def _of_model(self) -> Iterator[tuple[Entry, Held]]:
+        for name in self._training.tensors:
+            held, stored = self._training.resident(name), self._stored_as[name]
+            if held is not None:
+                entry, master = self._index.entry(stored), self._index.master(stored)
+                converted = held.full.dtype != entry.geometry.dtype
+                yield master if master is not None and converted else entry, held
+        for held in self._training.masters(settled=False):
+            stored = self._stored_as[held.name.removeprefix("master/")]
+            yield self._index.master(stored) or self._index.entry(stored), held
+
+    def _refuse_another_model(self, here: dict[str, str], there: dict[str, str]) -> None:
+        """Raises ValueError where the checkpoint must be of another model. here, there: all names, and where stored."""
+        training, index = self._training, self._index
+        differing = []
+        for name, stored_as in self._stored_as.items():
+            stored, full = index.entry(stored_as).geometry, training.full_geometry(name)
+            convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
+            if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
+                differing.append(f"{name} (saved {stored}, here {full})")
+        names = [
+            ("it has nothing for", [name for name in training.tensors if name not in self._stored_as]),
+            ("the model has no", [name for name in there if name not in here]),
+            ("these differ", differing),
+        ]
+        problems = [f"{what}: {listed(some)}" for what, some in names if some]
+        if not problems and index.stage is not None:
+            problems += [
+                f"{name} and {other} were {'one tensor' if saved else 'two'} when it was saved, and are not here"
+                for tied, saved in [(index.tied, True), (training.tied, False)]
+                for name, other in tied.items()
+                if (here[name] == here[other]) != (there.get(name) == there.get(other))
+            ]
+        if set(training.values) != set(index.values) and not problems:
+            problems.append("other modules had extra state (get_extra_state) when it was saved")
+        if problems:
+            raise ValueError(f"it is of another model: {'; '.join(problems)}")
+
+
+class _OptimizerPlan:
+    """The same of one optimizer's state. tensors: what is stepped, the key of its state, and the part to read."""
+
+    def __init__(
+        self, training: Training, index: Index, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
+    ) -> None:
+        self._optimizer = optimizer
+        _refuse_another_optimizer(training, optimizer, stored, stored_as)
+        self.tensors: list[tuple[Held, str, Entry, Part]] = []
+        self._of_own_dtype: list[tuple[Tensor, str]] = []
+        """State whose dtype was not that of the stepped parameter, and keeps its dtype."""
+        self._state: dict[Tensor, dict[str, Any]] = {}
+        self._options = [decode(group["options"]) for group in stored.groups]
+        for one in training.stepped(optimizer):
+            name = stored_as[one.name]
+            stepped = index.master(name) or index.entry(name)
+            for key, value in stored.values.get(name, {}).items():
+                self._state.setdefault(one.tensor, {})[key] = decode(value)
+            for key, path in stored.tensors.get(name, {}).items():
+                entry = index.tensors[path]
+                self.tensors.append((one, key, entry, _part(one, key, name, entry.geometry)))
+                if entry.geometry.dtype != stepped.geometry.dtype:
+                    self._of_own_dtype.append((one.tensor, key))
+
+    def take(self, source: Source) -> None:
+        before, taken = inner(self._optimizer).state, self._state
+        for one, key, entry, part in self.tensors:
+            tensor = _target(one, part.full, before.get(one.tensor, {}).get(key))
+            _fill(source, entry, Held(part.full, part.start, part.stop, key, tensor))
+            taken.setdefault(one.tensor, {})[key] = tensor
+        if isinstance(self._optimizer, OSS):
+            self._optimizer.take_shards(taken, self._options)  # type: ignore[arg-type]
+        else:
+            restore(self._optimizer, taken, self._options)
+        state = inner(self._optimizer).state  # torch's optimizers convert loaded state to the parameter's dtype
+        for tensor, key in self._of_own_dtype:
+            if state[tensor][key].dtype != taken[tensor][key].dtype:
+                state[tensor][key] = taken[tensor][key]
+
+
+def _refuse_another_optimizer(
+    training: Training, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
+) -> None:
+    if stored.kind not in ("", kind(optimizer)):
+        raise ValueError(f"it holds the state of {stored.kind}, but the optimizer is {kind(optimizer)}")
+    here = [[stored_as[name] for name in names] for names in training.group_names(optimizer)]
+    if len(here) != len(stored.groups):
+        groups = f"{len(stored.groups)} parameter groups, the optimizer here has {len(here)}"
+        raise ValueError(f"its {stored.kind} has {groups}")
+    group_here = {name: number for number, names in enumerate(here) for name in names}
+    group_there = {name: number for number, group in enumerate(stored.groups) for name in group["params"]}
+    if unknown := [name for name in sorted({*stored.tensors, *stored.values}) if name not in group_here]:
+        raise ValueError(f"it has state of {listed(unknown)}, which the {stored.kind} here does not have")
+    if moved := [name for name, number in group_here.items() if group_there.get(name, number) != number]:
+        raise ValueError(f"{listed(moved)} were in other parameter groups of the {stored.kind} when it was saved")
+
+
+def _part(one: Held, key: str, name: str, stored: Geometry) -> Part:
+    """What to read of the state under a key: the elements that are stepped, or all where it has a shape of its own."""
+    if stored.shape == one.full.shape:
+        return Part(replace(one.full, dtype=stored.dtype), one.start, one.stop)
+    if one.is_full:
+        return all_of(stored)
+    raise ValueError(
+        f"{key!r} of {name} has shape {list(stored.shape)}, the parameter {list(one.full.shape)}, and is cut between "
+        "ranks here. Build the optimizer, or FSDP, with partition='whole'"
+    )
+
+
+def _target(one: Held, full: Geometry, present: Any) -> Tensor:
+    """The tensor to read an entry of the state into: the present one if dtype and shape fit, otherwise a new one."""
+    fitting = full if one.is_full else Geometry(tuple(one.tensor.shape), full.dtype)
+    if isinstance(present, Tensor) and present.dtype == full.dtype and tuple(present.shape) == fitting.shape:
+        return present
+    return torch.empty_strided(fitting.shape, fitting.strides, dtype=full.dtype, device=one.tensor.device)
+
+
+def _fill(source: Source, entry: Entry, held: Held) -> None:
+    """Reads into the held tensor: in place where its memory has the order of what is read."""
+    flat = held.flat()
+    source.fill(flat, entry, held)
+    if flat.numel() and flat.data_ptr() != held.tensor.data_ptr() + held.offset * flat.itemsize:  # a copy
+        held.tensor.detach().copy_(held.full.shaped(flat))

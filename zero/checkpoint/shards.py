@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zero._torch import name_without_compile
 from zero.checkpoint.agree import Ranks
-from zero.checkpoint.format import Geometry, Part, geometry_of, memory_order, tensor_problem
+from zero.checkpoint.format import Geometry, Part, geometry_of, is_extra_state, memory_order, tensor_problem
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.measure.param_groups import params_of
@@ -56,12 +56,6 @@ class Held(Part):
         ordered = self.full.flat(tensor) if tuple(tensor.shape) == self.full.shape else tensor.reshape(-1)
         return ordered[self.offset : self.offset + self.numel]
 
-    def memory(self) -> Tensor | None:
-        """`flat` as a view, to be written into; None where memory has gaps or another order."""
-        flat = self.flat()
-        is_view = not flat.numel() or flat.data_ptr() == self.tensor.data_ptr() + self.offset * flat.itemsize
-        return flat if is_view else None
-
 
 def whole(name: str, tensor: Tensor) -> Held:
     """All of a tensor that this rank has full, and so have the others."""
@@ -85,11 +79,11 @@ class Training:
         process_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        sharding = [one for one in self.optimizers if isinstance(one, OSS)]
+        self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
         module, wrappers = unwrapped(model)
-        self.stage = _stage(wrappers, sharding)
+        self.stage = _stage(wrappers, self._sharding)
         self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
-        self.ranks = Ranks(_comms(wrappers, sharding, process_group))
+        self.ranks = Ranks(_comms(wrappers, self._sharding, process_group))
         self.tensors: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}
         self.values: dict[str, Any] = {}
@@ -97,14 +91,13 @@ class Training:
         self._names: dict[Tensor, str] = {}
         self._own_dtypes: dict[Tensor, torch.dtype] = {}
         unnamed = self._name_tensors(module)
-        groups = [group for one in sharding for group in one.shard_groups]
+        self._groups = [group for one in self._sharding for group in one.shard_groups]
         for one in wrappers:
             if isinstance(one, FSDP):
                 one.reshard()
-                groups += one.shard_groups
+                self._groups += one.shard_groups
                 self._own_dtypes |= one.buffer_dtypes
-        self._groups = groups
-        self._places: dict[Any, Place] = {**places_in(groups)}
+        self._places: dict[Any, Place] = {**places_in(self._groups)}
         self.problem = unnamed or self._misfit(wrappers)
 
     def _name_tensors(self, module: nn.Module) -> str | None:
@@ -123,7 +116,7 @@ class Training:
                 self._names[value], self.tensors[name] = name, value
                 if problem := tensor_problem(value):
                     return f"{name!r} {problem}."
-            elif name.rpartition(".")[2] == "_extra_state":
+            elif is_extra_state(name):
                 self.values[name] = value
                 self.holders[name] = module.get_submodule(given.rpartition(".")[0])
             else:
@@ -134,7 +127,6 @@ class Training:
         return None
 
     def _misfit(self, wrappers: Sequence[nn.Module]) -> str | None:
-        """Why model and optimizers do not fit each other."""
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 return f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
@@ -165,10 +157,7 @@ class Training:
                 return f"{moved} was moved, cast or given other data after it was sharded. Do that before wrapping."
         return None
 
-    # ------------------------------------------------------------------------------------------- parameters
-
     def full_geometry(self, name: str) -> Geometry:
-        """The geometry of a parameter or buffer when it is full."""
         place = self._places.get(self.tensors[name])
         return geometry_of(self.tensors[name]) if place is None else _full(place)
 
@@ -191,21 +180,18 @@ class Training:
         """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one)."""
         if self.stage == 3 and self.in_shard_group(name):
             return self.owned(name)
-        full = self.full_geometry(name)
-        return Held(full, 0, full.numel, f"model/{name}", self.tensors[name], shared=True)
+        return replace(whole(f"model/{name}", self.tensors[name]), full=self.full_geometry(name))
 
-    def buffer(self, name: str) -> Held:
-        """A buffer to be written, in its own dtype even where the model computes in another."""
+    def unsharded(self, name: str) -> Held:
+        """What is in no shard group, to be written: buffers in their own dtype, also where the model has another."""
         tensor = self.tensors[name]
         return whole(f"model/{name}", tensor.to(self._own_dtypes.get(tensor, tensor.dtype)))
 
     def masters(self, *, settled: bool) -> Iterator[Held]:
         """This rank's shards of masters. settled: as the next step uses them, to be read; otherwise to be filled."""
-        sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        for group in (group for one in sharding for group in one.shard_groups):
-            master = group.master
-            if master is not None:
-                master = settled_master(master, group.shard) if settled else master
+        for group in (group for one in self._sharding for group in one.shard_groups):
+            if group.master is not None:
+                master = settled_master(group.master, group.shard) if settled else group.master
                 for index in group.spans:
                     yield self._shard(f"master/{self._names[group.params[index]]}", Place(group, index), master)
 
@@ -215,8 +201,6 @@ class Training:
         assert span is not None
         full = replace(_full(place), dtype=shards.dtype)
         return Held(full, span.start, span.stop, path, shards[span.offset : span.offset + span.numel])
-
-    # -------------------------------------------------------------------------------------- optimizer state
 
     def stepped(self, optimizer: Optimizer) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""
@@ -229,12 +213,10 @@ class Training:
                 yield Held(_full(place), place.span.start, place.span.stop, name, tensor)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """The names of the parameters in each of an optimizer's groups."""
         return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _full(place: Place) -> Geometry:
-    """The geometry of a parameter in a shard group when it is full."""
     shape, stride = place.group.shapes.full[place.position], place.group.shapes.strides[place.position]
     return Geometry(tuple(shape), place.group.shard.dtype, memory_order(shape, stride))
 
@@ -245,7 +227,6 @@ def inner(optimizer: Optimizer) -> Optimizer:
 
 
 def kind(optimizer: Optimizer) -> str:
-    """The name of the class whose state it is."""
     return type(inner(optimizer)).__name__
 
 

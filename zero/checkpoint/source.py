@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,9 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zero.checkpoint.files import BUFFER, LONGEST_HEADER, FileProblem, SafeFile
+from zero.checkpoint.files import BUFFER, LONGEST_HEADER, FileProblem, SafeFile, progress
 from zero.checkpoint.format import INDEX, Entry, Index, Part, all_of
-from zero.checkpoint.progress import progress
 from zero.checkpoint.storage import Place
 
 
@@ -31,10 +31,12 @@ class Source(ExitStack):
         super().__init__()
         self.directory = directory
         try:
-            size = (directory / INDEX).size()
-            if size > LONGEST_HEADER:
-                raise ValueError(f"has {size} bytes, more than the {LONGEST_HEADER} that an index may have")
-            text = (directory / INDEX).read()
+            with (directory / INDEX).open() as file:
+                size = file.seek(0, os.SEEK_END)
+                if size > LONGEST_HEADER:
+                    raise ValueError(f"has {size} bytes, more than the {LONGEST_HEADER} that an index may have")
+                file.seek(0)
+                text = file.read()
             self.digest = hashlib.sha256(text).hexdigest()
             self.index = Index.loads(text.decode())
         except OSError as error:
@@ -64,31 +66,29 @@ class Source(ExitStack):
             self.fill(flat, entry, all_of(stored))
             target.copy_(part.full.flat(stored.shaped(flat))[part.start : part.stop])
             return
+        direct = target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous()
+        buffer = self._buffer.view(stored.dtype)
         for name, low, high, at in self._places(entry, part):
-            count = (high - low) // stored.dtype.itemsize
-            self._fill(target[at : at + count], stored.dtype, self._files[name], low)
+            section = target[at : at + (high - low) // stored.dtype.itemsize]
+            if direct:
+                self._files[name].read(section, low)
+                continue
+            for some in section.split(len(buffer)):
+                self._files[name].read(buffer[: len(some)], low)
+                some.copy_(buffer[: len(some)])
+                low += len(some) * stored.dtype.itemsize
 
-    def stream(self, entry: Entry) -> Iterator[Tensor]:
-        """Yields a full tensor, row-major and flat, a buffer at a time; each is valid until the next."""
-        full, dtype = replace(entry.geometry, order=None), entry.geometry.dtype
+    def stream(self, entry: Entry, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yields a full tensor in a dtype, row-major and flat, a buffer at a time; each is valid until the next."""
+        full = replace(entry.geometry, order=None)
         if entry.geometry.order is None:
-            flat, step = self._buffer.view(dtype), BUFFER // dtype.itemsize
+            flat = self._buffer.view(full.dtype)
         else:  # it has to be read at once
-            flat, step = torch.empty(full.numel, dtype=dtype, device="cpu"), max(full.numel, 1)
-        for start in range(0, full.numel, step):
-            part = Part(full, start, min(start + step, full.numel))
+            flat = torch.empty(max(full.numel, 1), dtype=full.dtype, device="cpu")
+        for start in range(0, full.numel, len(flat)):
+            part = Part(full, start, min(start + len(flat), full.numel))
             self.fill(flat[: part.numel], entry, part)
-            yield flat[: part.numel]
-
-    def _fill(self, target: Tensor, dtype: torch.dtype, file: SafeFile, low: int) -> None:
-        if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-            file.read(target, low)
-            return
-        read = self._buffer.view(dtype)
-        for first in range(0, target.numel(), len(read)):
-            section = target[first : first + len(read)]
-            file.read(read[: len(section)], low + first * dtype.itemsize)
-            section.copy_(read[: len(section)])
+            yield flat[: part.numel].to(dtype)
 
     def _places(self, entry: Entry, part: Part) -> Iterator[tuple[str, int, int, int]]:
         """Where a part is stored: file, first byte, end byte, and the element of the part at the first byte."""

@@ -51,16 +51,14 @@ def mounted(path: str | os.PathLike[str], what: str) -> Path:
 
 @dataclass(frozen=True)
 class Local:
-    """A directory or file, which may not exist yet.
+    """A directory or file, which may not exist yet. A rename is atomic, and files opened by `write` are seekable.
 
-    renames: whether a directory can be renamed atomically. If so, files opened by `write` are seekable.
     poll_every: the most seconds between two looks while waiting for a file.
     public: the path or URL from which `place` makes it.
     """
 
     path: Path
 
-    renames: ClassVar[bool] = True
     poll_every: ClassVar[float] = 0.02
 
     def __str__(self) -> str:
@@ -82,7 +80,6 @@ class Local:
         return Local(self.path / name)
 
     def inside(self) -> list[Local]:
-        """What is in a directory."""
         return [Local(one) for one in self.path.iterdir()]
 
     def exists(self) -> bool:
@@ -92,7 +89,6 @@ class Local:
         return self.path.is_dir()
 
     def make(self) -> None:
-        """Makes the directory and its parents."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def remove(self) -> None:
@@ -102,9 +98,6 @@ class Local:
                 shutil.rmtree(self.path, ignore_errors=True)
             else:
                 self.path.unlink()
-
-    def size(self) -> int:
-        return self.path.stat().st_size
 
     def read(self, most: int | None = None) -> bytes:
         """All of a small file, or its first bytes."""
@@ -176,7 +169,6 @@ class Remote:
     system: Any = field(compare=False)
     path: str
 
-    renames: ClassVar[bool] = False
     poll_every: ClassVar[float] = 0.5
 
     def __str__(self) -> str:
@@ -217,9 +209,6 @@ class Remote:
     def remove(self) -> None:
         with suppress(Exception):
             self.system.rm(self.path, recursive=True)
-
-    def size(self) -> int:
-        return int(self._fresh().size(self.path))
 
     def read(self, most: int | None = None) -> bytes:
         return bytes(self.system.cat_file(self.path, end=most))

@@ -13,13 +13,16 @@ from __future__ import annotations
 import io
 import math
 import pickletools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from zero.checkpoint.format import is_extra_state
 
 METADATA = ".metadata"
 
@@ -33,8 +36,8 @@ _DEEPEST = 100
 """The most levels of dictionaries and lists."""
 
 
-class NotPlain(ValueError):
-    """A value that torch.load(weights_only=True) refuses."""
+class _NotPlain(ValueError):
+    """Neither a tensor nor a plain value: torch.load(weights_only=True) refuses it."""
 
 
 @dataclass
@@ -142,65 +145,95 @@ class _Slice:
 
 
 @dataclass(frozen=True)
-class Stored:
+class _Stored:
     """A tensor, or (dtype None) a value. path: its keys in the dictionary that was saved."""
 
     path: tuple[str | int, ...]
     dtype: torch.dtype | None
     size: tuple[int, ...]
-    _chunks: list[tuple[tuple[int, ...], tuple[int, ...], _Slice]]
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...], _Slice]]
 
     def read(self) -> Any:
-        """Raises NotPlain for anything but tensors and plain values."""
         try:
-            return self._chunks[0][2].load() if self.dtype is None else self._assembled(self.dtype)
+            if self.dtype is None:
+                return self.chunks[0][2].load()
+            full = torch.empty(self.size, dtype=self.dtype, device="cpu")
+            for low, size, where in self.chunks:
+                chunk = where.load()
+                if not isinstance(chunk, Tensor) or chunk.dtype != self.dtype or chunk.shape != size:
+                    raise ValueError(f"it has no {self.dtype} of size {size} where its metadata says so")
+                full[tuple(slice(a, a + b) for a, b in zip(low, size, strict=True))] = chunk
+            return full
         except Exception as error:
-            where = f"{'.'.join(map(str, self.path))!r} of {self._chunks[0][2].file.parent}"
-            raise NotPlain(f"{where} is no tensor or plain value, and was not read ({error}).") from None
-
-    def _assembled(self, dtype: torch.dtype) -> Tensor:
-        full = torch.empty(self.size, dtype=dtype, device="cpu")
-        for low, size, where in self._chunks:
-            chunk = where.load()
-            if not isinstance(chunk, Tensor) or chunk.dtype != dtype or chunk.shape != size:
-                raise ValueError(f"it has no {dtype} of size {size} where its metadata says so")
-            full[tuple(slice(a, a + b) for a, b in zip(low, size, strict=True))] = chunk
-        return full
+            name = f"{'.'.join(map(str, self.path))!r} of {self.chunks[0][2].file.parent}"
+            raise _NotPlain(f"{name} is no tensor or plain value, and was not read ({error}).") from None
 
 
-def read_directory(path: Path) -> list[Stored]:
-    """The contents of a distributed checkpoint. Raises ValueError where its metadata is not as torch writes it."""
+def read_nested(path: Path, needed: Container[str | int]) -> tuple[Any, dict[Tensor, Callable[[], Tensor]]]:
+    """The dictionary that was saved, and how to read its tensors on the meta device. needed: keys that must be read."""
+    nested: dict[str | int, Any] = {}
+    readers: dict[Tensor, Callable[[], Tensor]] = {}
+    for stored in _read_metadata(path):
+        if stored.dtype is None or not stored.size or any(is_extra_state(str(atom)) for atom in stored.path):
+            try:
+                value = stored.read()
+            except _NotPlain as error:
+                if stored.path[0] in needed:
+                    raise
+                warnings.warn(f"left out: {error}", stacklevel=3)
+                continue
+        else:
+            value = torch.empty(stored.size, dtype=stored.dtype, device="meta")
+            readers[value] = stored.read
+        _insert(nested, stored.path, value)
+    return _with_lists(nested), readers
+
+
+def _insert(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for atom in path[:-1]:
+        nested = nested.setdefault(atom, {})
+        if not isinstance(nested, dict):
+            raise ValueError(f"{'.'.join(map(str, path))} is inside something that is no dictionary.")
+    nested[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """The value, with dictionaries whose keys are 0, 1, ... turned back into lists, which torch saves so."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    if items and all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
+        return [items[number] for number in range(len(items))]
+    return items
+
+
+def _read_metadata(path: Path) -> list[_Stored]:
     file = path / METADATA
     if file.stat().st_size > _MOST_METADATA:
         raise ValueError(f"{file} has more than the {_MOST_METADATA} bytes that metadata may have.")
     try:
-        return _listed(_fields(_Instructions().follow(file.read_bytes()), "Metadata"), path)
+        metadata = _fields(_Instructions().follow(file.read_bytes()), "Metadata")
+        paths = metadata["planner_data"].as_dict() if metadata["planner_data"] else {}
+        slices: dict[tuple[str, tuple[int, ...]], _Slice] = {}
+        pairs = metadata["storage_data"]
+        for index, where in zip(pairs[::2], pairs[1::2], strict=True):
+            key = _fields(index, "MetadataIndex")
+            low = () if key.get("offset") is None else _sizes(key["offset"])
+            slices[str(key["fqn"]), low] = _slice(_made(where, _STORED).state.as_dict(), path)
+        described = metadata["state_dict_metadata"].as_dict()
+        return [_stored(key, paths.get(key, (key,)), one, slices) for key, one in described.items()]
     except Exception as error:
         raise ValueError(
             f"{file} is not what torch.distributed.checkpoint writes, and was not read ({error})."
         ) from None
 
 
-def _listed(metadata: dict[str, Any], path: Path) -> list[Stored]:
-    paths = metadata["planner_data"].as_dict() if metadata["planner_data"] else {}
-    slices: dict[tuple[str, tuple[int, ...]], _Slice] = {}
-    pairs = metadata["storage_data"]
-    for index, where in zip(pairs[::2], pairs[1::2], strict=True):
-        key = _fields(index, "MetadataIndex")
-        low = () if key.get("offset") is None else _sizes(key["offset"])
-        slices[str(key["fqn"]), low] = _slice(_made(where, _STORED).state.as_dict(), path)
-    return [
-        _stored(key, paths.get(key, (key,)), described, lambda low, key=key: slices[key, low])  # type: ignore[misc]
-        for key, described in metadata["state_dict_metadata"].as_dict().items()
-    ]
-
-
-def _stored(key: str, path: Any, described: Any, slice_at: Callable[[tuple[int, ...]], _Slice]) -> Stored:
+def _stored(key: str, path: Any, described: Any, slices: dict[tuple[str, tuple[int, ...]], _Slice]) -> _Stored:
     plain = isinstance(path, tuple) and all(type(atom) in (str, int) for atom in path)
     if not plain or not 0 < len(path) <= _DEEPEST:
         raise ValueError(f"no path for {key!r}")
     if isinstance(described, _Made) and described.kind == _OWN + "BytesStorageMetadata":
-        return Stored(path, None, (), [((), (), slice_at(()))])
+        return _Stored(path, None, (), [((), (), slices[key, ()])])
     fields = _fields(described, "TensorStorageMetadata")
     dtype, size = _dtype(_made(fields["properties"], _OWN + "TensorProperties").state[0]), _sizes(fields["size"])
     chunks = []
@@ -209,14 +242,14 @@ def _stored(key: str, path: Any, described: Any, slice_at: Callable[[tuple[int, 
         low, sizes = _sizes(place["offsets"]), _sizes(place["sizes"])
         if not len(low) == len(sizes) == len(size) or any(a + b > c for a, b, c in zip(low, sizes, size, strict=True)):
             raise ValueError(f"a chunk of {key!r} that is outside of it")
-        where = slice_at(low)
+        where = slices[key, low]
         if math.prod(sizes) * dtype.itemsize > where.length:
             raise ValueError(f"more of {key!r} than its file holds")
         chunks.append((low, sizes, where))
     distinct = len({low for low, _, _ in chunks}) == len(chunks)
     if not distinct or sum(math.prod(sizes) for _, sizes, _ in chunks) != math.prod(size):
         raise ValueError(f"chunks that do not make up {key!r}")
-    return Stored(path, dtype, size, chunks)
+    return _Stored(path, dtype, size, chunks)
 
 
 def _made(value: Any, kind: str) -> _Made:

@@ -52,8 +52,7 @@ def encode(value: Any, where: str) -> Any:
             return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
         items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
         return {_TAG: "Counter" if isinstance(value, Counter) else "dict", "items": items}
-    masked = isinstance(value, np.ma.MaskedArray)
-    if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS and not masked:
+    if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS and not isinstance(value, np.ma.MaskedArray):
         return {
             **encode(torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), ndmin=1)), where),
             "shape": list(value.shape),

@@ -27,10 +27,8 @@ from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.files import FileProblem, checksum
 from zero.checkpoint.format import CheckpointError, Index
-from zero.checkpoint.rank_files import rank_file, seal, write_rank_file
-from zero.checkpoint.save_plan import SavePlan, plan_save
+from zero.checkpoint.rank_files import SavePlan, plan_save, rank_file, seal, staged, write_rank_file
 from zero.checkpoint.shards import Training, kind
-from zero.checkpoint.staging import staged
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
 
@@ -81,7 +79,9 @@ def save(
     earlier = _unfinished.get(run)
     if earlier is not None:
         earlier.wait()
-    saving = Saving(training.ranks, _begin(training.ranks, run), plan.index, keep)
+    begun, problem = attempt(lambda: directory.begin(run), writing=run) if training.ranks.first else (None, None)
+    name: str = training.ranks.exchange(begun.name if begun else None, problem)[0]
+    saving = Saving(training.ranks, run / name, plan.index, keep)
     if wait:
         saving._write_file(plan)
         saving.wait()
@@ -129,8 +129,8 @@ class Saving:
             names = self._ranks.exchange(self._final.name if self._final else None, self._problem)
         except BaseException as error:
             self._failure = error if isinstance(error, CheckpointError) else None
-            if self._final is None:
-                self._discard()  # with wait=False again, now that no rank writes there any more
+            if self._final is None and self._ranks.first:
+                self._partial.remove()  # with wait=False again, now that no rank writes there any more
             raise
         self._final = self._partial.parent / names[0]
 
@@ -149,14 +149,13 @@ class Saving:
             if self._thread is not None:
                 self._thread.join()
 
-    # ------------------------------------------------------------------------------------------------- the steps
-
     def _write_behind(self, plan: SavePlan, release: Callable[[], None]) -> None:
         """Writes on a thread. release: called when the tensors are written."""
         _unfinished[self._partial.parent] = self
 
         def work() -> None:
-            _lower_priority()
+            if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             self._write_file(plan)
             release()
             if self._ranks.writes and not self._ranks.first:
@@ -170,7 +169,6 @@ class Saving:
         self._thread.start()
 
     def _write_file(self, plan: SavePlan) -> None:
-        """Writes this rank's file. An error is left in `_problem`."""
         partial, rank = self._partial, self._ranks.rank
         if self._ranks.writes:
             _, self._problem = attempt(
@@ -179,21 +177,16 @@ class Saving:
 
     def _publish(self) -> None:
         """On the first rank, after it has tried to write its own file."""
-
-        def seal_all() -> Place:
-            if self._thread is not None:
-                self._await_others()
-            return seal(self._partial, self._index, keep=self._keep)
-
         if self._problem is None:
-            self._final, self._problem = attempt(seal_all, writing=self._partial)
+            self._final, self._problem = attempt(self._seal, writing=self._partial)
         if self._problem is not None:
-            self._discard()
+            self._partial.remove()
 
-    def _await_others(self) -> None:
-        """Waits until all ranks have reported, and removes the reports. Raises FileProblem if one has failed."""
+    def _seal(self) -> Place:
+        """On a thread, first waits until all ranks have reported. Raises FileProblem if one has failed."""
         ended, pause = None, 0.01
-        missing = {rank_file(self._partial, rank, "report").name for rank in range(1, self._ranks.world)}
+        others = range(1, self._ranks.world) if self._thread is not None else ()
+        missing = {rank_file(self._partial, rank, "report").name for rank in others}
         while missing:
             for report in [one for one in self._partial.inside() if one.name in missing]:
                 missing.remove(report.name)
@@ -207,10 +200,7 @@ class Saving:
             if missing and self._given_up.wait(pause):
                 raise FileProblem("another rank could not write its file")
             pause = min(2 * pause, self._partial.poll_every)
-
-    def _discard(self) -> None:
-        if self._ranks.first:
-            self._partial.remove()
+        return seal(self._partial, self._index, keep=self._keep)
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
@@ -224,7 +214,10 @@ def _agree(
     run, unknown = attempt(lambda: place(path), writing=path)
     planned, problem = attempt(lambda: _plan(training, extra, keep))
     plan, encoded = planned or (None, None)
-    lines = _signature(training, run, keep, wait)
+    lines = [f"path {run}", f"keep {keep}, wait {wait}", f"stage {training.stage}"]
+    lines += [f"optimizer {kind(one)}" for one in training.optimizers]
+    if not training.problem:
+        lines += [f"{name}: {training.full_geometry(name)!r}" for name in training.tensors]
     extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, encoded)
     assert run is not None
     assert plan is not None
@@ -233,13 +226,6 @@ def _agree(
         ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", lines)
     plan.index.take_extras(extras)
     return run, plan
-
-
-def _begin(ranks: Ranks, run: Place) -> Place:
-    """Collective. A new directory to write into."""
-    begun, problem = attempt(lambda: directory.begin(run), writing=run) if ranks.first else (None, None)
-    name: str = ranks.exchange(begun.name if begun else None, problem)[0]
-    return run / name
 
 
 def _plan(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[SavePlan, dict[str, Any]]:
@@ -251,18 +237,3 @@ def _plan(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
         raise ValueError(f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}")
     return plan_save(training), {key: encode(value, f"extra[{key!r}]") for key, value in extra.items()}
-
-
-def _signature(training: Training, run: Place | None, keep: int | None, wait: bool) -> list[str]:
-    """What must be the same on all ranks."""
-    lines = [f"path {run}", f"keep {keep}, wait {wait}", f"stage {training.stage}"]
-    lines += [f"optimizer {kind(one)}" for one in training.optimizers]
-    if not training.problem:
-        lines += [f"{name}: {training.full_geometry(name)}" for name in training.tensors]
-    return lines
-
-
-def _lower_priority() -> None:
-    """Lets training run before this thread where there are not cores for both. On Linux threads have priorities."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
