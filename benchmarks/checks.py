@@ -40,7 +40,7 @@ from zero.checks.guard import Guard
 from zero.checks.scaling import Scaling
 from zero.checks.step_checks import Gradients, Moved
 from zero.comm import Comm
-from zero.comm.order import Order, Transfer
+from zero.comm.order import Order
 from zero.fsdp.model import Model
 from zero.interop.ddp import DDPChecks
 from zero.sdp.reducer import Reducer
@@ -64,8 +64,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (Comm, "agree", _agree_unseen),
     (Order, "append", lambda *_: False),
     (Order, "refuse_differing", _none),
-    (Transfer, "__enter__", _none),
-    (Transfer, "__exit__", _none),
+    (Order, "attempt", lambda order, channel, buffers, act: act()),
     (Scaling, "remember", _none),
     (Scaling, "compare", _none),
     (Guard, "before_step", lambda guard, optimizer, closure: closure),
