@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,9 +45,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     scaler: Any
     _models: list[nn.Module]
-    _optimizers: list[Any]
-    _save_model_state_pre_hook: OrderedDict[Any, Any]
-    _load_model_state_pre_hook: OrderedDict[Any, Any]
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
@@ -76,8 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         choosing.refuse_ranks_apart(self.distributed_type)
         self.zero_plugin = plugin
-        ranks_of_a_host = int(os.environ.get("LOCAL_WORLD_SIZE") or self.num_processes)
-        self.sharding = Sharding(plugin, self.device, ranks_of_a_host)
+        self.sharding = Sharding(plugin, self.device)
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}

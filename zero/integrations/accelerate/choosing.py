@@ -25,15 +25,15 @@ def chosen_plugin(given: ZeroPlugin | int | None, arguments: Mapping[str, Any]) 
 
     given: a plugin or a stage.
     """
-    passed = {name: arguments[name] for name in THEIR_PLUGINS if arguments.get(name) is not None}
-    if (given is not None and passed) or len(passed) > 1:
-        names = " and ".join([*(["zero_plugin"] if given is not None else []), *passed])
-        raise ValueError(f"{names} both say how to shard. Pass one of them.")
+    asked = {"zero_plugin": given, **{name: arguments.get(name) for name in THEIR_PLUGINS}}
+    passed = {name: plugin for name, plugin in asked.items() if plugin is not None}
+    if len(passed) > 1:
+        raise ValueError(f"{' and '.join(passed)} both say how to shard. Pass one of them.")
     if given is not None:
         return given if isinstance(given, ZeroPlugin) else ZeroPlugin(stage=given)
-    if "fsdp_plugin" in passed:
-        return ZeroPlugin.from_fsdp_plugin(passed["fsdp_plugin"])
-    for plugin in passed.values():
+    for name, plugin in passed.items():
+        if name == "fsdp_plugin":
+            return ZeroPlugin.from_fsdp_plugin(plugin)
         if isinstance(plugin, Mapping):
             raise ValueError(
                 "deepspeed_plugins names several plugins. Pass one, or zero_plugin: several models may share it."
@@ -93,9 +93,7 @@ def ddp_options(handler: Any, stage: int) -> dict[str, Any]:
     """
     if handler is None:
         return {}
-    options = dict(handler.to_kwargs())
-    for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
-        options.pop(name, None)
+    options = {name: value for name, value in handler.to_kwargs().items() if not name.startswith("comm_")}
     hook = getattr(handler.comm_hook, "value", handler.comm_hook)
     if hook != "no":
         if stage > 1:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 import zero
 from zero.fsdp import BackwardPrefetch, MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
-from zero.integrations.accelerate.keys import DTYPES, Keys, count, flag, names, one_of
+from zero.integrations.accelerate.keys import DTYPES, STATE_DICT_TYPES, WRAPPING, Keys, count, flag, names, one_of
 
 OTHER_NAMES = {
     "backward_prefetch_policy": "backward_prefetch",  # an old name, which Accelerate 1.15 drops
@@ -40,8 +40,7 @@ def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: 
     found["offload"] = keys.take("offload_params", _offload)
     found |= _wrapping(keys, launched=launched)
     found["prefetch"] = _prefetch(keys)
-    if (kind := keys.take("state_dict_type", one_of("FULL_STATE_DICT", "SHARDED_STATE_DICT"))) is not None:
-        found["state_dict_type"] = kind
+    found["state_dict_type"] = keys.take("state_dict_type", one_of(*STATE_DICT_TYPES), "FULL_STATE_DICT")
     keys.take("use_orig_params", flag)  # always so: parameters stay the same objects
     found["sync_module_states"] = keys.take("sync_module_states", flag, True)
     found["cpu_ram_efficient_loading"] = keys.take("cpu_ram_efficient_loading", flag, False)
@@ -149,7 +148,7 @@ def _offload(value: Any) -> zero.CPUOffload | None:
 
 
 def _wrapping(keys: Keys, *, launched: bool) -> dict[str, Any]:
-    known = one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+    known = one_of(*WRAPPING)
     policy = keys.take("auto_wrap_policy", lambda value: known(value) if isinstance(value, str) else value)
     found = {"auto_wrap_policy": policy}
     if policy == "TRANSFORMER_BASED_WRAP":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -41,8 +42,8 @@ Clip = Callable[[float, float], Tensor]
 class Sharding:
     """The models and optimizers that an Accelerator has sharded, also those that it no longer holds itself."""
 
-    def __init__(self, plugin: ZeroPlugin, device: torch.device, ranks_of_a_host: int) -> None:
-        self.plugin, self._device, self._ranks_of_a_host = plugin, device, ranks_of_a_host
+    def __init__(self, plugin: ZeroPlugin, device: torch.device) -> None:
+        self.plugin, self._device = plugin, device
         self.wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         """The wrapped models that still exist, in the order of wrapping."""
         self._optimizers: WeakKeyDictionary[OSS, None] = WeakKeyDictionary()
@@ -154,7 +155,7 @@ class Sharding:
         if not as_strategy(self.plugin.sharding_strategy).hybrid:
             return None
         world = dist.get_world_size()
-        size = self.plugin.shard_size or self._ranks_of_a_host
+        size = self.plugin.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
         if world % size:
             raise ValueError(
                 f"{self.plugin.sharding_strategy} shards within {size} ranks, and {world} is no multiple of {size}. "
