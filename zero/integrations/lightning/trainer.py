@@ -44,6 +44,9 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
     """
 
     lightnings = (*sharding.ShardedStrategy.lightnings, "precision_plugin")
+    accelerator: Any
+    cluster_environment: Any
+    lightning_module: pl.LightningModule
     _wrapper: nn.Module | None = None
     """The FSDP of stage 3. Between runs `model` is the plain module."""
 
@@ -51,8 +54,6 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Collective. Shards the model and its optimizers, for the run that begins."""
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
@@ -110,8 +111,6 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     def teardown(self) -> None:
         """Leaves the model on its device, and sharded at stage 3: test() and save_checkpoint() still use it."""
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         if self.model is not None and self._stage < 3:
@@ -132,7 +131,6 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Full weights: at stage 3 on rank 0, {} elsewhere; {} where they are saved in shards."""
-        assert self.lightning_module is not None
         if self._in_shards:
             return {}
         wrapper = sharding.sharded_before(self.lightning_module)
@@ -172,7 +170,6 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         if checkpoint.get(_IN_SHARDS):
             return  # which have been loaded
         model = self.model if isinstance(self.model, FSDP) else self.lightning_module
-        assert model is not None
         model.load_state_dict(named_as_compiled(model, checkpoint["state_dict"]), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -186,5 +183,4 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     def _whole(self) -> Any:
         """The model as zero.checkpoint takes it."""
-        assert self.lightning_module is not None
         return sharding.sharded_before(self.lightning_module) or self.model
