@@ -85,11 +85,7 @@ _BF16_WITHOUT_EFFECT = {
 
 
 def fields(
-    given: Mapping[str, Any],
-    section: str = "DeepSpeed",
-    *,
-    init_flag: bool = False,
-    as_one_unit: tuple[str, ...] = (),
+    given: Mapping[str, Any], section: str = "DeepSpeed", *, init_flag: bool = False, as_one_unit: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The fields of a ZeroPlugin for a DeepSpeed configuration. Raises ValueError for values that are not available.
 

@@ -11,7 +11,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 import zero
-from zero.fsdp import BackwardPrefetch, MixedPrecision, Prefetch
+from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
 from zero.integrations.accelerate.keys import DTYPES, STATE_DICT_TYPES, WRAPPING, Keys, count, flag, names, one_of
 
@@ -166,20 +166,14 @@ def _wrapping(keys: Keys, *, launched: bool) -> dict[str, Any]:
 
 def _prefetch(keys: Keys) -> Prefetch | None:
     """None where nothing is said of it."""
-    backward = keys.take("backward_prefetch", one_of(*_BACKWARD, numbered=True))
+    known = one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", numbered=True)
+    backward = keys.take("backward_prefetch", known, "auto")
     forward = keys.take("forward_prefetch", flag, False)
     limited = keys.take("limit_all_gathers", flag, True)
-    if backward is None and not forward and limited:
+    if backward == "auto" and not forward and limited:
         return None
-    ahead = "auto" if backward is None else _BACKWARD[backward]
+    ahead = None if backward == "NO_PREFETCH" else backward
     return Prefetch(ahead, forward_prefetch=forward or None, limit=None if limited else 3)  # False is the default there
-
-
-_BACKWARD = {
-    "BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE,
-    "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
-    "NO_PREFETCH": None,
-}
 
 
 def as_policy(value: Any) -> MixedPrecision:
