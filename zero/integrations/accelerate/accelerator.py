@@ -51,14 +51,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         plugin = choosing.chosen_plugin(zero_plugin, given)
         given = {name: value for name, value in given.items() if name not in choosing.THEIR_PLUGINS}
         choosing.refuse_other_parallelism(given.get("parallelism_config"))
-        given["mixed_precision"] = choosing.agreed(
-            "mixed_precision", given.get("mixed_precision"), plugin.mixed_precision
-        )
-        if given["mixed_precision"] == "fp8":
+        given |= choosing.agreed(plugin, given)
+        if given.get("mixed_precision") == "fp8":
             raise ValueError("mixed_precision='fp8' is not available. Choose 'no', 'bf16' or 'fp16'.")
-        if plugin.gradient_accumulation_steps is not None:
-            steps = choosing.agreed_steps(plugin.gradient_accumulation_steps, given)
-            given |= {} if "gradient_accumulation_plugin" in given else {"gradient_accumulation_steps": steps}
         with choosing.hidden_environment():
             super().__init__(**given)
         self.set_up(plugin)

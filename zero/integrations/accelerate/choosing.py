@@ -48,23 +48,24 @@ def chosen_plugin(given: ZeroPlugin | int | None, arguments: Mapping[str, Any]) 
     return found
 
 
-def agreed(name: str, passed: Any, planned: Any) -> Any:
-    """The value that was passed, or the configuration's. Raises ValueError if both are given and differ."""
-    unsaid = (None, 1) if isinstance(planned, int) else (None,)
-    if planned is not None and passed not in (*unsaid, planned):
-        raise ValueError(f"{name}={passed!r} was passed, but the configuration says {planned!r}. Make them the same.")
-    return passed if planned is None else planned
-
-
-def agreed_steps(planned: int, arguments: Mapping[str, Any]) -> int:
-    """The same for gradient_accumulation_steps, which may be passed in two ways."""
-    plugin = arguments.get("gradient_accumulation_plugin")
-    if plugin is not None and plugin.num_steps != planned:
-        raise ValueError(
-            f"GradientAccumulationPlugin(num_steps={plugin.num_steps}) was passed, but the configuration says "
-            f"gradient_accumulation_steps={planned}. Make them the same."
-        )
-    return int(agreed("gradient_accumulation_steps", arguments.get("gradient_accumulation_steps"), planned))
+def agreed(plugin: ZeroPlugin, passed: Mapping[str, Any]) -> dict[str, Any]:
+    """The Accelerator's arguments that its configuration gives. Raises ValueError if others were passed."""
+    unsaid = {"mixed_precision": (None,), "gradient_accumulation_steps": (None, 1)}
+    planned = {name: value for name in unsaid if (value := getattr(plugin, name)) is not None}
+    for name, value in planned.items():
+        if passed.get(name) not in (*unsaid[name], value):
+            raise ValueError(
+                f"{name}={passed[name]!r} was passed, but the configuration says {value!r}. Make them the same."
+            )
+    accumulation = passed.get("gradient_accumulation_plugin")
+    if accumulation is not None:
+        steps = planned.pop("gradient_accumulation_steps", None)
+        if steps not in (None, accumulation.num_steps):
+            raise ValueError(
+                f"GradientAccumulationPlugin(num_steps={accumulation.num_steps}) was passed, but the configuration "
+                f"says gradient_accumulation_steps={steps}. Make them the same."
+            )
+    return planned
 
 
 @contextmanager
