@@ -32,7 +32,6 @@ from zero._torch.modules import chosen_by_policy as chosen_by_policy
 from zero._torch.modules import classes_to_ignore as classes_to_ignore
 from zero._torch.modules import divides_by_ranks_with_data as divides_by_ranks_with_data
 from zero._torch.modules import join_mark as join_mark
-from zero._torch.modules import living_joins_of as living_joins_of
 from zero._torch.modules import recomputed_in_backward as recomputed_in_backward
 from zero._torch.modules import state_dict_hooks_of as state_dict_hooks_of
 from zero._torch.optimizers import GradScaler as GradScaler

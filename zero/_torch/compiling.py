@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from inspect import getclosurevars
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -25,10 +26,8 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
     There is no public way back. The class of what torch.compile returns is not compared: that imports the compiler.
     """
-    children = children_of(module)
-    if _WRAPPED in children and (inside := children[_WRAPPED]) is not None:
-        return inside
-    return module
+    inside = children_of(module).get(_WRAPPED)
+    return module if inside is None else inside
 
 
 def name_without_compile(name: str) -> str:
@@ -73,13 +72,9 @@ def called_by_cuda_graphs() -> bool:
 
     Found on the stack: torch keeps no list of what is being called.
     """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        of_compiler = frame.f_code.co_filename == torch._dynamo.eval_frame.__file__
-        if of_compiler and _records_cuda_graphs(frame.f_locals.get("self")):
-            return True
-    return False
+    compiler = torch._dynamo.eval_frame.__file__
+    callers = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_filename == compiler)
+    return any(_records_cuda_graphs(frame.f_locals.get("self")) for frame in callers)
 
 
 def _records_cuda_graphs(context: object) -> bool:

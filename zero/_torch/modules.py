@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -64,12 +63,6 @@ def recomputed_in_backward(module: nn.Module) -> nn.Module:
 def join_mark(joinable: Joinable) -> Any:
     """How a Join last marked the object: `enable`, whether it may end early; `is_first_joinable`. Stays afterwards."""
     return joinable._join_config
-
-
-def living_joins_of(joinable: Joinable) -> list[Join]:
-    """The Joins that the object is in. Goes through every object of the process."""
-    joins = [one for one in gc.get_objects() if type(one) is Join]
-    return [one for one in joins if any(joinable is other for other in one._joinables)]
 
 
 def averaged_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 from weakref import ref
 
@@ -25,14 +27,8 @@ def asked_by_torch_checkpoint() -> bool:
     torch.distributed.checkpoint.state_dict calls an optimizer's state_dict() on every rank and saves the result of one
     rank, so it must get the full state. Its calls are collective, so the answer may be.
     """
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
+    callers = islice(walk_stack(sys._getframe(1)), _FRAMES)
+    return any(one.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint") for one, _ in callers)
 
 
 def takes_state_hooks(optimizer: Optimizer) -> bool:

@@ -13,14 +13,13 @@ from typing import Any
 
 import transformers
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from zero.fsdp import FSDP
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
 from zero.integrations.accelerate.choosing import chosen_plugin, hidden_environment
 from zero.integrations.accelerate.fsdp_keys import fields
-from zero.sdp import ShardedDDP
+from zero.wrappers import Wrapped
 
 
 class ZeroTrainerMixin:
@@ -50,7 +49,7 @@ class ZeroTrainerMixin:
         self._full_numel: int | None = None
         self._saves_to_go_on = False
         model = kwargs.get("model", args[0] if args else None)
-        if isinstance(model, (FSDP, ShardedDDP, DistributedDataParallel)):
+        if isinstance(model, Wrapped):
             raise ValueError(
                 f"the Trainer was given a {type(model).__name__}, whose forward does not show the model's arguments. "
                 "Pass the plain model and zero_plugin."
@@ -87,7 +86,7 @@ class ZeroTrainerMixin:
 
     @property
     def _sharded(self) -> bool:
-        return isinstance(self.model_wrapped, (FSDP, ShardedDDP, DistributedDataParallel))
+        return isinstance(self.model_wrapped, Wrapped)
 
     @property
     def _writer(self) -> int | None:

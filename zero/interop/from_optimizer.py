@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 
 from zero._torch import call_stepped
 from zero.comm import Comm
+from zero.measure.built import argument_names
 from zero.measure.param_groups import called
 from zero.oss.optimizer import from_others
 
@@ -70,21 +70,8 @@ def from_optimizer(
 
 def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
     """The arguments that the optimizer was built with and stores, and the names of those that it does not store."""
-    names, held = [*_named_arguments(type(optimizer))], {**vars(optimizer), **optimizer.defaults}
+    names, held = [*argument_names(type(optimizer))], {**vars(optimizer), **optimizer.defaults}
     return {name: held[name] for name in names if name in held}, [name for name in names if name not in held]
-
-
-def _named_arguments(kind: type) -> Iterable[str]:
-    """The names of the constructor's arguments after the parameters, also of base classes that get **kwargs."""
-    for base in kind.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        signature: Mapping[str, inspect.Parameter] = inspect.signature(vars(base)["__init__"]).parameters
-        named = [one for one in signature.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        positional = [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
-        yield from [one.name for one in named if one.name not in positional[:2]]  # self and the parameters
-        if not any(one.kind is one.VAR_KEYWORD for one in signature.values()):
-            return
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> NoReturn:

@@ -35,18 +35,26 @@ def _built_alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimize
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """The constructor's arguments after the first, as far as they are known; for an inner optimizer a function that
-    builds it."""
+    """The constructor's arguments, as far as they are known; for an inner optimizer a function that builds it."""
     held = _held(optimizer)
-    given: dict[str, Any] = {}
-    for name in [*inspect.signature(type(optimizer)).parameters][1:]:
-        value = held.get(name)
-        if isinstance(value, Optimizer):
-            kind: Callable[..., Optimizer] = type(value)
-            given[name] = partial(kind, **_arguments(value))
-        elif name in held:
-            given[name] = deepcopy(held[name])
-    return given
+    given = {name: held[name] for name in argument_names(type(optimizer)) if name in held}
+    return {
+        name: partial(type(value), **_arguments(value)) if isinstance(value, Optimizer) else deepcopy(value)
+        for name, value in given.items()
+    }
+
+
+def argument_names(kind: type[Optimizer]) -> Iterator[str]:
+    """The names of the constructor's arguments after the parameters, also of base classes that get **kwargs."""
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        arguments = inspect.signature(vars(base)["__init__"]).parameters.values()
+        named = [one for one in arguments if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        positional = [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
+        yield from [one.name for one in named if one.name not in positional[:2]]  # self and the parameters
+        if not any(one.kind is one.VAR_KEYWORD for one in arguments):
+            return
 
 
 def _held(optimizer: Optimizer) -> dict[str, Any]:

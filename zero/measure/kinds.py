@@ -99,11 +99,9 @@ def measured(
         key = f"{options}; {described_options({name: _sort(value) for name, value in group.items()})}"
         if key not in findings:
             findings[key] = _remembered(source, (key, granularity), build, group)
-    kinds = {finding.kind: finding for finding in findings.values()}
-    worst = next(kinds[kind] for kind in _WORST_FIRST if kind in kinds)
     found = findings.values()
     return replace(
-        worst,
+        min(found, key=lambda one: _WORST_FIRST.index(one.kind)),
         writes_numbers=any(one.writes_numbers for one in found),
         writes_frozen=any(one.writes_frozen for one in found),
     )

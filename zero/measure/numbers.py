@@ -58,10 +58,6 @@ class Written:
         return signature.flatten()
 
 
-NOTHING = torch.full((2 * SLOTS,), -math.inf, dtype=torch.float64, device="cpu")
-"""The signature before the first step."""
-
-
 def differs(largest: Tensor, optimizer: Optimizer) -> str | None:
     """Whether ranks wrote different numbers, as an error message for the user; None if they did not.
 

@@ -22,6 +22,11 @@ def params_of(optimizer: Grouped) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def steps(optimizer: Grouped, module: nn.Module) -> bool:
+    """Whether the optimizer holds any of the module's parameters."""
+    return not {*params_of(optimizer)}.isdisjoint(module.parameters())
+
+
 def options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names", SHARD_MARK)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,19 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from zero._torch import follow
-from zero.integrations.accelerate import states
-from zero.integrations.accelerate.choosing import (
-    THEIR_PLUGINS,
-    agreed,
-    agreed_steps,
-    ask_for_ram_efficient_loading,
-    chosen_plugin,
-    ddp_options,
-    hidden_environment,
-    refuse_dummies,
-    refuse_other_parallelism,
-    refuse_ranks_apart,
-)
+from zero.integrations.accelerate import choosing, states
 from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
@@ -58,22 +45,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     scaler: Any
     _models: list[nn.Module]
-    _optimizers: list[Any]
-    _save_model_state_pre_hook: OrderedDict[Any, Any]
-    _load_model_state_pre_hook: OrderedDict[Any, Any]
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
-        plugin = chosen_plugin(zero_plugin, given)
-        given = {name: value for name, value in given.items() if name not in THEIR_PLUGINS}
-        refuse_other_parallelism(given.get("parallelism_config"))
-        given["mixed_precision"] = agreed("mixed_precision", given.get("mixed_precision"), plugin.mixed_precision)
-        if given["mixed_precision"] == "fp8":
+        plugin = choosing.chosen_plugin(zero_plugin, given)
+        given = {name: value for name, value in given.items() if name not in choosing.THEIR_PLUGINS}
+        choosing.refuse_other_parallelism(given.get("parallelism_config"))
+        given |= choosing.agreed(plugin, given)
+        if given.get("mixed_precision") == "fp8":
             raise ValueError("mixed_precision='fp8' is not available. Choose 'no', 'bf16' or 'fp16'.")
-        if plugin.gradient_accumulation_steps is not None:
-            steps = agreed_steps(plugin.gradient_accumulation_steps, given)
-            given |= {} if "gradient_accumulation_plugin" in given else {"gradient_accumulation_steps": steps}
-        with hidden_environment():
+        with choosing.hidden_environment():
             super().__init__(**given)
         self.set_up(plugin)
 
@@ -84,22 +65,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"another Accelerator has set this process up for {self.distributed_type.value}, which shards models "
                 "itself. Build zero.integrations.accelerate.Accelerator first, or alone."
             )
-        refuse_ranks_apart(self.distributed_type)
+        choosing.refuse_ranks_apart(self.distributed_type)
         self.zero_plugin = plugin
-        ranks_of_a_host = int(os.environ.get("LOCAL_WORLD_SIZE") or self.num_processes)
-        self.sharding = Sharding(plugin, self.device, ranks_of_a_host)
+        self.sharding = Sharding(plugin, self.device)
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = GradScaler(self.device.type, **{**plugin.scaler, **handler})
         self._gathered: dict[str, Any] | None = None
-        ask_for_ram_efficient_loading(plugin.cpu_ram_efficient_loading)
+        choosing.ask_for_ram_efficient_loading(plugin.cpu_ram_efficient_loading)
 
     # ------------------------------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Collective. As Accelerate's. A model and its optimizer belong in one call."""
-        refuse_dummies(args)
+        choosing.refuse_dummies(args)
         self._check_batches(args)
         if self.zero_plugin.stage == 0:
             return super().prepare(*args, device_placement=device_placement)
@@ -139,7 +119,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return model
 
     def _wrapped(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
-        return self.sharding.wrap(model, optimizers, ddp_options(self.ddp_handler, self.zero_plugin.stage))
+        return self.sharding.wrap(model, optimizers, choosing.ddp_options(self.ddp_handler, self.zero_plugin.stage))
 
     def _prepared_inside(self, model: nn.Module, device_placement: bool | None) -> nn.Module:
         """The model on its device, with autocast and compilation, which belong inside the sharding wrapper."""

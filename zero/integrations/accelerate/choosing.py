@@ -25,15 +25,15 @@ def chosen_plugin(given: ZeroPlugin | int | None, arguments: Mapping[str, Any]) 
 
     given: a plugin or a stage.
     """
-    passed = {name: arguments[name] for name in THEIR_PLUGINS if arguments.get(name) is not None}
-    if (given is not None and passed) or len(passed) > 1:
-        names = " and ".join([*(["zero_plugin"] if given is not None else []), *passed])
-        raise ValueError(f"{names} both say how to shard. Pass one of them.")
+    asked = {"zero_plugin": given, **{name: arguments.get(name) for name in THEIR_PLUGINS}}
+    passed = {name: plugin for name, plugin in asked.items() if plugin is not None}
+    if len(passed) > 1:
+        raise ValueError(f"{' and '.join(passed)} both say how to shard. Pass one of them.")
     if given is not None:
         return given if isinstance(given, ZeroPlugin) else ZeroPlugin(stage=given)
-    if "fsdp_plugin" in passed:
-        return ZeroPlugin.from_fsdp_plugin(passed["fsdp_plugin"])
-    for plugin in passed.values():
+    for name, plugin in passed.items():
+        if name == "fsdp_plugin":
+            return ZeroPlugin.from_fsdp_plugin(plugin)
         if isinstance(plugin, Mapping):
             raise ValueError(
                 "deepspeed_plugins names several plugins. Pass one, or zero_plugin: several models may share it."
@@ -48,23 +48,24 @@ def chosen_plugin(given: ZeroPlugin | int | None, arguments: Mapping[str, Any]) 
     return found
 
 
-def agreed(name: str, passed: Any, planned: Any) -> Any:
-    """The value that was passed, or the configuration's. Raises ValueError if both are given and differ."""
-    unsaid = (None, 1) if isinstance(planned, int) else (None,)
-    if planned is not None and passed not in (*unsaid, planned):
-        raise ValueError(f"{name}={passed!r} was passed, but the configuration says {planned!r}. Make them the same.")
-    return passed if planned is None else planned
-
-
-def agreed_steps(planned: int, arguments: Mapping[str, Any]) -> int:
-    """The same for gradient_accumulation_steps, which may be passed in two ways."""
-    plugin = arguments.get("gradient_accumulation_plugin")
-    if plugin is not None and plugin.num_steps != planned:
-        raise ValueError(
-            f"GradientAccumulationPlugin(num_steps={plugin.num_steps}) was passed, but the configuration says "
-            f"gradient_accumulation_steps={planned}. Make them the same."
-        )
-    return int(agreed("gradient_accumulation_steps", arguments.get("gradient_accumulation_steps"), planned))
+def agreed(plugin: ZeroPlugin, passed: Mapping[str, Any]) -> dict[str, Any]:
+    """The Accelerator's arguments that its configuration gives. Raises ValueError if others were passed."""
+    unsaid = {"mixed_precision": (None,), "gradient_accumulation_steps": (None, 1)}
+    planned = {name: value for name in unsaid if (value := getattr(plugin, name)) is not None}
+    for name, value in planned.items():
+        if passed.get(name) not in (*unsaid[name], value):
+            raise ValueError(
+                f"{name}={passed[name]!r} was passed, but the configuration says {value!r}. Make them the same."
+            )
+    accumulation = passed.get("gradient_accumulation_plugin")
+    if accumulation is not None:
+        steps = planned.pop("gradient_accumulation_steps", None)
+        if steps not in (None, accumulation.num_steps):
+            raise ValueError(
+                f"GradientAccumulationPlugin(num_steps={accumulation.num_steps}) was passed, but the configuration "
+                f"says gradient_accumulation_steps={steps}. Make them the same."
+            )
+    return planned
 
 
 @contextmanager
@@ -93,9 +94,7 @@ def ddp_options(handler: Any, stage: int) -> dict[str, Any]:
     """
     if handler is None:
         return {}
-    options = dict(handler.to_kwargs())
-    for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
-        options.pop(name, None)
+    options = {name: value for name, value in handler.to_kwargs().items() if not name.startswith("comm_")}
     hook = getattr(handler.comm_hook, "value", handler.comm_hook)
     if hook != "no":
         if stage > 1:

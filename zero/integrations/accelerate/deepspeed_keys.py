@@ -49,8 +49,11 @@ _ZERO_REFUSED = {
     "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param": _QUANTIZED,
     "zenflow": "zero steps all gradients at once. Remove it.",
 }
-_OFFLOAD_WITHOUT_EFFECT = "buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init \
-convert_grad_on_cpu cpuadam_cores_perc"
+_OFFLOAD_REFUSED = {"super_offload": "state is offloaded as torch does it. Remove it."}
+_OFFLOAD_WITHOUT_EFFECT = {
+    "the operating system buffers files": "buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init "
+    "convert_grad_on_cpu cpuadam_cores_perc"
+}
 _WITHOUT_EFFECT = {
     _ENGINE: "steps_per_print wall_clock_breakdown dump_state memory_breakdown flops_profiler tensorboard wandb comet "
     "csv_monitor comms_logger monitor_config timers",
@@ -70,17 +73,19 @@ _REFUSED = {
     "autotuning compression_training data_efficiency curriculum_learning quantize_training progressive_layer_drop "
     "eigenvalue hybrid_engine weight_quantization compile msamp": "zero has no counterpart. Remove the section.",
 }
-_FP16_WITHOUT_EFFECT = "hysteresis min_loss_scale consecutive_hysteresis fp16_master_weights_and_grads auto_cast"
-_BF16_WITHOUT_EFFECT = "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states \
-check_grad_overflow auto_cast"
+_FP16_REFUSED = {"loss_scale": "zero.GradScaler finds the scale. Set it to 0."}
+_FP16_WITHOUT_EFFECT = {
+    "zero.GradScaler is torch's": "hysteresis min_loss_scale consecutive_hysteresis fp16_master_weights_and_grads "
+    "auto_cast"
+}
+_BF16_WITHOUT_EFFECT = {
+    "parameters are the float32 masters": "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states "
+    "check_grad_overflow auto_cast"
+}
 
 
 def fields(
-    given: Mapping[str, Any],
-    section: str = "DeepSpeed",
-    *,
-    init_flag: bool = False,
-    as_one_unit: tuple[str, ...] = (),
+    given: Mapping[str, Any], section: str = "DeepSpeed", *, init_flag: bool = False, as_one_unit: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The fields of a ZeroPlugin for a DeepSpeed configuration. Raises ValueError for values that are not available.
 
@@ -166,10 +171,8 @@ def of_plugin(plugin: Any) -> dict[str, Any]:
 
 def _zero(keys: Keys) -> dict[str, Any]:
     stage = keys.take("stage", count, 0)
-    found: dict[str, Any] = {"stage": stage, "offload": _offload(keys, stage)}
-    found["prefetch"] = _prefetch(keys, stage)
-    keep = keys.take("stage3_gather_16bit_weights_on_model_save", flag, False)
-    found["save_16bit_model"] = keep and stage == 3
+    found = {"stage": stage, "offload": _offload(keys, stage), "prefetch": _prefetch(keys, stage)}
+    found["save_16bit_model"] = keys.take("stage3_gather_16bit_weights_on_model_save", flag, False) and stage == 3
     if stage == 3:
         keys.without_effect("reduce_bucket_size", "at stage 3 a unit is the bucket")
         found |= _hybrid(keys)
@@ -180,8 +183,7 @@ def _zero(keys: Keys) -> dict[str, Any]:
         keys.without_effect("zero_hpz_partition_size mics_shard_size", "it is for stage 3")
     leaf = keys.section("leaf_module")
     found["as_one_unit"] = leaf.take("classes", names, ())
-    leaf.refuse("names name_suffixes", "name the classes.")
-    leaf.done()
+    leaf.done({"names name_suffixes": "name the classes."})
     if not keys.take("ignore_unused_parameters", flag, True):
         raise ValueError(
             f"{keys.name}: ignore_unused_parameters=false is not available: unused parameters have no gradient at "
@@ -194,7 +196,7 @@ def _zero(keys: Keys) -> dict[str, Any]:
 def _offload(keys: Keys, stage: int) -> zero.CPUOffload | zero.DiskOffload | None:
     """The further of the two offloads: shards, their gradients and the optimizer's state are offloaded together."""
     pinned = keys.take("cpu_offload_use_pin_memory", flag, False)
-    offloads: dict[str, tuple[str, str | None, bool]] = {}
+    offloads = {}
     for name, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         its_keys = keys.section(name)
         default = "CPU" if keys.take(old, flag, False) else "NONE"
@@ -202,17 +204,15 @@ def _offload(keys: Keys, stage: int) -> zero.CPUOffload | zero.DiskOffload | Non
         offloads[name] = (device, its_keys.take("nvme_path", str), its_keys.take("pin_memory", flag, pinned))
         if its_keys.take("ratio", float, 1.0) != 1.0:
             raise ValueError(f"{its_keys.name}: ratio is not available: all state is offloaded. Remove it.")
-        its_keys.refuse("super_offload", "state is offloaded as torch does it. Remove it.")
-        its_keys.without_effect(_OFFLOAD_WITHOUT_EFFECT, "the operating system buffers files")
-        its_keys.done()
+        its_keys.done(_OFFLOAD_REFUSED, _OFFLOAD_WITHOUT_EFFECT)
     if stage < 3 and offloads["offload_param"][0] != "none":
         warnings.warn(f"{keys.name}: offload_param is for stage 3, and without an effect at {stage}.", stacklevel=2)
         del offloads["offload_param"]
     asked = [offload for offload in offloads.values() if offload[0] != "none"]
     for device, path, _ in asked:
+        if device == "nvme" and path is None:
+            raise ValueError(f"{keys.name}: device nvme needs a folder: set nvme_path.")
         if device == "nvme":
-            if path is None:
-                raise ValueError(f"{keys.name}: device nvme needs a folder: set nvme_path.")
             return zero.DiskOffload(path)
     return zero.CPUOffload(pin_memory=any(pin for _, _, pin in asked)) if asked else None
 
@@ -237,33 +237,23 @@ def _hybrid(keys: Keys) -> dict[str, Any]:
         raise ValueError(f"{sizes} name two sizes to shard within. Keep one of them.")
     if not asked:
         return {}
-    secondary = sizes["zero_hpz_partition_size"] > 1
-    return {
-        "sharding_strategy": "HYBRID_SHARD",
-        "optimizer_sharding": "all" if secondary else "group",
-        "shard_size": asked.pop(),
-    }
+    states = "all" if sizes["zero_hpz_partition_size"] > 1 else "group"
+    return {"sharding_strategy": "HYBRID_SHARD", "optimizer_sharding": states, "shard_size": asked.pop()}
 
 
 def _precision(keys: Keys) -> dict[str, Any]:
-    found: dict[str, Any] = {}
     bf16, fp16 = keys.section("bf16"), keys.section("fp16")
-    for name, dtype_keys in (("bf16", bf16), ("fp16", fp16)):
-        if dtype_keys.take("enabled", flag, False):
-            if found:
-                raise ValueError(f"{keys.name}: bf16 and fp16 are both enabled. Enable one of them.")
-            found["mixed_precision"] = name
-    fp16.refuse("loss_scale", "zero.GradScaler finds the scale. Set it to 0.")
+    enabled = [name for name, one in (("bf16", bf16), ("fp16", fp16)) if one.take("enabled", flag, False)]
+    if len(enabled) > 1:
+        raise ValueError(f"{keys.name}: bf16 and fp16 are both enabled. Enable one of them.")
     scaler = {
         "init_scale": fp16.take("initial_scale_power", lambda power: 2.0 ** count(power)),
         "growth_interval": fp16.take("loss_scale_window", count),
     }
-    found["scaler"] = {name: value for name, value in scaler.items() if value is not None}
-    fp16.without_effect(_FP16_WITHOUT_EFFECT, "zero.GradScaler is torch's")
-    bf16.without_effect(_BF16_WITHOUT_EFFECT, "parameters are the float32 masters")
-    for dtype_keys in (bf16, fp16):
-        dtype_keys.done()
-    return found
+    bf16.done(None, _BF16_WITHOUT_EFFECT)
+    fp16.done(_FP16_REFUSED, _FP16_WITHOUT_EFFECT)
+    scaler = {name: value for name, value in scaler.items() if value is not None}
+    return {"mixed_precision": enabled[0] if enabled else None, "scaler": scaler}
 
 
 def _micro_batch_size(keys: Keys, accumulated: int | None) -> int | None:

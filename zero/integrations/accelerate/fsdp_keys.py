@@ -11,9 +11,9 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 import zero
-from zero.fsdp import BackwardPrefetch, MixedPrecision, Prefetch
+from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.precision import as_precision
-from zero.integrations.accelerate.keys import DTYPES, Keys, count, flag, names, one_of
+from zero.integrations.accelerate.keys import DTYPES, STATE_DICT_TYPES, WRAPPING, Keys, count, flag, names, one_of
 
 OTHER_NAMES = {
     "backward_prefetch_policy": "backward_prefetch",  # an old name, which Accelerate 1.15 drops
@@ -40,8 +40,7 @@ def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: 
     found["offload"] = keys.take("offload_params", _offload)
     found |= _wrapping(keys, launched=launched)
     found["prefetch"] = _prefetch(keys)
-    if (kind := keys.take("state_dict_type", one_of("FULL_STATE_DICT", "SHARDED_STATE_DICT"))) is not None:
-        found["state_dict_type"] = kind
+    found["state_dict_type"] = keys.take("state_dict_type", one_of(*STATE_DICT_TYPES), "FULL_STATE_DICT")
     keys.take("use_orig_params", flag)  # always so: parameters stay the same objects
     found["sync_module_states"] = keys.take("sync_module_states", flag, True)
     found["cpu_ram_efficient_loading"] = keys.take("cpu_ram_efficient_loading", flag, False)
@@ -149,7 +148,7 @@ def _offload(value: Any) -> zero.CPUOffload | None:
 
 
 def _wrapping(keys: Keys, *, launched: bool) -> dict[str, Any]:
-    known = one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+    known = one_of(*WRAPPING)
     policy = keys.take("auto_wrap_policy", lambda value: known(value) if isinstance(value, str) else value)
     found = {"auto_wrap_policy": policy}
     if policy == "TRANSFORMER_BASED_WRAP":
@@ -167,20 +166,14 @@ def _wrapping(keys: Keys, *, launched: bool) -> dict[str, Any]:
 
 def _prefetch(keys: Keys) -> Prefetch | None:
     """None where nothing is said of it."""
-    backward = keys.take("backward_prefetch", one_of(*_BACKWARD, numbered=True))
+    known = one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", numbered=True)
+    backward = keys.take("backward_prefetch", known, "auto")
     forward = keys.take("forward_prefetch", flag, False)
     limited = keys.take("limit_all_gathers", flag, True)
-    if backward is None and not forward and limited:
+    if backward == "auto" and not forward and limited:
         return None
-    ahead = "auto" if backward is None else _BACKWARD[backward]
+    ahead = None if backward == "NO_PREFETCH" else backward
     return Prefetch(ahead, forward_prefetch=forward or None, limit=None if limited else 3)  # False is the default there
-
-
-_BACKWARD = {
-    "BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE,
-    "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
-    "NO_PREFETCH": None,
-}
 
 
 def as_policy(value: Any) -> MixedPrecision:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
+WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 NOT_SAID = (None, "auto", "none", "None", "")
 """Values by which a configuration leaves a key to its reader."""
 
@@ -42,7 +44,7 @@ class Keys:
     def take(self, name: str, read: Callable[[Any], Any] = lambda value: value, default: Any = None) -> Any:
         """A key's value, converted; `default` if it is not given. Raises ValueError if it cannot be converted."""
         value = self._left.pop(name, None)
-        if _not_said(value):
+        if value in NOT_SAID:
             return default
         try:
             return read(value)
@@ -62,7 +64,7 @@ class Keys:
         value = self._left.get(name)
         if isinstance(value, Mapping):
             return bool(value) and value.get("enabled", True) is not False
-        return not _not_said(value) and value is not False and value != "false" and value != 0
+        return value not in (*NOT_SAID, "false", 0)
 
     def refuse(self, names: str, reason: str) -> None:
         """Raises ValueError if one of the keys, separated by blanks, switches something on."""
@@ -75,7 +77,7 @@ class Keys:
     def without_effect(self, names: str, reason: str) -> None:
         """Marks the keys, separated by blanks, as having no effect here. `done` warns of those that are given."""
         for name in names.split():
-            if name in self._left and not _not_said(self._left.pop(name)):
+            if name in self._left and self._left.pop(name) not in NOT_SAID:
                 self._without_effect.setdefault(reason, []).append(self._written[name])
 
     def done(self, refused: Mapping[str, str] | None = None, without_effect: Mapping[str, str] | None = None) -> None:
@@ -103,10 +105,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _not_said(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value in NOT_SAID)
-
-
 def flag(value: Any) -> bool:
     """A boolean. Raises ValueError for values that are neither true nor false."""
     if isinstance(value, bool) or value in (0, 1):
@@ -131,8 +129,7 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def one_of(*known: str, numbered: bool = False) -> Callable[[Any], str]:
-    """A reader of text, or of an enum's member, that is one of these names in any case. numbered: or its number, from 1
-    on."""
+    """A reader of one of these names, in any case, or of an enum's member. numbered: or of its number, from 1 on."""
 
     def read(value: Any) -> str:
         if numbered and (isinstance(value, int) or (isinstance(value, str) and value.isdigit())):

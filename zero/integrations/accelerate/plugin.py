@@ -18,12 +18,10 @@ from zero.fsdp.options import as_strategy
 from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.integrations.accelerate import deepspeed_keys, fsdp_keys
-from zero.integrations.accelerate.keys import Keys
+from zero.integrations.accelerate.keys import STATE_DICT_TYPES, WRAPPING, Keys
 from zero.shards.home import take_home
 from zero.shards.partition import Partition, partition_problem
 
-WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 _OF_FSDP = (
     *("mixed_precision_policy", "cpu_ram_efficient_loading", "optimizer_sharding"),
     *("param_init_fn", "ignored_modules"),
@@ -129,9 +127,8 @@ class ZeroPlugin:
         given = [name for name in _OF_FSDP if getattr(self, name) != getattr(ZeroPlugin, name)]
         if as_strategy(self.sharding_strategy).name != "FULL_SHARD":
             given.append("sharding_strategy")
-        for name in given:
-            if self.stage != 3:
-                return f"{name} is an option of stage 3, but stage is {self.stage}. Take stage=3, or leave it out."
+        if given and self.stage != 3:
+            return f"{given[0]} is an option of stage 3, but stage is {self.stage}. Take stage=3, or leave it out."
         return partition_problem(self.partition)
 
     # ---------------------------------------------------------------------------------------- from elsewhere
@@ -148,9 +145,8 @@ class ZeroPlugin:
     @classmethod
     def from_json(cls, path: str | Path | Mapping[str, Any]) -> ZeroPlugin:
         """The plugin for a DeepSpeed configuration: a file, or its contents. Otherwise as `from_yaml`."""
-        if isinstance(path, Mapping):
-            return cls(**deepspeed_keys.fields(path))
-        return cls(**deepspeed_keys.fields(json.loads(Path(path).read_text()), str(path)))
+        given = (path,) if isinstance(path, Mapping) else (json.loads(Path(path).read_text()), str(path))
+        return cls(**deepspeed_keys.fields(*given))
 
     @classmethod
     def from_fsdp_plugin(cls, plugin: Any) -> ZeroPlugin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -25,10 +26,11 @@ from zero.fsdp.units import unit_modules
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.interop.ddp import average_by_reading
 from zero.measure.built import finding_of_built
-from zero.measure.param_groups import params_of
+from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.partition import Partition, cut_for
+from zero.wrappers import Wrapped
 
 WRAPPERS = (FSDP, ShardedDDP)
 _SAME = ("sharding_strategy", "optimizer_sharding", "prefetch", "offload", "param_init_fn", "sync_module_states")
@@ -40,8 +42,8 @@ Clip = Callable[[float, float], Tensor]
 class Sharding:
     """The models and optimizers that an Accelerator has sharded, also those that it no longer holds itself."""
 
-    def __init__(self, plugin: ZeroPlugin, device: torch.device, ranks_of_a_host: int) -> None:
-        self.plugin, self._device, self._ranks_of_a_host = plugin, device, ranks_of_a_host
+    def __init__(self, plugin: ZeroPlugin, device: torch.device) -> None:
+        self.plugin, self._device = plugin, device
         self.wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         """The wrapped models that still exist, in the order of wrapping."""
         self._optimizers: WeakKeyDictionary[OSS, None] = WeakKeyDictionary()
@@ -100,7 +102,7 @@ class Sharding:
 
     def _sharded_ddp(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> ShardedDDP:
         known = dict.fromkeys([*optimizers, *self._optimizers])
-        own = [one for one in known if isinstance(one, OSS) and not {*params_of(one)}.isdisjoint(model.parameters())]
+        own = [one for one in known if isinstance(one, OSS) and steps(one, model)]
         if not own:
             raise ValueError(
                 "a model was prepared at stage 2 without its optimizer, which owns the gradients. Prepare both in one "
@@ -146,15 +148,14 @@ class Sharding:
 
     def _partition(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Partition:
         """The partition that the optimizers need which exist already."""
-        own = [one for one in optimizers if not {*params_of(one)}.isdisjoint(model.parameters())]
-        whole = any(cut_for("auto", finding_of_built(one)) == "whole" for one in own)
+        whole = any(cut_for("auto", finding_of_built(one)) == "whole" for one in optimizers if steps(one, model))
         return "whole" if whole and self.plugin.partition == "auto" else self.plugin.partition
 
     def _mesh(self) -> DeviceMesh | None:
         if not as_strategy(self.plugin.sharding_strategy).hybrid:
             return None
         world = dist.get_world_size()
-        size = self.plugin.shard_size or self._ranks_of_a_host
+        size = self.plugin.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
         if world % size:
             raise ValueError(
                 f"{self.plugin.sharding_strategy} shards within {size} ranks, and {world} is no multiple of {size}. "
@@ -196,13 +197,12 @@ class Sharding:
 
     def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
         """The wrapper that holds the optimizer's parameters."""
-        params = {*params_of(optimizer)}
-        return next((one for one in self.wrapped if not params.isdisjoint(inside(one).parameters())), None)
+        return next((one for one in self.wrapped if steps(optimizer, inside(one))), None)
 
 
 def inside(model: nn.Module) -> nn.Module:
     """The module that a wrapper of any stage holds; of other modules the module itself."""
-    return model.module if isinstance(model, (*WRAPPERS, DistributedDataParallel)) else model
+    return model.module if isinstance(model, Wrapped) else model
 
 
 def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> Tensor:

@@ -22,7 +22,7 @@ from zero import checkpoint
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
 from zero.integrations.accelerate.sharding import Sharding, inside
-from zero.measure.param_groups import params_of
+from zero.measure.param_groups import steps
 from zero.oss import OSS
 from zero.scripts import full_state_dict
 
@@ -84,13 +84,15 @@ def full_state(sharding: Sharding, optimizer: Optimizer, to: int | None) -> dict
 def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Collective. Saves a checkpoint of each model and its optimizers, which replaces an existing one."""
     for number, model in enumerate(models):
-        checkpoint.save(_numbered(folder, _SHARDED, number), model, _of(model, optimizers), keep=1)
+        own = [one for one in optimizers if steps(one, inside(model))]
+        checkpoint.save(_numbered(folder, _SHARDED, number), model, own, keep=1)
 
 
 def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Collective."""
     for number, model in enumerate(models):
-        checkpoint.load(_numbered(folder, _SHARDED, number), model, _of(model, optimizers))
+        own = [one for one in optimizers if steps(one, inside(model))]
+        checkpoint.load(_numbered(folder, _SHARDED, number), model, own)
 
 
 def is_sharded(folder: str) -> bool:
@@ -138,7 +140,3 @@ def _numbered(folder: str, name: str, number: int) -> Path:
     """Accelerate's path of a file: all but the first have their number in the name."""
     stem, dot, suffix = name.partition(".")
     return Path(folder, f"{stem}_{number}{dot}{suffix}" if number else name)
-
-
-def _of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    return [one for one in optimizers if not {*params_of(one)}.isdisjoint(inside(model).parameters())]

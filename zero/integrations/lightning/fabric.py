@@ -16,19 +16,10 @@ from torch.optim import Optimizer
 import zero
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
-from zero.integrations.lightning.sharding import (
-    REST,
-    ShardedStrategy,
-    clip_by_norm,
-    fsdp_of,
-    is_in_shards,
-    no_sync,
-    scale_for_shards,
-    sharded_before,
-)
+from zero.integrations.lightning import sharding
 
 
-class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
+class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     """ZeRO for Lightning Fabric. Numbers are those of strategy="ddp".
 
         fabric = Fabric(strategy=ZeroFabricStrategy(stage=3, mixed_precision=...), devices=8)
@@ -39,7 +30,7 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
     checkpoint="sharded" they write and read a directory, for one model.
     """
 
-    lightnings = (*ShardedStrategy.lightnings, "precision")
+    lightnings = (*sharding.ShardedStrategy.lightnings, "precision")
 
     def __init__(self, stage: int, **options: Any) -> None:
         super().__init__(stage, **options)
@@ -56,7 +47,7 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
         if isinstance(wrapped, FSDP):
             for one in sharded:
                 wrapped.register_optimizer(one)
-        scale_for_shards(self.precision)
+        sharding.scale_for_shards(self.precision)
         return wrapped, sharded, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
@@ -66,7 +57,7 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
                 "fabric.setup_module() at stage 2, where gradients are sharded as the optimizer's state is. Call "
                 "fabric.setup(model, optimizer); for evaluation alone, stage 1 or 3."
             )
-        scale_for_shards(self.precision)
+        sharding.scale_for_shards(self.precision)
         return self._wrap(module, ())
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -90,7 +81,7 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
     ) -> Tensor:
         """Collective. Returns the norm of all gradients before. Raises RuntimeError, on every rank, if not finite."""
         self.precision.unscale_gradients(optimizer)
-        total = clip_by_norm(_wrapper(module), optimizer, float(max_norm), float(norm_type))
+        total = sharding.clip_by_norm(_wrapper(module), optimizer, float(max_norm), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
@@ -118,7 +109,7 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Collective. The full state in the plain optimizer's format, on rank 0; {} elsewhere."""
-        wrapper = fsdp_of(optimizer)
+        wrapper = sharding.fsdp_of(optimizer)
         if wrapper is not None:
             return wrapper.optim_state_dict(optimizer, to=0) or {}
         return super().get_optimizer_state(optimizer)
@@ -138,20 +129,20 @@ class ZeroFabricStrategy(ShardedStrategy, DDPStrategy):
             raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
         model, optimizers, rest = _divided(state)
         zero.checkpoint.save(path, model, optimizers or None, keep=1)
-        super().save_checkpoint(Path(path, REST), rest, storage_options)
+        super().save_checkpoint(Path(path, sharding.REST), rest, storage_options)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Collective. Loads both kinds of checkpoints."""
-        if not is_in_shards(path):
+        if not sharding.is_in_shards(path):
             return super().load_checkpoint(path, state, strict, weights_only)
         given = {"model": state} if isinstance(state, nn.Module) else state
         if not isinstance(given, dict):
             raise ValueError(f"{path} is a sharded checkpoint. Pass a dictionary with the model, or the model.")
         model, optimizers, rest = _divided(given)
         zero.checkpoint.load(path, model, optimizers or None)
-        remainder = super().load_checkpoint(Path(path, REST), rest, strict, weights_only)
+        remainder = super().load_checkpoint(Path(path, sharding.REST), rest, strict, weights_only)
         given.update(rest)
         return remainder
 
@@ -160,12 +151,12 @@ class _NoSync:
     """Fabric's control of `no_backward_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return no_sync(module) if enabled else nullcontext()
+        return sharding.no_sync(module) if enabled else nullcontext()
 
 
 def _wrapper(module: nn.Module) -> nn.Module:
     """The wrapper of a module that Fabric passes, which may be the module inside."""
-    return sharded_before(module) or module
+    return sharding.sharded_before(module) or module
 
 
 def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[str, Any]]:

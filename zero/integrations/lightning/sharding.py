@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 import zero
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
-from zero.measure.param_groups import params_of
+from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.wrappers import Wrapped
 
 REST = "lightning.ckpt"
 """The file in a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
@@ -97,8 +98,7 @@ def sharded_before(module: nn.Module) -> FSDP | None:
         return module
     if sharded_params().isdisjoint(module.parameters()):
         return None
-    known = _sharded.get(module)
-    wrapper = None if known is None else known()
+    wrapper = _sharded[module]() if module in _sharded else None
     if wrapper is None:
         raise ValueError(
             f"the {type(module).__name__} is sharded by an FSDP that no longer exists, nor does the Trainer or Fabric "
@@ -109,15 +109,12 @@ def sharded_before(module: nn.Module) -> FSDP | None:
 
 def fsdp_of(optimizer: Optimizer) -> FSDP | None:
     """The FSDP of a strategy that holds the optimizer's parameters."""
-    params = {*params_of(optimizer)}
-    wrappers = (known() for known in _sharded.values())
-    return next((one for one in wrappers if one is not None and not params.isdisjoint(one.module.parameters())), None)
+    wrappers = [wrapper for known in _sharded.values() if (wrapper := known()) is not None]
+    return next((one for one in wrappers if steps(optimizer, one.module)), None)
 
 
 def no_sync(module: nn.Module | None) -> AbstractContextManager[None]:
-    if isinstance(module, (FSDP, ShardedDDP, DistributedDataParallel)):
-        return module.no_sync()
-    return nullcontext()
+    return module.no_sync() if isinstance(module, Wrapped) else nullcontext()
 
 
 # ------------------------------------------------------------------------------------------------------- gradients

@@ -22,20 +22,12 @@ import zero
 from zero._torch import named_as_compiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.integrations.lightning.sharding import (
-    REST,
-    ShardedStrategy,
-    clip_by_norm,
-    is_in_shards,
-    no_sync,
-    scale_for_shards,
-    sharded_before,
-)
+from zero.integrations.lightning import sharding
 
 _IN_SHARDS = "zero_in_shards"
 
 
-class ZeroStrategy(ShardedStrategy, DDPStrategy):
+class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
     """ZeRO for Lightning's Trainer. Numbers are those of strategy="ddp".
 
         trainer = Trainer(strategy=ZeroStrategy(stage=2, oss={"master_dtype": torch.float32}), devices=8)
@@ -51,7 +43,10 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
     `zero.unwrap(trainer.strategy.model)` returns the plain module.
     """
 
-    lightnings = (*ShardedStrategy.lightnings, "precision_plugin")
+    lightnings = (*sharding.ShardedStrategy.lightnings, "precision_plugin")
+    accelerator: Any
+    cluster_environment: Any
+    lightning_module: pl.LightningModule
     _wrapper: nn.Module | None = None
     """The FSDP of stage 3. Between runs `model` is the plain module."""
 
@@ -59,13 +54,11 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Collective. Shards the model and its optimizers, for the run that begins."""
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             self._refuse_clipping_by_value()
-        before = sharded_before(self.lightning_module)
+        before = sharding.sharded_before(self.lightning_module)
         if before is not None and self._stage < 3:
             zero.unwrap(before)
             before = None
@@ -102,24 +95,22 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         """Replaces clipping and loss scaling of the precision plugin, which knows neither model nor ranks."""
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
-        scale_for_shards(plugin)
+        sharding.scale_for_shards(plugin)
         plugin.clip_grad_by_norm = self._clip_by_norm
         if self._stage > 1:
             plugin.clip_grad_by_value = lambda *_: self._refuse_clipping_by_value()
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        clip_by_norm(self.model, getattr(optimizer, "optimizer", optimizer), float(clip_val))
+        sharding.clip_by_norm(self.model, getattr(optimizer, "optimizer", optimizer), float(clip_val))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """In this context forward and backward send nothing, and full gradients accumulate."""
-        with no_sync(self.model):
+        with sharding.no_sync(self.model):
             yield
 
     def teardown(self) -> None:
         """Leaves the model on its device, and sharded at stage 3: test() and save_checkpoint() still use it."""
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         if self.model is not None and self._stage < 3:
@@ -140,10 +131,9 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Full weights: at stage 3 on rank 0, {} elsewhere; {} where they are saved in shards."""
-        assert self.lightning_module is not None
         if self._in_shards:
             return {}
-        wrapper = sharded_before(self.lightning_module)
+        wrapper = sharding.sharded_before(self.lightning_module)
         if wrapper is not None:
             return zero.full_state_dict(wrapper, to=0)
         return self.lightning_module.state_dict()
@@ -153,7 +143,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         if self._in_shards:
             return {}
         plain: Any = getattr(optimizer, "optimizer", optimizer)
-        wrapper = None if self.lightning_module is None else sharded_before(self.lightning_module)
+        wrapper = None if self.lightning_module is None else sharding.sharded_before(self.lightning_module)
         if wrapper is not None:
             return wrapper.optim_state_dict(plain, to=0) or {}
         return super().optimizer_state(plain)
@@ -165,13 +155,13 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
             return
         path = Path(self.broadcast(filepath))
         zero.checkpoint.save(path, self._whole(), self._optimizers_in(checkpoint), keep=1)
-        super().save_checkpoint({**checkpoint, _IN_SHARDS: True}, path / REST, storage_options)
+        super().save_checkpoint({**checkpoint, _IN_SHARDS: True}, path / sharding.REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective where the checkpoint is a directory that this strategy, at any stage, has written."""
-        if not is_in_shards(checkpoint_path):
+        if not sharding.is_in_shards(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        found = super().load_checkpoint(Path(checkpoint_path, REST), weights_only)
+        found = super().load_checkpoint(Path(checkpoint_path, sharding.REST), weights_only)
         zero.checkpoint.load(checkpoint_path, self._whole(), self._optimizers_in(found))
         return found
 
@@ -180,7 +170,6 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         if checkpoint.get(_IN_SHARDS):
             return  # which have been loaded
         model = self.model if isinstance(self.model, FSDP) else self.lightning_module
-        assert model is not None
         model.load_state_dict(named_as_compiled(model, checkpoint["state_dict"]), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -194,5 +183,4 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def _whole(self) -> Any:
         """The model as zero.checkpoint takes it."""
-        assert self.lightning_module is not None
-        return sharded_before(self.lightning_module) or self.model
+        return sharding.sharded_before(self.lightning_module) or self.model
