@@ -345,7 +345,7 @@ def test_rule_sees_a_violation(rule, path, source):
         ("zero/_torch/tensors.py", "from zero._torch.compiling import _WRAPPED"),
         (
             "zero/comm/comm.py",
-            "import sys\nsys._getframe(), self._launch\nself._order = 1\nother._order, other._transports",
+            "import sys\nsys._getframe(), self._launch\nself._order = 1\nother._order, other._exchange",
         ),
         ("zero/shards/shard_group.py", "from zero._torch import base_of\nbase_of(tensor)"),
         ("zero/checkpoint/read.py", "torch.load(path, weights_only=True)\nmodel.eval()"),

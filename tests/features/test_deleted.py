@@ -205,7 +205,7 @@ def pytest_runtest_call(item):
     if "needs a feature that is missing: zero/features/" in str(outcome.excinfo):
         outcome.force_exception(pytest.skip.Exception("asks for what is deleted"))
 """
-"""Some of the core's tests also run what a feature brings, such as a sharding strategy, and are told that it is missing."""
+"""Some of the core's tests also ask for what a feature brings, such as a sharding strategy, and are told so."""
 
 
 def run_tests(folder: Path, tests: Sequence[str], timeout: float) -> None:
