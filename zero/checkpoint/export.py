@@ -139,9 +139,6 @@ def _shards(chunks: list[Chunk], limit: int) -> list[list[Chunk]]:
     return shards
 
 
-# ------------------------------------------------------------------------------------- torch's distributed checkpoint
-
-
 def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
     """Writes model and optimizer as a checkpoint of torch.distributed.checkpoint, in the form of `get_state_dict`.
 

@@ -57,9 +57,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, read or used as asked for; raised on every rank."""
 
 
-# ----------------------------------------------------------------------------------------------------------- tensors
-
-
 @dataclass(frozen=True)
 class Geometry:
     """A full tensor: its shape, its dtype, and the order of dimensions in which its elements are counted.
@@ -200,9 +197,6 @@ def listed(names: Sequence[str]) -> str:
     """The first few names, for an error message."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{', '.join(names[:_LISTED])}{more}"
-
-
-# ------------------------------------------------------------------------------------------------------------- index
 
 
 @dataclass

@@ -110,9 +110,6 @@ def _remove_outdated_masters(found: _Found) -> None:
         del found.tensors[path]
 
 
-# -------------------------------------------------------------------------------------------------------- safetensors
-
-
 def _read_safetensors(path: Path) -> _Found:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
@@ -154,9 +151,6 @@ def _refuse_missing(path: Path, file_of: dict[str, Path]) -> None:
             if file_of.get(key) != file:
                 lacks = f"has no {key!r}" if file.exists() else "is not there"
                 raise ValueError(f"{file} {lacks}, but {index.name} names it. Bring the whole model there.")
-
-
-# -------------------------------------------------------------------------------------------------------- state_dicts
 
 
 def _loaded(path: Path) -> Any:

@@ -131,9 +131,6 @@ def _share(common: list[Held], ranks: Ranks) -> list[Held]:
     return mine
 
 
-# ------------------------------------------------------------------------------------------------------------- copies
-
-
 def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable[[], None]]:
     """Copies of the held elements, and the function that leaves their memory to the model's next save.
 
@@ -155,9 +152,6 @@ def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable
             _buffers[living] = buffer
 
     return copies, release
-
-
-# -------------------------------------------------------------------------------------------------------------- files
 
 
 def rank_file(partial: Place, rank: int, kind: str = "safetensors") -> Place:

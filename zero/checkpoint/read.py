@@ -111,9 +111,6 @@ def _opened(path: str | os.PathLike[str], training: Training) -> Source:
     return source
 
 
-# ---------------------------------------------------------------------------------------------------------- the plan
-
-
 class LoadPlan:
     """What this rank reads of a checkpoint, planned from its index. Raises ValueError where it does not fit."""
 

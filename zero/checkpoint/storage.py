@@ -46,9 +46,6 @@ def mounted(path: str | os.PathLike[str], what: str) -> Path:
     return found.path
 
 
-# -------------------------------------------------------------------------------------------------------------- local
-
-
 @dataclass(frozen=True)
 class Local:
     """A directory or file, which may not exist yet. A rename is atomic, and files opened by `write` are seekable.
@@ -156,9 +153,6 @@ class _LocalWriter:
 
     def seek(self, at: int) -> None:
         self._started = self._at = os.lseek(self._descriptor, at, os.SEEK_SET)
-
-
-# ------------------------------------------------------------------------------------------------------------- remote
 
 
 @dataclass(frozen=True)

@@ -203,9 +203,6 @@ class Saving:
         return seal(self._partial, self._index, keep=self._keep)
 
 
-# ------------------------------------------------------------------------------------------------------------- checks
-
-
 def _agree(
     training: Training, path: str | os.PathLike[str], extra: dict[str, Any], keep: int | None, wait: bool
 ) -> tuple[Place, SavePlan]:

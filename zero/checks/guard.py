@@ -59,8 +59,6 @@ class Guard(ModelEvents):
     def scaling(self) -> AbstractContextManager[None]:
         return self._scaling.alike()
 
-    # --------------------------------------------------------------------------------------------------- steps
-
     def before_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Collective, if the optimizer holds any of these parameters. Returns a closure that checks after `closure`."""
         params = self._sharded_params(optimizer)
@@ -119,8 +117,6 @@ class Guard(ModelEvents):
         for param in params:
             found.setdefault(self._index[param].group.home, []).append(param)
         return {**found}
-
-    # -------------------------------------------------------------------------------------------------- checks
 
     def _check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""

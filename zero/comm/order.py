@@ -85,8 +85,6 @@ class Order:
         """Returns the name of a channel, for errors."""
         return self._names[channel] if channel < len(self._names) else f"operation number {channel}"
 
-    # ------------------------------------------------------------------------------------------- the log
-
     def begin(self, *, together: bool = False) -> None:
         """Marks the start of a schedule that may have run before, such as a forward.
 
@@ -149,8 +147,6 @@ class Order:
             return {}
         i = min(differing)
         return {rank: log[i] for rank, log in sorted(logs.items()) if i in log}
-
-    # ------------------------------------------------------------------------------------------- failures
 
     def attempt(self, channel: int | None, buffers: object, act: Callable[[], T]) -> T:
         """Returns the result of `act`, a part of a transfer that can fail. Keeps the buffers alive if it does.

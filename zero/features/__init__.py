@@ -41,9 +41,6 @@ def missing(feature: str, what: str) -> str | None:
     return None if feature in present() else f"{what} is part of the feature zero/features/{feature}, which is missing."
 
 
-# ------------------------------------------------------------------------------- options of features that are missing
-
-
 def _refusal(feature: str, option: str, *nothing: Any, otherwise: Any = None) -> Callable[..., Any]:
     """A function that returns `otherwise` for values which ask for nothing, and raises ValueError for others."""
 

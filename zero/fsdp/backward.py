@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero._torch import at_end_of_backward
+from zero.fsdp.prefetch import BackwardPrefetch
 from zero.fsdp.unit import Call, TrainingState, Unit
 from zero.sdp.bucket import End
 
@@ -34,7 +35,7 @@ class Backward:
         self.reduces = True
         self.active = self.awaited = self.accumulates = False
         self._model, self._units, self._root = model, model.units, model.root
-        self._prefetch, self._prefetches_after = model.prefetch, model.prefetch.after_backward
+        self._limit, self._prefetches = model.prefetch.limit, model.prefetch.backward_prefetch
         self._end = End(model.comms, "the end of a backward of FSDP")
         self._interrupted = False
         self._end_callback: weakref.ref[Any] | None = None
@@ -43,8 +44,6 @@ class Backward:
         """Units in backward, in the order in which backward reached them."""
         self._reducing: Unit | None = None
         """The unit whose reduction is in flight; waited for before the next unit's is launched."""
-
-    # ------------------------------------------------------------------------------------------ backward of a unit
 
     def reached_inside(self, unit: Unit, call: Call, _: Any) -> None:
         """The hook on outputs of modules inside the unit's."""
@@ -72,8 +71,8 @@ class Backward:
             self._enter(each)
         if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
             at_end_of_backward(partial(self.post_backward, unit, call))
-        if entered and self._prefetch.before_backward:
-            if self._prefetch.limit != 3:
+        if entered and self._prefetches is BackwardPrefetch.BACKWARD_PRE:
+            if self._limit != 3:
                 self._finish_reduce()
             self._launch_ahead(unit)
 
@@ -128,7 +127,7 @@ class Backward:
             self._finish_reduce()
         else:
             unit.gradients.show_unreduced()
-        if self._prefetches_after and not at_end:
+        if self._prefetches is BackwardPrefetch.BACKWARD_POST and not at_end:
             self._launch_ahead(unit)
         if self.reduces:
             self._launch_reduce(unit)
@@ -139,7 +138,7 @@ class Backward:
             if bucket.trained:
                 bucket.launch()
         self._reducing = unit
-        if self._prefetch.limit == 1:
+        if self._limit == 1:
             self._finish_reduce()
 
     def _finish_reduce(self) -> None:
@@ -147,8 +146,6 @@ class Backward:
             reduced, self._reducing = self._reducing, None
             reduced.gradients.finish(reduced.title)
             self._model.steps.reduced(reduced)
-
-    # ----------------------------------------------------------------------------------------- end of backward
 
     def _finish(self) -> None:
         for unit in reversed(self._units):

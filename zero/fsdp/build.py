@@ -164,8 +164,6 @@ class Builder:
             )
         ]
 
-    # ---------------------------------------------------------------------------------------------- failing
-
     def _on_any_rank(self, flag: bool) -> bool:
         """Collective. Returns whether any rank has the flag."""
         result = torch.tensor(float(flag), device="cpu")

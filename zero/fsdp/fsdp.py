@@ -174,8 +174,6 @@ class FSDP(Weights):
         self._run = refuse_forward
         return self.module
 
-    # --------------------------------------------------------------------------------------------- running
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective. Runs the module's own forward.
 
@@ -238,8 +236,6 @@ class FSDP(Weights):
     def buffer_dtypes(self) -> dict[Tensor, torch.dtype]:
         """The dtype in which each buffer that MixedPrecision.buffer_dtype has cast is saved."""
         return {cast.tensor: cast.dtype for cast in self._model.cast_buffers}
-
-    # ------------------------------------------------------------------------------------------ the module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As nn.Module.named_parameters, which `parameters()` calls too. Yields this rank's shards at rest."""

@@ -62,14 +62,6 @@ class Prefetch:
         forward = overlaps if self.forward_prefetch is None else self.forward_prefetch
         return Prefetch(None, False, limit) if limit == 1 else Prefetch(backward, forward, limit)
 
-    @property
-    def before_backward(self) -> bool:
-        return self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-
-    @property
-    def after_backward(self) -> bool:
-        return self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-
 
 MEMORY_FIRST = Prefetch(backward_prefetch=None, forward_prefetch=False, limit=1)
 """Has one unit in flight, and gathers nothing ahead."""

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import in_a_backward
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
+from zero.fsdp.prefetch import BackwardPrefetch
 from zero.fsdp.unit import Call, TrainingState, Unit
 
 if TYPE_CHECKING:
@@ -70,8 +71,6 @@ class Schedule:
     @property
     def installed(self) -> bool:
         return bool(self._hooks)
-
-    # --------------------------------------------------------------------------------------------- forward
 
     def before_forward(self) -> None:
         """Forgets a forward that KeyboardInterrupt has ended, which calls no hooks. Called before each forward."""
@@ -181,7 +180,8 @@ class Schedule:
         self._backward.awaited |= needs_backward
         if not unit.running:
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
-            first_in_backward = unit is self._root.before and self._model.prefetch.before_backward
+            gathered_ahead = self._model.prefetch.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+            first_in_backward = gathered_ahead and unit is self._root.before
             stays = unit is self._root or unit.stays or first_in_backward
             self._leave(unit, stays=needs_backward and stays)
         return output

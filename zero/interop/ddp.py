@@ -109,9 +109,6 @@ def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> No
     _alive.add(module)
 
 
-# ---------------------------------------------------------------------------------------------------- averaging
-
-
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
     """Collective. Registers a communication hook that averages by reading, if the ranks can read one another.
 

@@ -86,8 +86,6 @@ class OwnedGradients:
         for group in self._oss.shard_groups:
             group.arrive()
 
-    # --------------------------------------------------------------------------------- what param.grad shows
-
     def show(self, params: Iterable[tuple[nn.Parameter, str]]) -> None:
         """Shows that these parameters, given with their names, have gradients."""
         for param, name in params:
@@ -116,8 +114,6 @@ class OwnedGradients:
         """Shows none any more: the parameters were laid out again."""
         self.hide()
         self._made.clear()
-
-    # ----------------------------------------------------------------------------------------- for a step
 
     def collect(self) -> bool:
         """Puts gradients where the inner optimizer finds them. Returns whether there are any; True if ShardedDDP sets

@@ -113,9 +113,6 @@ class Hardware:
         return self.collective + hops * self.within.latency + far * self.between.latency, seconds
 
 
-# ------------------------------------------------------------------------------------------------ presets
-
-
 def _gpus(name: str, flops: dict[str, float], memory: float, within: float, between: float) -> Hardware:
     """Eight GPUs a host. within, between: bytes a second by the data sheets, of which 0.8 are taken to be attained.
 
@@ -158,9 +155,6 @@ PRESETS = {
         between=Link(350e-6, 2.2e9, reduce=1.2e9, all_reduce=2.0e9),
     ),
 }
-
-
-# --------------------------------------------------------------------------------------------------- files
 
 
 def as_hardware(given: Hardware | str | Path) -> Hardware:

@@ -223,9 +223,6 @@ def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------ without a batch
-
-
 class _Touch(torch.autograd.Function):
     """Computes nothing with a parameter, but gives it a gradient. compute: called for what would be computed."""
 
@@ -277,8 +274,6 @@ def walk(sizes: Sizes, compute: Compute) -> None:
 
     module.forward = forward
 
-
-# ------------------------------------------------------------------------------------------------ what torch leaves out
 
 _LSTM_LAYER: Any = torch.ops.aten.mkldnn_rnn_layer.default
 

@@ -82,9 +82,6 @@ class Job:
         return partial(self.optim, foreach=True) if with_all else self.optim
 
 
-# ------------------------------------------------------------------------------------------------- a stage
-
-
 @dataclass(frozen=True)
 class Built:
     model: nn.Module
@@ -149,9 +146,6 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
         prefetch=job.prefetch,
     )
     return Built(model, job.optimizer()(model.parameters()))
-
-
-# ------------------------------------------------------------------------------------------------- a step
 
 
 def cost_of(job: Job, stage: str) -> Cost:

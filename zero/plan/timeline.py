@@ -132,9 +132,6 @@ def _seconds(task: Task, hardware: Hardware) -> tuple[float, float]:
     return max(computing, task.nbytes / rate, task.elements / hardware.elements), 0.0
 
 
-# ------------------------------------------------------------------------------------------------ a step
-
-
 def timed(trace: Trace, hardware: Hardware, stage: str, prefetch: str | None, world: int) -> Timing:
     timeline = play(trace.tasks, hardware)
     return Timing(stage, prefetch, world, 1e3 * timeline.seconds, 1e3 * timeline.exposed, timeline.used, timeline)

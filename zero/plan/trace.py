@@ -172,9 +172,6 @@ class Trace:
             self._add(Task(f"wait for {self.tasks[transfer].name}", COMPUTE, after=(transfer,)), set())
 
 
-# ----------------------------------------------------------------------------------------------- operators
-
-
 def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
     """FLOPs of scores and of weighted values; torch counts masked ones too."""
     return 4 * q.numel() * k.shape[-2]

@@ -71,8 +71,6 @@ class GradBucket:
         self.trained, self._messages = trained, messages_of(self.group, trained, self._sent_as)
         return True
 
-    # --------------------------------------------------------------------------------------------- filling
-
     @property
     def complete(self) -> bool:
         """Whether the bucket has taken the gradients of all trained parameters."""
@@ -126,8 +124,6 @@ class GradBucket:
                 param = self.group.params[index]
                 gradient, param.grad = param.grad, None
                 self.take(index, gradient)
-
-    # -------------------------------------------------------------------------------------------- reducing
 
     def launch(self) -> None:
         """Collective. Launches the reduce of all gradients to their owners; missing ones are sent as zeros."""

@@ -162,8 +162,6 @@ class ShardedDDP(Wrapper):
         """Whether backward reduces gradients: False within no_sync, as for DistributedDataParallel."""
         return self._reducer.active
 
-    # --------------------------------------------------------------------------------------------- running
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. Collective if the module has buffers."""
         self._reducer.before_forward()
@@ -214,8 +212,6 @@ class ShardedDDP(Wrapper):
         self._inner.zero_grad(set_to_none)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
-
-    # ------------------------------------------------------------------------------------------ the module
 
     @property
     def _inner(self) -> nn.Module:

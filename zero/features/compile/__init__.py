@@ -150,8 +150,6 @@ def _hidden(function: Callable[..., Any]) -> Any:
     return torch.compiler.disable(function, reason=BETWEEN_UNITS)
 
 
-# ---------------------------------------------------------------------------------------------- gradients
-
 _hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
 
 
@@ -180,9 +178,6 @@ def _show(_: object) -> None:
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
-
-
-# ---------------------------------------------------------------------------------------------- what is refused
 
 
 def compiling_problem(root: nn.Module, units: Collection[nn.Module], freed: Iterable[torch.device]) -> str | None:

@@ -103,8 +103,6 @@ class HostMemory(Transport):
         self._order.compared()
         return flag or any(word & 1 for word in received.values())
 
-    # ---------------------------------------------------------------------------------------------- shards
-
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         shards = [full[low:high] for low, high in pairwise(bounds)]
         return self._launch(channel, shards[self._rank].data_ptr(), partial(self._read_each, shards), full)
@@ -117,8 +115,6 @@ class HostMemory(Transport):
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         shares = _Shares(messages, self._rank, self._peers)
         return self._launch(channel, shares.address, shares.rows, (messages, shares))
-
-    # --------------------------------------------------------------------------------------- other tensors
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         def read(addresses: Addresses) -> None:

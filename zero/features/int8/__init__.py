@@ -57,8 +57,6 @@ class Int8(Wire):
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1 or self.block % 8:
             raise ValueError(f"Int8(block={self.block!r}): pass a block of a positive multiple of 8, such as 256.")
 
-    # ------------------------------------------------------------------------------------------ as a wire
-
     def gather(self, comm: Comm, full: Tensor, bounds: Sequence[int], channel: int, *, keeps_own: bool) -> Handle:
         """See Wire.gather. Integers are sent as they are, and a group of one rank rounds nothing."""
         if comm.world == 1 or not full.is_floating_point():
@@ -107,8 +105,6 @@ class Int8(Wire):
             f"{name} is {dtype}, but {option}={self} quantises float32, bfloat16 and float16 only. Cast the model to "
             f"one of these, or leave {option} out."
         )
-
-    # ------------------------------------------------------------------------------------------ the encoding
 
     def lengths(self, counts: Iterable[int]) -> list[int]:
         """Returns the encoded bytes of shares of `counts` elements."""

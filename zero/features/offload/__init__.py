@@ -139,8 +139,6 @@ class Disk(Home):
         if pages is not None:
             pages.madvise(mmap.MADV_DONTNEED)
 
-    # ------------------------------------------------------------------------------------------- stepping
-
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         with only(optimizer, params):
             self.before_step(optimizer, params, closure=False)

@@ -94,8 +94,6 @@ def problem_in(messages: Sequence[Message], active: Sequence[int], *, throw: boo
     return None
 
 
-# --------------------------------------------------------------------------------------------- methods and arguments
-
 METHODS = (
     *("step", "unscale_", "clip_grad_norm", "clip_grad_norm_", "grad_norm"),
     *("reduce", "sync_buffers", "update", "zero_grad"),

@@ -75,8 +75,6 @@ class Repeat:
         self._calls.clear()
         self._outputs.clear()
 
-    # -------------------------------------------------------------------------------------------- buffers
-
     def buffers(self) -> list[Tensor]:
         """The buffers that rank 0 broadcasts."""
         return [*self._model.module.buffers()] if self._model.broadcast_buffers else []
@@ -104,8 +102,6 @@ class Repeat:
             for own, name, buffer, value in buffers:
                 own[name] = buffer
                 buffer.data.copy_(value)  # does not count as a write, for a backward that has read it
-
-    # ---------------------------------------------------------------------------------------- repeating
 
     def forward(self, act: dict[str, Any], kind: str) -> None:
         """Collective. Runs the same forward as ranks with data, on the last batch of this kind, or on the last one."""

@@ -15,8 +15,6 @@ import zero
 from zero.fsdp import SPEED_FIRST, BackwardPrefetch, Prefetch
 from zero.integrations.accelerate.keys import DTYPES, Keys, count, flag, names, one_of
 
-# ------------------------------------------------------------------------------- keys that mean nothing here
-
 _FLAT = "parameters, gradients and state are in flat buffers"
 _ENGINE = "zero has no engine that measures or logs"
 _OF_STAGE_3 = (
@@ -164,9 +162,6 @@ def of_plugin(plugin: Any) -> dict[str, Any]:
     config = {name: value for name, value in plugin.deepspeed_config.items() if name != "steps_per_print"}
     experts = names(plugin.transformer_moe_cls_names or "")
     return fields(config, "DeepSpeedPlugin", init_flag=bool(plugin.zero3_init_flag), as_one_unit=experts)
-
-
-# ------------------------------------------------------------------------------------------------- sections
 
 
 def _zero(keys: Keys) -> dict[str, Any]:

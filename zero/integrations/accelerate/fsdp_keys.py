@@ -95,9 +95,6 @@ def of_plugin(plugin: Any) -> dict[str, Any]:
     return fields(given, "FullyShardedDataParallelPlugin")
 
 
-# ---------------------------------------------------------------------------------------------------- values
-
-
 def _version(value: Any) -> int:
     if count(value) not in (1, 2):
         raise ValueError("expected 1 or 2")

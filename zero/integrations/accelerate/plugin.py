@@ -131,8 +131,6 @@ class ZeroPlugin:
             return f"{given[0]} is an option of stage 3, but stage is {self.stage}. Take stage=3, or leave it out."
         return partition_problem(self.partition)
 
-    # ---------------------------------------------------------------------------------------- from elsewhere
-
     @classmethod
     def from_yaml(cls, path: str | Path) -> ZeroPlugin:
         """The plugin for the `fsdp_config` or `deepspeed_config` of an Accelerate file, and its mixed_precision.

@@ -117,9 +117,6 @@ def no_sync(module: nn.Module | None) -> AbstractContextManager[None]:
     return module.no_sync() if isinstance(module, Wrapped) else nullcontext()
 
 
-# ------------------------------------------------------------------------------------------------------- gradients
-
-
 def clip_by_norm(model: nn.Module | None, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Collective. Returns the norm before, the same on every rank.
 

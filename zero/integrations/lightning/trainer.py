@@ -50,8 +50,6 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
     _wrapper: nn.Module | None = None
     """The FSDP of stage 3. Between runs `model` is the plain module."""
 
-    # ------------------------------------------------------------------------------------------- setting up
-
     def setup(self, trainer: pl.Trainer) -> None:
         """Collective. Shards the model and its optimizers, for the run that begins."""
         self.accelerator.setup(trainer)
@@ -121,8 +119,6 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    # ------------------------------------------------------------------------------------------ checkpoints
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
