@@ -45,38 +45,41 @@ class UnitGradients:
 
     def enter_backward(self) -> None:
         """Sets `param.grad` up for the full gradients that autograd writes from here on."""
-        for _, _, param, unreduced in self._begin():
-            param.grad = unreduced
+        for param, gradient in self._begin().items():
+            param.grad = gradient
 
     def hand_over_leftovers(self) -> None:
         """Has the buckets reduce what they took under no_sync, if a later backward has not reached the unit."""
-        for bucket, index, _, unreduced in self._begin():
-            bucket.take(index, unreduced)
+        unreduced = self._begin()
+        for bucket, index, param in self._trained:
+            bucket.take(index, unreduced.get(param))
         self.left_unreduced = False
 
-    def _begin(self) -> list[tuple[GradBucket, int, nn.Parameter, Tensor | None]]:
-        """Sets accumulated gradients aside; no reduction is in flight. Returns the parameters that have gradients in
-        this backward, with their places and what no_sync has left. Drops both where the user has cleared `param.grad`.
+    def _begin(self) -> dict[nn.Parameter, Tensor]:
+        """Sets accumulated gradients aside; no reduction is in flight. Returns the gradients that no_sync has left.
+
+        Drops both where the user has cleared `param.grad`.
         """
-        unreduced: dict[nn.Parameter, Tensor] = {}
+        left: dict[nn.Parameter, Tensor] = {}
         for bucket in self.buckets:
             assert not bucket.reducing
-            unreduced.update((bucket.group.params[index], gradient) for index, gradient in bucket.give_back())
+            left.update((bucket.group.params[index], gradient) for index, gradient in bucket.give_back())
             bucket.notice_trained()
         self._trained = [
             (bucket, index, bucket.group.params[index]) for bucket in self.buckets for index in bucket.trained
         ]
-        begun: list[tuple[GradBucket, int, nn.Parameter, Tensor | None]] = []
-        for place in self._trained:
-            param = place[2]
-            grad, param.grad = param.grad, None
-            shown = self._slices.pop(param, None)
+        unreduced: dict[nn.Parameter, Tensor] = {}
+        for _, _, param in self._trained:
+            grad, shown = param.grad, self._slices.pop(param, None)
             if grad is None:
                 self._accumulated.pop(param, None)
-            elif grad is not shown:
+                continue
+            param.grad = None
+            if grad is not shown:
                 self._accumulated[param] = grad
-            begun.append((*place, None if grad is None or shown is None else unreduced.get(param)))
-        return begun
+            if shown is not None and param in left:
+                unreduced[param] = left[param]
+        return unreduced
 
     def hand_over(self) -> None:
         """Moves the gradients of a complete backward into the buckets."""
@@ -104,7 +107,8 @@ class UnitGradients:
                     "same backward, and not through an output of the unit's forward. Compute with parameters inside "
                     "forward, and return the results."
                 )
-            param.grad = self._accumulated.pop(param, None)
+            if param in self._accumulated:
+                param.grad = self._accumulated.pop(param)
         for bucket in self.buckets:
             bucket.finish()
 
