@@ -262,6 +262,18 @@ def test_a_process_forked_from_a_rank_is_refused_and_leaves_the_ranks_alone(rank
     assert (os.waitstatus_to_exitcode(status), far.notes()[0][0]) == (0, 2)
 
 
+def test_a_rank_that_has_ended_is_missed_while_one_before_it_is_still_awaited():
+    lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    for line, _ in lines:
+        line.setblocking(False)
+    peers = Peers({rank: Peer(os.getpid(), line) for rank, (line, _) in enumerate(lines)}, timeout=10)
+    lines[1][1].close()
+    told = refusal(peers.notes)
+    lines[0][1].close()
+    peers.close()
+    assert "rank 1 of the group" in told and "has ended" in told
+
+
 def _never_comes(rank, world):
     comm = Comm(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
     comm.agree(0)

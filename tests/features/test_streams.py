@@ -54,21 +54,13 @@ STREAMS = "features/streams/__init__.py"
 
 NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("comm/process_group.py", "_await", "work.wait()"): "3",
-    (
-        "features/streams/__init__.py",
-        "begin",
-        "self._gathers.wait_stream(self._computing)",
-    ): "3, no parameters in the root",
+    (STREAMS, "begin", "self._gathers.wait_stream(self._computing)"): "3, no parameters in the root",
     (STREAMS, "gather", "self._gathers.wait_stream(self._current)"): "2",
     (STREAMS, "reduce", "self._reductions.wait_stream(self._current)"): "3",
     (STREAMS, "_launch", "result = launch().wait()"): "3",
     (STREAMS, "finish", "waiting.wait_event(arrival)"): "3",
     (STREAMS, "to_host", "self._reductions.wait_stream(self._current)"): "1 offloaded",
-    (
-        "features/streams/__init__.py",
-        "to_host",
-        "source.record_stream(self._reductions)",
-    ): "1 offloaded, with other strides",
+    (STREAMS, "to_host", "source.record_stream(self._reductions)"): "1 offloaded, with other strides",
     (STREAMS, "release", "self._gathers.wait_stream(self._current)"): "3",
     (STREAMS, "settle", "stream.record_event().synchronize()"): "3 offloaded",
     ("fsdp/backward.py", "_begin", "self._model.streams.begin()"): "3 written before backward",

@@ -121,7 +121,8 @@ class Backward:
         Under no_sync stores the gradients instead of reducing them.
         """
         self._in_backward.remove(unit)
-        unit.gradients.hand_over()
+        for bucket in unit.gradients.buckets:
+            bucket.take_all()
         unit.end_backward()  # before waiting: an all-gather into its memory need not wait for the reduction
         if self.reduces:
             self._finish_reduce()

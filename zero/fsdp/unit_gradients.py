@@ -53,13 +53,13 @@ class UnitGradients:
         unreduced = self._begin()
         for bucket, index, param in self._trained:
             bucket.take(index, unreduced.get(param))
-        self.left_unreduced = False
 
     def _begin(self) -> dict[nn.Parameter, Tensor]:
         """Sets accumulated gradients aside; no reduction is in flight. Returns the gradients that no_sync has left.
 
         Drops both where the user has cleared `param.grad`.
         """
+        self.left_unreduced = False
         left: dict[nn.Parameter, Tensor] = {}
         for bucket in self.buckets:
             assert not bucket.reducing
@@ -80,13 +80,6 @@ class UnitGradients:
             if shown is not None and param in left:
                 unreduced[param] = left[param]
         return unreduced
-
-    def hand_over(self) -> None:
-        """Moves the gradients of a complete backward into the buckets."""
-        for bucket, index, param in self._trained:
-            gradient, param.grad = param.grad, None
-            bucket.take(index, gradient)
-        self.left_unreduced = False
 
     def show_unreduced(self) -> None:
         """Shows in `param.grad` this rank's slices of what the buckets have taken. The parameters are resharded."""

@@ -117,8 +117,9 @@ class GradBucket:
             "requires a gradient: use checkpoint(..., use_reentrant=False)."
         )
 
-    def take_accumulated(self) -> None:
-        """Takes gradients accumulated under no_sync of parameters that this backward did not reach."""
+    def take_all(self) -> None:
+        """Takes the gradients that are in `param.grad`: those of a unit that backward has passed, or, of parameters
+        that this backward did not reach, those accumulated under no_sync."""
         for index in self.trained:
             if index not in self._taken:
                 param = self.group.params[index]

@@ -173,7 +173,7 @@ class Reducer:
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if incomplete:
-                bucket.take_accumulated()
+                bucket.take_all()
             elif not bucket.complete:
                 return
             self._finish_in_flight()

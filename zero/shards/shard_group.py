@@ -222,11 +222,11 @@ class ShardGroup:
                 self.full.untyped_storage().resize_(self.full.nbytes)
             return self.exchange.gather(self.full, self.shard if self.frees else None, wire, channel)
 
-        by, keeps, apart = self.exchange.gathered_by, (self.full, self.exchange), self.home.apart
+        by, keeps, from_host = self.exchange.gathered_by, (self.full, self.exchange), self.home.apart
         try:
             with shown("unshard", self.label, self.comm.rank), torch.no_grad():
-                self._handle = self.streams.gather(by, launch, keeps=keeps, ahead=ahead, from_host=apart)
-                if apart:
+                self._handle = self.streams.gather(by, launch, keeps=keeps, ahead=ahead, from_host=from_host)
+                if from_host:
                     self.home.used(self.shard)
         except BaseException:
             self._become(GroupState.LOST)

@@ -53,9 +53,6 @@ class SteppedShards:
     def part(self, param: nn.Parameter) -> nn.Parameter:
         return param
 
-    def master(self, group: ShardGroup) -> Tensor | None:
-        return None
-
 
 Sharded = OSS | SteppedShards
 

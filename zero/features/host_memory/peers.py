@@ -49,17 +49,7 @@ class Peer:
         self.done = 0
         self.closed = False
 
-    def wait(self, seconds: float | None = None, *, to_send: bool = False) -> None:
-        """Waits for a note of the peer, for its end, or until a note can be sent. Takes the notes that have arrived."""
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN | (select.POLLOUT if to_send else 0))
-        poll.register(self.pidfd, select.POLLIN)
-        ready = dict(poll.poll(None if seconds is None else min(seconds, _LONGEST_POLL) * 1000))
-        self._take_notes()
-        if self.pidfd in ready:
-            self.closed = True
-
-    def _take_notes(self) -> None:
+    def take_notes(self) -> None:
         while not self.closed:
             try:
                 data = self.socket.recv(_NOTE.size)
@@ -86,9 +76,9 @@ class Peer:
                 self.socket.send(note, socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:
-                self.wait(to_send=True)
+                _wait_for([self], to_send=True)
             except OSError:
-                self._take_notes()
+                self.take_notes()
                 self.closed = True
 
 
@@ -135,17 +125,30 @@ class Peers:
             peer.done -= 1
 
     def _wait(self, satisfied: Callable[[Peer], bool]) -> None:
-        """Waits for one peer after another. Raises OSError for one that has ended, or that sends nothing in time."""
+        """Raises OSError if a peer that is waited for has ended, or if one sends nothing in time."""
         deadline = time.monotonic() + self._timeout
-        for rank, peer in self._peers.items():
-            while not satisfied(peer):
+        while missing := {rank: peer for rank, peer in self._peers.items() if not satisfied(peer)}:
+            for rank, peer in missing.items():
                 if peer.closed:
                     raise OSError(f"rank {rank} of the group, process {peer.pid}, has ended or closed its connection")
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    silent = ", ".join(str(rank) for rank, peer in self._peers.items() if not satisfied(peer))
-                    raise OSError(f"rank {silent} of the group sent nothing for {self._timeout:g} s")
-                peer.wait(left)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                silent = ", ".join(map(str, missing))
+                raise OSError(f"rank {silent} of the group sent nothing for {self._timeout:g} s")
+            _wait_for(missing.values(), left)
+
+
+def _wait_for(peers: Iterable[Peer], seconds: float | None = None, *, to_send: bool = False) -> None:
+    """Waits for a note of any of the peers, for the end of one, or until a note can be sent. Takes what has arrived."""
+    poll = select.poll()
+    for peer in peers:
+        poll.register(peer.socket, select.POLLIN | (select.POLLOUT if to_send else 0))
+        poll.register(peer.pidfd, select.POLLIN)
+    ready = dict(poll.poll(None if seconds is None else min(seconds, _LONGEST_POLL) * 1000))
+    for peer in peers:
+        peer.take_notes()
+        if peer.pidfd in ready:
+            peer.closed = True
 
 
 def close(peers: Iterable[Peer], pid: int) -> None:
