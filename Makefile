@@ -7,6 +7,8 @@ BIN   := $(VENV)/bin
 
 export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Empty: hundreds of processes need not compile zero and the tests again, whatever the user's own setting is.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help check test faults hosts fuzz matrix soak stages bench peers clean
 .DEFAULT_GOAL := help

@@ -7,7 +7,7 @@ import pytest
 
 import ranks
 
-FOR_ALL = ["transformers.trainer", "peft", "accelerate"]
+FOR_ALL = ["transformers.trainer", "peft", "accelerate", "sklearn.datasets", "torch._inductor.compile_fx"]
 """What takes each rank process seconds to import, and several files of the suite need."""
 
 

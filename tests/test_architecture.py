@@ -56,10 +56,20 @@ OF_SEAMS = {
 """By file: what of a line may have such words."""
 
 
+@cache
+def tree_of(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    return [*ast.walk(tree)]
+
+
 def imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.stmt, str, str]]:
     """Every import below `tree` as (statement, full dotted name of what is imported, name that it is bound to)."""
     package = path.parent.parts
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
                 yield node, name.name, name.asname or name.name.split(".")[0]
@@ -101,7 +111,7 @@ def private_names_of_other_layers(path: Path, tree: ast.AST) -> Iterator[tuple[a
             bound[alias] = name
             if private(name.removeprefix("zero._torch.")):
                 yield node, f"{name} is private to its layer"
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and dotted(node.value).split(".")[0] in bound and private(node.attr):
             yield node, f"{dotted(node)} is private to its layer"
 
@@ -115,7 +125,7 @@ def communication(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         modules[alias] = alias if name.startswith(f"{alias}.") else name  # `import a.b` binds a
         if communicates(name):
             yield node, f"only {COMMUNICATING} may use {name}"
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and (chain := dotted(node)):
             first, rest = chain.split(".", 1)
             if communicates(name := f"{modules.get(first, first)}.{rest}"):
@@ -145,7 +155,7 @@ def private_names_of_torch(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST,
 
 def asked_of_objects(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """Names of attributes, whether written `x.name`, `getattr(x, "name")` or `vars(x)["name"]`; not those of `self`."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Attribute(ast.Name("self" | "cls")):
                 pass
@@ -158,7 +168,7 @@ def asked_of_objects(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def assigned(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Attribute(ast.Name("self" | "cls"), name, ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
                 yield name
@@ -167,12 +177,12 @@ def assigned(tree: ast.AST) -> Iterator[str]:
 @cache
 def defined_in(folder: Path) -> set[str]:
     """Functions and classes of its files."""
-    nodes = (node for path in (ROOT / folder).glob("*.py") for node in ast.walk(ast.parse(path.read_text())))
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    found = (node for path in (ROOT / folder).glob("*.py") for node in nodes(tree_of(path)))
+    return {node.name for node in found if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def setattr_and_id(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in ("setattr", "id"):
             yield node, f"{node.id}() is not used here: keep state in objects of zero, keyed by name or position"
 
@@ -182,7 +192,7 @@ def unpickling(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     for node, name, _ in imports(path, tree):
         if name.split(".")[0] in PICKLES:
             yield node, f"{name} runs what foreign bytes tell it to"
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Call(ast.Name("eval" | "exec" as name)):
                 yield node, f"{name}() runs what foreign bytes tell it to"
@@ -197,7 +207,7 @@ def unpickling(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 def without_device(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     modules = {alias: alias if name.startswith(f"{alias}.") else name for _, name, alias in imports(path, tree)}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and (chain := dotted(node.func)):
             first, *rest = chain.split(".")
             name = ".".join([modules.get(first, first), *rest])
@@ -224,7 +234,7 @@ def is_feature(name: str) -> bool:
 
 def within_functions(tree: ast.AST) -> Iterator[ast.AST]:
     """What does not run when a module is imported."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.FunctionDef() | ast.If(ast.Name("TYPE_CHECKING")):
                 yield from ast.walk(node)
@@ -258,7 +268,7 @@ def test_rule_holds(rule):
     found = []
     for path in paths:
         relative = path.relative_to(ROOT)
-        for node, message in rule(relative, ast.parse(path.read_text())):
+        for node, message in rule(relative, tree_of(path)):
             found.append(f"{relative}:{node.lineno}: {message}")
     assert not found, "\n" + "\n".join(found)
 

@@ -32,7 +32,7 @@ GROWTH = 0.01
 
 CASES = [(stage, transport) for stage in (1, 2, 3) for transport in TRANSPORTS]
 if STEPS <= 1000:
-    CASES = [(1, "gloo"), (2, "host memory"), (3, "gloo")]
+    CASES = [(2, "host memory"), (3, "gloo")]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

@@ -34,7 +34,9 @@ class Meter(DispatchMode):
         self._resized: set[ref[torch.UntypedStorage]] = set()
         """Storages that were found to change their size; they are measured after every operator."""
         self._with_address: set[ref[torch.UntypedStorage]] = set()
-        """Storages that may be inside one another."""
+        """Storages that others may be inside."""
+        self._shared: set[ref[torch.UntypedStorage]] = set()
+        """Those of them that do not own their memory, and may be inside others."""
         self._since_all = 0
         """Operators since all storages were measured."""
         self._live = 0
@@ -81,7 +83,7 @@ class Meter(DispatchMode):
 
     def _add(self, storage: torch.UntypedStorage, known: ref[torch.UntypedStorage]) -> None:
         if _has_address(storage):
-            for key in [*self._with_address]:
+            for key in [*(self._with_address if not storage.resizable() else self._shared)]:
                 other = key()
                 if other is not None and _lies_within(storage, other):
                     self._apart.add(storage)
@@ -89,6 +91,8 @@ class Meter(DispatchMode):
                 if other is not None and _lies_within(other, storage):
                     self._forget(key)
                     self._apart.add(other)
+            if not storage.resizable():
+                self._shared.add(known)
             self._with_address.add(known)
         self._bytes[known] = 0
         self._measure(known)
@@ -106,6 +110,7 @@ class Meter(DispatchMode):
         self._live -= self._bytes.pop(known, 0)
         self._resized.discard(known)
         self._with_address.discard(known)
+        self._shared.discard(known)
 
     def live(self) -> int:
         self._since_all = 0

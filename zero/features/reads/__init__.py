@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zero._torch import leaves
@@ -77,12 +77,14 @@ class ForeignReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in leaves((args, kwargs)) if _reads(func) else ():
-            if isinstance(value, nn.Parameter) and value in self._index:
-                unit = self._index.unit_of(value)
-                if not (unit.readable and (unit.users or unit.summoned)):
-                    self._reads.found(unit)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        for given in (*args, *kwargs.values()) if _reads(func) else ():
+            for value in leaves(given) if isinstance(given, (tuple, list, dict)) else (given,):
+                if isinstance(value, Tensor) and value in self._index:
+                    unit = self._index.unit_of(value)  # type: ignore[arg-type]
+                    if not (unit.readable and (unit.users or unit.summoned)):
+                        self._reads.found(unit)
+        return func(*args, **kwargs)
 
 
 def _reads(func: Callable[..., Any]) -> bool:
