@@ -49,7 +49,7 @@ def test_a_comm_stands_for_a_process_group():
     [
         ("nccl", torch.float32, 1000 * 4),  # a reduce-scatter
         ("nccl", torch.bfloat16, 8 * 1000 * 2 + 1000 * 4),  # what comes of 8 ranks, and the sum
-        ("gloo", torch.bfloat16, 8 * 1000 * 2 + 3 * 1000 * 4),  # summed in float32, two rows at a time
+        ("gloo", torch.bfloat16, 8 * 1000 * 2 + 1000 * 4),  # added up in float32
         ("host memory", torch.float32, 8 * 1000 * 4 + 1000 * 4),
     ],
 )

@@ -27,11 +27,13 @@ from zero._torch.compiling import uncompiled as uncompiled
 from zero._torch.modules import BATCH_NORM as BATCH_NORM
 from zero._torch.modules import averaged_by as averaged_by
 from zero._torch.modules import buffers_of as buffers_of
+from zero._torch.modules import buffers_of_each as buffers_of_each
 from zero._torch.modules import children_of as children_of
 from zero._torch.modules import chosen_by_policy as chosen_by_policy
 from zero._torch.modules import classes_to_ignore as classes_to_ignore
 from zero._torch.modules import divides_by_ranks_with_data as divides_by_ranks_with_data
 from zero._torch.modules import join_mark as join_mark
+from zero._torch.modules import params_of_each as params_of_each
 from zero._torch.modules import recomputed_in_backward as recomputed_in_backward
 from zero._torch.modules import state_dict_hooks_of as state_dict_hooks_of
 from zero._torch.optimizers import GradScaler as GradScaler

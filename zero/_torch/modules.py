@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,37 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     register_buffer() would need to know whether a buffer is saved, and setattr may run code of the user's class.
     """
     return module._buffers
+
+
+def modules_in(root: nn.Module) -> Iterator[nn.Module]:
+    """All modules of `root`, each once, in an order that their tree decides. root.modules() also makes names of them,
+    which takes five times as long: too long for each step."""
+    found, left = {root}, [root]
+    while left:
+        module = left.pop()
+        yield module
+        for child in vars(module)["_modules"].values():
+            if child is not None and child not in found:
+                found.add(child)
+                left.append(child)
+
+
+def params_of_each(root: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of all modules of `root`; one that several modules hold is there several times."""
+    for module in modules_in(root):
+        for param in module._parameters.values():
+            if param is not None:
+                yield param
+
+
+def buffers_of_each(root: nn.Module) -> Iterator[Tensor]:
+    """The buffers of all modules of `root`, each once."""
+    found = set[Tensor]()
+    for module in modules_in(root):
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer not in found:
+                found.add(buffer)
+                yield buffer
 
 
 def state_dict_hooks_of(module: nn.Module) -> list[Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zero._torch import params_of_each
 from zero.checks.scaling import Overflow, Scaling
 from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model, models
@@ -153,8 +154,10 @@ class Guard(ModelEvents):
         return self._findings[optimizer][1]
 
     def _problems_of_new_parameters(self) -> Iterator[str]:
-        for name, param in self.model.module.named_parameters():
-            if param not in self._module_params and param.grad is not None:
+        module, known = self.model.module, self._module_params
+        new = {param for param in params_of_each(module) if param not in known and param.grad is not None}
+        for name, param in module.named_parameters() if new else ():
+            if param in new:
                 if any(param is ignored for module in self.model.ignored for ignored in module.parameters()):
                     continue
                 yield (

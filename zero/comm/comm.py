@@ -187,13 +187,13 @@ class Comm:
         The sums are flat, one message after another; those of 16-bit floats are float32 unless `into` is given. `wait`
         may block until the other ranks have called `wait`.
         """
-        sent["reduce"] += sum((len(flat) - counts[self.rank]) * flat.element_size() for flat, counts in messages)
+        sent["reduce"] += sum((flat.numel() - counts[self.rank]) * flat.element_size() for flat, counts in messages)
         return self._transports[messages[0][0].device.type].reduce(messages, times, into, channel)
 
     def all_to_all(self, messages: Sequence[Message], channel: int = REDUCTION) -> Handle:
         """Collective. Sends the messages as `reduce` does. `wait` returns for each message the elements from all ranks,
         one row a rank."""
-        sent["reduce"] += sum((len(flat) - counts[self.rank]) * flat.element_size() for flat, counts in messages)
+        sent["reduce"] += sum((flat.numel() - counts[self.rank]) * flat.element_size() for flat, counts in messages)
         return self._transports[messages[0][0].device.type].all_to_all(messages, channel)
 
     # ------------------------------------------------------------------------------------- other tensors

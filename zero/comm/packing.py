@@ -62,26 +62,26 @@ def copy_into(batch: Sequence[Tensor], flat: Tensor) -> None:
 def sum_in_rank_order(received: Sequence[Tensor], times: float = 1) -> Tensor:
     """Returns `times` the sums over the ranks, flat, one message after another. received: for each message one row a
     rank."""
-    total = wide(received[0][0][:0]).new_empty(sum(len(rows[0]) for rows in received))
-    low = 0
-    for rows in received:
-        add_in_order(rows, total[low : low + len(rows[0])], times)
-        low += len(rows[0])
+    numels = [rows[0].numel() for rows in received]
+    total = received[0].new_empty(sum(numels), dtype=summed_as(received[0].dtype))
+    for rows, into in zip(received, total.split(numels), strict=True):
+        add_in_order(rows, into, times)
     return total
 
 
 def add_in_order(rows: Sequence[Tensor] | Tensor, into: Tensor, times: float = 1) -> None:
     """Overwrites `into` with `times` the sum of tensors of one length."""
-    if len(rows) == 1:
-        into.copy_(rows[0])
+    first, *others = rows
+    if others and first.dtype == into.dtype:  # else torch.add would round the sum to the dtype of the rows
+        torch.add(first, others.pop(0), out=into)
     else:
-        torch.add(wide(rows[0]), wide(rows[1]), out=into)
-    for row in rows[2:]:
+        into.copy_(first)
+    for row in others:
         into += row
     if times != 1:
         into *= times
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """Returns the tensor in the dtype in which it is summed: float32 for 16-bit floats, else its own."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+def summed_as(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which tensors are summed: float32 for 16-bit floats, else their own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

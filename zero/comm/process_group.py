@@ -35,7 +35,7 @@ from zero._torch import (
     reduce_scatter_of_one_tensor,
 )
 from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order
-from zero.comm.packing import concatenate, lengths, wide
+from zero.comm.packing import concatenate, lengths, summed_as
 from zero.comm.transport import Handle, Message, Transport
 
 _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
@@ -213,7 +213,7 @@ class Overlapping(ProcessGroupTransport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         own = full[bounds[self._rank] : bounds[self._rank + 1]]
         longest = _longest(tuple(bounds))
-        equal = longest * self._world == len(full)
+        equal = longest * self._world == full.numel()
         rows = full if equal else full.new_empty(self._world * longest)
         sent = own if equal or len(own) == longest else concatenate([own, own.new_empty(longest - len(own))])
 
@@ -240,7 +240,7 @@ class Overlapping(ProcessGroupTransport):
     @staticmethod
     def sum(received: Sequence[Tensor], times: float = 1) -> Tensor:
         """Sums by one kernel a message, whatever the number of ranks."""
-        sums = [rows.sum(0, dtype=wide(rows[:0]).dtype) for rows in received]
+        sums = [rows.sum(0, dtype=summed_as(rows.dtype)) for rows in received]
         total = sums[0] if len(sums) == 1 else concatenate(sums)
         return total if times == 1 else total.mul_(times)
 
@@ -261,7 +261,7 @@ def scatters(messages: Sequence[Message]) -> bool:
     """Returns whether a backend that overlaps reduces these by a reduce-scatter: one message of equal shards, whose
     sums have the dtype of the message."""
     message, counts = messages[0]
-    return len(messages) == 1 and counts.count(counts[0]) == len(counts) and wide(message[:0]).dtype == message.dtype
+    return len(messages) == 1 and counts.count(counts[0]) == len(counts) and summed_as(message.dtype) == message.dtype
 
 
 def refuse_differing_logs(transport: Transport, order: Order) -> None:

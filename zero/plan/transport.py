@@ -18,7 +18,7 @@ from torch import Tensor
 from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.order import Order
-from zero.comm.packing import lengths, wide
+from zero.comm.packing import lengths, summed_as
 from zero.comm.process_group import scatters
 from zero.comm.transport import Handle, Message, Transport
 
@@ -69,12 +69,10 @@ class Rehearsal(Transport):
             return self._transfer("reduce", [full, sums], full.nbytes, lambda: sums)
 
         def summed(rows: Sequence[Tensor]) -> Tensor:
-            total = wide(rows[0][:0]).new_empty(sum(own))
+            total = rows[0].new_empty(sum(own), dtype=summed_as(rows[0].dtype))
             if self.overlaps:
                 for message_rows, share in zip(rows, total.split(own), strict=True):
                     torch.sum(message_rows, 0, dtype=total.dtype, out=share)
-            for message_rows in rows if total.dtype is not rows[0].dtype and not self.overlaps else ():
-                _allocate_widened(message_rows)
             return total if into is None else into.copy_(total)
 
         if self._host_memory:
@@ -129,11 +127,6 @@ class Rehearsal(Transport):
     def compare(self, channel: int, *, flag: bool = False) -> bool:
         self._launch("exchange", [], 0)()
         return flag
-
-
-def _allocate_widened(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates two ranks' rows in float32, as the sum in rank order does."""
-    return wide(rows[0]), wide(rows[-1])
 
 
 class RehearsedLink(Link):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from zero._torch import buffers_of_each
 from zero.comm import Comm
 
 
@@ -24,13 +25,13 @@ class BufferSync:
     def __init__(self, module: nn.Module, comms: Sequence[Comm]) -> None:
         self._module, self._comms = module, comms
         self._due = True
-        self._known = [(buffer.shape, buffer.dtype) for buffer in module.buffers()]
+        self._known = [(buffer.shape, buffer.dtype) for buffer in buffers_of_each(module)]
 
     def before_forward(self) -> None:
         """Collective. Broadcasts the buffers if that is due."""
         if not self._due:
             return
-        buffers = [*self._module.buffers()]
+        buffers = [*buffers_of_each(self._module)]
         shapes = [(buffer.shape, buffer.dtype) for buffer in buffers]
         if shapes != self._known:
             self._compare()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ class InOneMessage:
     def __init__(self, group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
         self._owned = [group.spans[index] for index in trained if index in group.spans]
+        starts = [*group.layout.offsets, group.layout.numel]
+        lengths_with_padding = [after - start for start, after in pairwise(starts)]
+        self._pieces = [
+            size
+            for numel, both in zip(group.layout.numels, lengths_with_padding, strict=True)
+            for size in (numel, both - numel)
+        ]
+        """The lengths of gradients and of the padding after each, in turn."""
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -41,11 +50,10 @@ class InOneMessage:
 
     def messages(self, taken: Gradients) -> list[Message]:
         """Returns the messages to reduce."""
-        layout = self._group.layout
-        packed = self._group.full.new_zeros(layout.numel, dtype=self._dtype)
+        packed = self._group.full.new_zeros(self._group.layout.numel, dtype=self._dtype)
         if taken:
-            views = [packed[layout.offsets[i] : layout.offsets[i] + layout.numels[i]] for i in taken]
-            copy_all(views, [*taken.values()])
+            views = packed.split(self._pieces)[::2]
+            copy_all([views[index] for index in taken], [*taken.values()])
         return [(packed, self._lengths)]
 
     def cut(self, sums: Tensor) -> Iterable[tuple[int, Tensor]]:

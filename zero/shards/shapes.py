@@ -37,9 +37,9 @@ class Shapes:
         """Reshapes the flat elements of parameter `index` that this rank owns to the shape of its shard."""
         if self.strides[index] == (1,):
             return flat
-        if len(flat) == self._layout.numels[index]:
+        if flat.numel() == self._layout.numels[index]:
             return flat.as_strided(self.full[index], self.strides[index], flat.storage_offset())
-        return flat.view(shard_shape(self.full[index], len(flat)))
+        return flat.view(shard_shape(self.full[index], flat.numel()))
 
     def views_of_full(self, full: Tensor) -> list[Tensor]:
         """Views of a flat tensor as long as the layout: one a parameter, in the parameter's shape."""

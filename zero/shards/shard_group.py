@@ -43,6 +43,8 @@ class GroupState(enum.Enum):
     SUMMONED = "summoned"
     LOST = "lost"
 
+    __hash__ = object.__hash__  # enum's own is Python, and takes as long as all else of `_become`
+
 
 _AFTER_GATHERING = {GroupState.GATHERING: {GroupState.UNSHARDED, GroupState.LOST}}
 _NEXT_WITH_OWN_SHARD = {

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +70,17 @@ class Compiling(ModelEvents):
         self._inner = {unit.module for unit in model.units[1:]}
         self._freed = {group.full.device for group in model.index.groups if group.frees}
         _watch()
+        _all.add(self)
 
     def hook(self, unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Hides hooks from tracing: torch.compile would make different code of the module for each unit."""
+        """Hides hooks from tracing: torch.compile would make different code of the module for each unit.
+
+        Those inside units are as they are, which takes less of each forward: they are removed before they are traced.
+        """
+        if unit is not self.model.root and module is not unit.module:
+            return function
         hidden: Callable[..., Any] = _hidden(function)
-        if unit is not self.model.root or module is unit.module:
+        if module is unit.module:
             return hidden
 
         def unless_traced(*args: Any) -> Any:
@@ -85,7 +92,7 @@ class Compiling(ModelEvents):
 
     def mode_begins(self) -> None:
         """Compiled modules lose the hooks of modules inside, which are called through them alone. Code that is traced
-        must not contain the search for reads."""
+        must not contain the search for reads. Called again before torch.compile traces anything."""
         compiled = [] if self._uncompiled else _compiled_in(self.model.module)
         self.model.schedule.traced = bool(compiled)
         self._remove_inner_hooks(inner for module in compiled for inner in module.modules())
@@ -150,6 +157,8 @@ def _hidden(function: Callable[..., Any]) -> Any:
     return torch.compiler.disable(function, reason=BETWEEN_UNITS)
 
 
+_all: WeakSet[Compiling] = WeakSet()
+
 _hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
 
 
@@ -159,7 +168,9 @@ def _watch() -> None:
 
 
 def _hide(_: object) -> None:
-    """Hides the gradients of shards that torch.compile would refuse."""
+    """Hides the gradients of shards that torch.compile would refuse, and removes hooks inside what it traces."""
+    for compiling in _all:
+        compiling.mode_begins()
     for param in sharded_params():
         gradient = param.grad
         if gradient is not None and _kind(gradient) != _kind(param):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order
-from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, wide
+from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
 from zero.comm.process_group import refuse_differing_logs
 from zero.comm.transport import Handle, Message, Transport
 from zero.features.host_memory.peers import Peers
@@ -182,11 +182,11 @@ class _Shares:
         """Returns the sums of Transport.reduce for this rank. addresses: those of the other ranks' tables."""
         tables = self._tables(addresses)
         sample = self._messages[0]
-        sums = wide(sample[:0])
-        total = sums.new_empty(sum(high - low for low, high in self._bounds)) if into is None else into
+        new = partial(sample.new_empty, dtype=summed_as(sample.dtype))
+        total = new(sum(high - low for low, high in self._bounds)) if into is None else into
         most = min(CHUNK // sample.element_size(), max(1, *(high - low for low, high in self._bounds)))
         chunks = sample.new_empty(len(tables) + 1, most)
-        buffer = None if into is None else sums.new_empty(most)  # `into` may overlap the messages
+        buffer = None if into is None else new(most)  # `into` may overlap the messages
         done = 0
         for number, (low, high) in enumerate(self._bounds):
             for start in range(low, high, most):
