@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim import Adam
+from torch.optim import Adam, AdamW
 
 import matrix
 import ranks
@@ -68,6 +68,91 @@ def test_one_rank_gets_the_weights_that_every_rank_would(rank, world, stage):
     assert given["head.weight"] is given["blocks.0.0.weight"]
     Net().load_state_dict(everywhere)
     assert not any(value.requires_grad for value in everywhere.values())
+
+
+# ------------------------------------------------------------------------------------- a script, whatever the stage
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
+
+
+def start(stage: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6))
+    return zero.setup(net, AdamW, stage=stage, params=groups(net), lr=0.01)
+
+
+def accumulated_step(model: nn.Module, optimizer: Any, rank: int, number: int) -> list[float]:
+    """The losses of two batches, and the norm before clipping."""
+    optimizer.zero_grad()
+    before = zero.traffic().reduce
+    with zero.no_sync(model):
+        first = model(data(8, 6, rank=rank, step=2 * number)).square().mean()
+        first.backward()
+    assert zero.traffic().reduce == before
+    second = model(data(8, 6, rank=rank, step=2 * number + 1)).square().mean()
+    second.backward()
+    norm = zero.clip_grad_norm_(model, optimizer, 0.05)
+    assert zero.grad_norm(model, optimizer) < 0.051
+    optimizer.step()
+    return [first.item(), second.item(), norm.item()]
+
+
+def script(rank: int, stages: tuple[int, int]) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains at one stage, and goes on at another. The numbers, and the weights at the end."""
+    numbers: list[float] = []
+    model, optimizer = start(stages[0])
+    for number in range(2):
+        numbers += accumulated_step(model, optimizer, rank, number)
+    weights = zero.full_state_dict(model)
+    state = zero.full_optimizer_state_dict(model, optimizer)
+    assert zero.full_optimizer_state_dict(model, optimizer, to=0).keys() == (state.keys() if rank == 0 else set())
+    model, optimizer = start(stages[1])
+    missing, unexpected = zero.load_full_state_dict(model, weights)
+    assert not missing and not unexpected
+    zero.load_full_optimizer_state_dict(model, optimizer, state)
+    for number in range(2, 4):
+        numbers += accumulated_step(model, optimizer, rank, number)
+    return numbers, zero.full_state_dict(model)
+
+
+def of_stages(rank: int, world: int, every: list[tuple[int, int]]) -> None:
+    expected, expected_weights = script(rank, (0, 0))
+    for stages in every:
+        numbers, weights = script(rank, stages)
+        assert numbers == pytest.approx(expected, rel=1e-5), stages
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+def test_one_script_accumulates_clips_saves_and_goes_on_at_any_stage():
+    ranks.run(of_stages, 2, ([(0, 1), (1, 2), (2, 3), (3, 0)],))
+
+
+def test_the_same_script_runs_alone():
+    ranks.run(of_stages, args=([(1, 2), (3, 1)],), bare=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_weights_with_the_prefix_of_ddp_are_loaded_without_it(rank, world, stage):
+    saved = {f"module.{name}": torch.full_like(value, 3) for name, value in Net().state_dict().items()}
+    model, _ = at_stage(stage, Net())
+    with pytest.warns(UserWarning, match="begin with 'module.'"):
+        zero.load_full_state_dict(model, saved)
+    assert all((value == 3).all() for value in zero.full_state_dict(model).values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.raises(2, ValueError, "weights given to zero.load_full_state_dict", "rank 1 has nothing")
+def test_weights_of_one_rank_alone_are_refused_on_every_rank(rank, world, stage):
+    model, _ = at_stage(stage, Net())
+    zero.load_full_state_dict(model, zero.full_state_dict(model, to=0))
+
+
+# ---------------------------------------------------------------------------------------------- whatever is compiled
 
 
 def in_place(model: nn.Module) -> nn.Module:

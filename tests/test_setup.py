@@ -87,3 +87,66 @@ def test_what_trains_nothing_needs_no_group(tmp_path: Path):
     zero.FSDP(nn.Linear(4, 4), process_group=Comm.alone())
     zero.checkpoint.save(tmp_path, model)
     zero.checkpoint.load(tmp_path, model)
+
+
+# ------------------------------------------------------------------------------------------ options by the stage
+
+UNUSABLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "offload at stage 0": (
+        lambda model: zero.setup(model, Adam, stage=0, offload=zero.CPUOffload()),
+        "take stage 1, 2",
+    ),
+    "mixed_precision at stage 2": (
+        lambda model: zero.setup(model, Adam, stage=2, mixed_precision=zero.MixedPrecision()),
+        "at stages 1 and 2, convert the model to 16 bits and pass master_dtype",
+    ),
+    "master_dtype at stage 3": (
+        lambda model: zero.setup(model, Adam, stage=3, master_dtype=torch.float32),
+        "pass mixed_precision=zero.MixedPrecision",
+    ),
+    "an instance": (
+        lambda model: zero.setup(model, Adam(model.parameters()), stage=2),
+        r"Pass its class and its arguments.*zero.setup\(model, Adam, stage=2",
+    ),
+    "a parameter twice": (
+        lambda model: zero.setup(model, Adam, stage=3, params=[*model.parameters(), model.weight]),
+        "parameter 2 of group 0 was given before",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_means_nothing_at_a_stage_is_refused_on_every_rank(case):
+    ranks.expect_error(of_case, 2, ValueError, UNUSABLE[case][1], args=(case,))
+
+
+def of_case(rank: int, world: int, case: str) -> None:
+    model = nn.Linear(4, 4)
+    before = model.weight
+    try:
+        UNUSABLE[case][0](model)
+    finally:
+        assert model.weight is before and before.shape == (4, 4) and not before._post_accumulate_grad_hooks
+
+
+HALF = zero.MixedPrecision(param_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("stage", "given"),
+    [(1, {"offload": True}), (2, {"master_dtype": torch.float32}), (3, {"offload": True, "mixed_precision": HALF})],
+    ids=str,
+)
+@ranks.on(2)
+def test_options_reach_what_is_wrapped(rank, world, stage, given):
+    if "offload" in given:
+        given["offload"] = zero.CPUOffload(pin_memory=False)
+    model = nn.Linear(4, 4, dtype=torch.bfloat16 if stage == 2 else torch.float32)
+    model, optimizer = zero.setup(model, Adam, stage=stage, lr=0.1, **given)
+    model(torch.ones(2, 4, dtype=torch.bfloat16 if stage == 2 else torch.float32)).float().sum().backward()
+    optimizer.step()
+    if stage == 3:
+        (group,) = model.shard_groups
+        assert group.home.apart and group.full.dtype == torch.bfloat16
+    else:
+        assert optimizer.shards.home.apart == (stage == 1) and optimizer.keeps_masters == (stage == 2)

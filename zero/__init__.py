@@ -18,7 +18,18 @@ from zero.interop.grad_scaler import GradScaler
 from zero.oss import OSS
 from zero.plan import plan
 from zero.report import Report, report
-from zero.scripts import ParameterCount, count_parameters, full_state_dict, grad_norm, unwrap
+from zero.scripts import (
+    ParameterCount,
+    clip_grad_norm_,
+    count_parameters,
+    full_optimizer_state_dict,
+    full_state_dict,
+    grad_norm,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    no_sync,
+    unwrap,
+)
 from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.shards.log import show_as_asked
@@ -52,10 +63,15 @@ __all__ = [
     "checkpoint",
     "comm",
     "Traffic",
+    "clip_grad_norm_",
     "count_parameters",
+    "full_optimizer_state_dict",
     "full_state_dict",
     "grad_norm",
     "join",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "no_sync",
     "plan",
     "report",
     "setup",

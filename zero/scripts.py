@@ -1,26 +1,31 @@
-"""For scripts, at any stage: full weights, the norm of gradients, the number of parameters, and the plain module."""
+"""For scripts, the same at any stage: weights and optimizer state in full, the norm of gradients and clipping, gradient
+accumulation, the number of parameters, and the plain module."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_ as clip_plain
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from zero._torch import children_of, name_without_compile, uncompiled
+from zero._torch import children_of, name_without_compile, named_as_compiled, uncompiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.state.optimizer_state import refuse_no_rank
 from zero.state.weights import Recipient, full_weights
-from zero.wrappers import unwrapped
+from zero.wrappers import Wrapped, prepared, unwrapped
 
 
 def full_state_dict(
@@ -43,10 +48,67 @@ def full_state_dict(
     return {name_without_compile(name): value for name, value in full.items()}
 
 
+def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> Any:
+    """Collective. Loads full weights into a model of any stage: what `full_state_dict` returns, or a file of the plain
+    model's. Returns what `load_state_dict` does: missing and unexpected names.
+
+    weights: the same on every rank, by the module's own names, with or without `_orig_mod.` of torch.compile. If all
+        names begin with `module.`, as in files of DistributedDataParallel, that is taken off with a warning.
+
+    Raises ValueError on every rank if names or shapes differ between ranks, such as an empty dictionary of a rank that
+    did not get the weights; RuntimeError within forward and backward, and as `load_state_dict` for other names.
+    """
+    inner, wrappers = unwrapped(model)
+    shapes = [f"{name}: {list(value.shape)}" for name, value in weights.items() if isinstance(value, Tensor)]
+    what = "the weights given to zero.load_full_state_dict (read them on every rank, or gather them with to=None)"
+    _comm_of(wrappers).compare(what, sorted(shapes))
+    if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
+        warnings.warn(
+            "all names of the weights begin with 'module.', as those that DistributedDataParallel saves: it is taken "
+            "off, and the rest is loaded.",
+            stacklevel=2,
+        )
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    sharding: list[nn.Module] = [one for one in wrappers if isinstance(one, FSDP | ShardedDDP)]
+    return (sharding or [inner])[0].load_state_dict(named_as_compiled(inner, weights), strict)
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | None = None) -> dict[str, Any]:
+    """Collective. The full state of the optimizer in the plain optimizer's own format, at any stage.
+
+    It loads by `load_full_optimizer_state_dict` at any other stage and number of ranks, and into the plain optimizer.
+
+    model, optimizer: those that train. to: the rank of the model's process group that gets the state; others get an
+        empty dictionary. By default every rank gets it.
+
+    Raises ValueError on every rank for state that cannot be made whole, and where `to` is no rank of the group.
+    """
+    (_, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    if wrappers and isinstance(wrappers[0], FSDP):
+        return wrappers[0].optim_state_dict(optimizer, to) or {}
+    comm = optimizer.comm if isinstance(optimizer, OSS) else _comm_of(wrappers)
+    refuse_no_rank(to, comm.world)
+    if isinstance(optimizer, OSS):
+        optimizer.consolidate_state_dict(to)
+    return optimizer.state_dict() if to in (None, comm.rank) else {}
+
+
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Loads full optimizer state, the same on every rank, at any stage: what `full_optimizer_state_dict` returns, or
+    the state of the plain optimizer. Raises ValueError, and changes nothing, if it does not fit."""
+    (_, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    if wrappers and isinstance(wrappers[0], FSDP):
+        wrappers[0].load_optim_state_dict(optimizer, state_dict)
+    else:
+        optimizer.load_state_dict(state_dict)
+
+
 def _comm_of(wrappers: Sequence[nn.Module]) -> Comm:
     for one in wrappers:
         if isinstance(one, ShardedDDP):
             return one.comm
+        if isinstance(one, FSDP):
+            return one.comms[0]
         if isinstance(one, DistributedDataParallel) and dist.is_initialized():
             return Comm(one.process_group)
     return Comm.default()  # after destroy_process_group() a rank has its own weights
@@ -93,6 +155,27 @@ def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) ->
         return optimizer.grad_norm(norm_type)
     gradients = [param.grad for param in params_of(optimizer) if param.grad is not None]
     return get_total_norm(gradients, norm_type)
+
+
+def clip_grad_norm_(model: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Collective at stages 1 to 3. Scales all gradients so that their norm, as one vector, is at most max_norm.
+
+    Returns the norm before, 0-dim, the same on every rank. Call it on every rank between backward and step, in place of
+    torch's function of this name, at any stage. Arguments are those of `grad_norm`.
+    """
+    wrapped, optimizer = uncompiled(model), prepared(optimizer)
+    if isinstance(wrapped, FSDP):
+        return wrapped.clip_grad_norm_(max_norm, norm_type)
+    if isinstance(optimizer, OSS):
+        return optimizer.clip_grad_norm(max_norm, norm_type)
+    return clip_plain(params_of(optimizer), max_norm, norm_type)
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which backward accumulates gradients without sending them, at any stage; the first backward
+    outside sends all. Run forward and backward inside. Without other ranks nothing is sent anyway."""
+    wrapped = uncompiled(model)
+    return wrapped.no_sync() if isinstance(wrapped, Wrapped) else nullcontext()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.comm import Comm
-from zero.fsdp import FSDP
+from zero.fsdp import FSDP, MixedPrecision
 from zero.interop.ddp import average_by_reading
-from zero.measure.kinds import finding_of, known, title
+from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.named import build
+from zero.measure.param_groups import options
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.shards.arguments import as_groups
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 
 
@@ -25,45 +27,90 @@ def setup(
     optim: Callable[..., Optimizer],
     *,
     stage: int,
+    params: Iterable[Any] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     partition: Partition = "auto",
     auto_wrap_policy: Any = None,
+    offload: Any = None,
+    mixed_precision: MixedPrecision | None = None,
+    master_dtype: torch.dtype | None = None,
     **defaults: Any,
 ) -> tuple[nn.Module, Optimizer]:
     """Collective. The wrapped model and its optimizer at a stage. Every stage trains to the same numbers.
 
     stage: what is sharded: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also parameters.
     optim, defaults: the optimizer's class and arguments.
+    params: parameters of the model, or groups of them with options of their own; by default all.
     partition, auto_wrap_policy: as in OSS and FSDP.
+    offload: at stages 1 to 3, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload).
+    mixed_precision: at stage 3, as in FSDP. master_dtype: at stages 1 and 2, as in OSS.
 
     At stage 1 DistributedDataParallel averages gradients, by a communication hook if all ranks run on one host; for a
     hook of your own construct DistributedDataParallel yourself.
-    Without torch.distributed, stages 0 and 1 return the model as it is. Raises ValueError for an unknown stage, and
-    RuntimeError if a launcher has started several ranks but torch.distributed is not initialised.
+    Without torch.distributed, stages 0 and 1 return the model as it is. Raises ValueError on every rank for an unknown
+    stage, an option that means nothing at the stage, parameters that cannot be used and an optimizer that is built
+    already, and RuntimeError if a launcher has started several ranks but torch.distributed is not initialised.
     """
     comm = Comm(process_group)
-    problem = None
-    if stage not in (0, 1, 2, 3):
-        problem = f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
-    problem, found = problem or partition_problem(partition), None
-    if stage and problem is None:
-        found = known(optim) if comm.world == 1 else finding_of(optim, defaults)
-        problem = optimizer_problem(title(optim), found, partition) if found else None
+    asked = {"offload": offload, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
+    given = {name: value for name, value in asked.items() if value is not None}
+    groups, problem = (None, None) if params is None else as_groups(params)
+    problem = _unusable(optim, stage, given) or problem or partition_problem(partition)
+    looks = stage and problem is None
+    found, problem = _measured(comm, optim, defaults, groups or [{}], partition) if looks else (None, problem)
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
-    named = [*model.named_parameters()]
+    named = [*model.named_parameters()] if groups is None else []
     if stage == 3:
         cut: Partition = cut_for(partition, found)
         if cut == "even" and known(optim) is not None:
             cut = partition  # not the measured one: FSDP then checks other optimizers that step its parameters, too
-        sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut)
-        return sharded, build(optim, sharded.parameters(), named, defaults)[0]
-    if stage == 2:
-        sharding = OSS(named, optim, process_group, partition=partition, **defaults)
-        return ShardedDDP(model, sharding, process_group), sharding
-    if stage == 1:
-        return _averaged(model, comm), OSS(named, optim, process_group, partition=partition, **defaults)
-    plain = model if comm.group is None else DistributedDataParallel(model, process_group=process_group)
-    return plain, build(optim, model.parameters(), named, defaults)[0]
+        sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
+        return sharded, build(optim, groups or sharded.parameters(), named, defaults)[0]
+    if stage == 0:
+        plain = model if comm.group is None else DistributedDataParallel(model, process_group=process_group)
+        return plain, build(optim, groups or model.parameters(), named, defaults)[0]
+    averaged = _averaged(model, comm) if stage == 1 else None
+    sharding = OSS(groups or named, optim, process_group, partition=partition, **given, **defaults)
+    return ShardedDDP(model, sharding, process_group) if averaged is None else averaged, sharding
+
+
+def _measured(
+    comm: Comm,
+    optim: Callable[..., Optimizer],
+    defaults: Mapping[str, Any],
+    groups: Iterable[dict[str, Any]],
+    partition: Partition,
+) -> tuple[Finding | None, str | None]:
+    """Returns what is known or measured of the optimizer, and an error message if it cannot be sharded so."""
+    found = known(optim) if comm.world == 1 else finding_of(optim, defaults, [options(group) for group in groups])
+    return found, None if found is None else optimizer_problem(title(optim), found, partition)
+
+
+_STAGES = {"offload": (1, 2, 3), "mixed_precision": (3,), "master_dtype": (1, 2)}
+"""The stages at which an option means something."""
+
+_INSTEAD = {
+    "offload": "Shards can be offloaded: take stage 1, 2 or 3.",
+    "mixed_precision": "Below stage 3 train under torch.autocast, or, at stages 1 and 2, convert the model to 16 bits "
+    "and pass master_dtype=torch.float32.",
+    "master_dtype": "At stage 3 keep the model in float32, whose shards are the masters, and pass mixed_precision="
+    "zero.MixedPrecision(param_dtype=torch.bfloat16); at stage 0 nothing keeps masters.",
+}
+
+
+def _unusable(optim: object, stage: object, given: Mapping[str, Any]) -> str | None:
+    """Returns an error message for a stage that is unknown, an optimizer, or options that mean nothing at the stage."""
+    if stage not in (0, 1, 2, 3):
+        return f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
+    if isinstance(optim, Optimizer):
+        name = type(optim).__name__
+        return (
+            f"zero.setup was given an {name} that is built already. Pass its class and its arguments, and parameter "
+            f"groups as params=: zero.setup(model, {name}, stage={stage}, lr=...). To shard it as it is, see "
+            "zero.OSS.from_optimizer."
+        )
+    wrong = next((name for name in given if stage not in _STAGES[name]), None)
+    return None if wrong is None else f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
 
 
 def _averaged(model: nn.Module, comm: Comm) -> nn.Module:
