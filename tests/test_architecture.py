@@ -26,6 +26,8 @@ CORE = ("comm", "shards", "oss", "sdp", "fsdp")
 LAYERS = ["_torch", "measure", *CORE, "state", "checks", "interop", "features"]  # all else in zero/ is above them
 COMMUNICATING = "zero/comm/"
 KNOWS_TORCH = "zero/_torch/"
+ON_OWN_CLASSES = "zero/interop/names.py"
+"""It sets attributes of zero's classes, for errors."""
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PYTHONS_OWN = {"_getframe", "_fields", "_replace", "_asdict"}
 OTHER_LIBRARIES = {"_no_split_modules", "_is_fsdp_managed_module"}
@@ -182,8 +184,9 @@ def defined_in(folder: Path) -> set[str]:
 
 
 def setattr_and_id(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    forbidden = {"id"} if path.as_posix() == ON_OWN_CLASSES else {"setattr", "id"}
     for node in nodes(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in ("setattr", "id"):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in forbidden:
             yield node, f"{node.id}() is not used here: keep state in objects of zero, keyed by name or position"
 
 

@@ -23,6 +23,7 @@ from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, largest_unit
 from zero.fsdp.weights import Weights
 from zero.sdp.buffers import BufferSync
+from zero.sdp.wrapper import attribute_of
 from zero.shards import norm
 from zero.shards.arguments import Wrapping, refusal
 from zero.shards.home import Home, homes, take_home
@@ -89,8 +90,8 @@ class FSDP(Weights):
     def __init__(
         self,
         module: nn.Module,
-        *,
         process_group: Any = None,
+        *,
         device_mesh: DeviceMesh | None = None,
         auto_wrap_policy: Policy = None,
         as_one_unit: Sequence[nn.Module | type[nn.Module]] = (),
@@ -251,7 +252,7 @@ class FSDP(Weights):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return attribute_of(super().__getattr__("module"), name, wrapper="FSDP")
 
 
 def running_model(fsdp: FSDP) -> Model:

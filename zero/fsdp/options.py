@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from zero.comm import Comm
+from zero.shards.arguments import instead_of
 from zero.shards.placement import Placement, placements
 
 
@@ -107,7 +108,8 @@ def refuse_unknown(given: dict[str, Any], known: set[str]) -> None:
     unknown = sorted(given.keys() - translators.keys() - known)
     if unknown:
         names = ", ".join(sorted(translators.keys() | known))
-        raise TypeError(f"FSDP got an unexpected argument {unknown[0]!r}. Besides its own names it takes {names}.")
+        instead = instead_of(unknown[0], of="FSDP") or f" Besides its own names it takes {names}."
+        raise TypeError(f"FSDP got an unexpected argument {unknown[0]!r}.{instead}")
 
 
 def refuse_number_of_ranks(reshard_after_forward: Any) -> None:

@@ -19,6 +19,7 @@ from zero.shards.arguments import (
     as_groups,
     describe,
     devices_of,
+    instead_of,
     master_problem,
     named_params,
     wire_of,
@@ -59,6 +60,8 @@ class Choices:
         self.home, wrong_home = take_home(defaults)
         problem = problem or partition_problem(partition, granularity) or wrong_wire or master_problem(master_dtype)
         problem = problem or wrong_home or wire_problem(named_params(self.groups), self.wire, "broadcast_fp16")
+        elsewhere = ((name, instead_of(name, of="OSS")) for name in defaults)
+        problem = problem or next((f"OSS has no option {name!r}.{text}" for name, text in elsewhere if text), None)
         found, unfit = (None, None) if problem else self._look_at(self.groups)
         self.cut = cut_for(partition, found, granularity)
         self.writes_frozen = found is not None and found.writes_frozen

@@ -19,7 +19,7 @@ from zero.oss.choices import Choices, build_inner
 from zero.oss.gradients import OwnedGradients
 from zero.oss.saved import saved_states
 from zero.oss.step import Step
-from zero.shards.arguments import NO_JOIN
+from zero.shards.arguments import NO_JOIN, instead_of
 from zero.shards.log import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition, Place
@@ -137,10 +137,10 @@ class OSS(Optimizer):
         inner = self.__dict__.get("optim")
         value = None if inner is None or name.startswith("_") else getattr(inner, name, None)
         if value is None or (callable(value) and name not in ("train", "eval")):
-            problem = f"'{type(self).__name__}' object has no attribute '{name}'"
+            problem = f"'{type(self).__name__}' object has no attribute '{name}'.{instead_of(name, of='OSS')}"
             if value is not None:
                 problem += (
-                    f". {type(inner).__name__}'s sees this rank's shards alone: call it on `.optim` if that will do"
+                    f" {type(inner).__name__}'s sees this rank's shards alone: call it on `.optim` if that will do."
                 )
             raise AttributeError(problem, name=name, obj=self)
         return value

@@ -20,8 +20,8 @@ from zero.comm import Comm, Wire
 from zero.oss.optimizer import OSS
 from zero.sdp.buffers import BufferSync
 from zero.sdp.reducer import Reducer
-from zero.sdp.wrapper import UNWRAPPED, Wrapper, refuse_steps
-from zero.shards.arguments import Wrapping, on_two_devices, refusal, wire_of, wire_problem
+from zero.sdp.wrapper import UNWRAPPED, Wrapper, attribute_of, refuse_steps
+from zero.shards.arguments import Wrapping, instead_of, on_two_devices, refusal, wire_of, wire_problem
 from zero.shards.log import announce
 
 
@@ -82,8 +82,11 @@ class ShardedDDP(Wrapper):
         reduce_buffer_size: int | None = None,
         reduce_fp16: bool | torch.dtype | Wire = False,
         overlap_param_gather: bool = False,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        for name in unknown:
+            raise TypeError(f"ShardedDDP got an unexpected argument {name!r}.{instead_of(name, of='ShardedDDP')}")
         self._reading = Reading()
         self.module = module
         self._optimizers: list[OSS] = (
@@ -224,7 +227,7 @@ class ShardedDDP(Wrapper):
         if name in children_of(self):  # `.module`: the caller may read its parameters at any time
             self._reading.outside()
             return super().__getattr__(name)
-        return getattr(self.module, name)
+        return attribute_of(self.module, name, wrapper="ShardedDDP")
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Waits for gathers in flight first. `parameters()` and `modules()` call this, too."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero.shards.arguments import NO_JOIN
+from zero.shards.arguments import NO_JOIN, instead_of
 
 
 class Wrapper(nn.Module):
@@ -69,6 +69,16 @@ class Wrapper(nn.Module):
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return cast(RemovableHandle, self.module.register_load_state_dict_post_hook(hook))
+
+
+def attribute_of(module: Any, name: str, *, wrapper: str) -> Any:
+    """Returns an attribute of the module inside a wrapper. wrapper: the wrapper's class."""
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        if instead := instead_of(name, of=wrapper):
+            raise AttributeError(f"{wrapper} has no {name}.{instead}", name=name, obj=module) from error
+        raise
 
 
 UNWRAPPED = (

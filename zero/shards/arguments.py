@@ -167,6 +167,16 @@ def refusal(wrapping: Wrapping) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
+names_of_others: dict[str, dict[str, str]] = {}
+"""By class: names that other libraries have and the class has not, and what to write instead."""
+
+
+def instead_of(name: str, *, of: str) -> str:
+    """Returns what to write instead of such a name, as a sentence after an error message; else nothing."""
+    text = names_of_others.get(of, {}).get(name)
+    return "" if text is None else f" Instead: {text}."
+
+
 NO_JOIN = (
     "{} cannot be used with torch's Join, by which ranks whose data has ended wait for the others. Write "
     "`with zero.join(model, optimizer):`, or give all ranks equally many batches (DistributedSampler does, "
