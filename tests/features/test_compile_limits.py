@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -64,14 +65,16 @@ def test_several_units_in_one_graph_are_refused_on_every_rank_with_the_remedy(bu
 
 @ranks.on(2)
 def test_each_unit_may_be_one_graph(rank, world):
-    """Compiled before wrapping or after, in place or replaced."""
+    """Compiled before wrapping, after, or once it has trained; in place or replaced."""
     found = []
-    for early, in_place in [(True, True), (True, False), (False, True), (False, False)]:
+    for when, in_place in product(["before", "after", "trained"], [True, False]):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("eager")
         model = Net()
         assert len(model.blocks) == BLOCKS
-        sharded = None if early else zero.FSDP(model)
+        sharded = None if when == "before" else zero.FSDP(model)
+        if sharded is not None and when == "trained":
+            loss(sharded, rank, 0).backward()
         for number, block in enumerate(model.blocks):
             if in_place:
                 block.compile(backend=counter, fullgraph=True)
@@ -80,7 +83,7 @@ def test_each_unit_may_be_one_graph(rank, world):
         sharded = sharded or zero.FSDP(model)
         found.append([loss(sharded, rank, step).item() for step in range(2)])
         assert counter.frame_count == 1
-    assert found == [found[0]] * 4
+    assert found == [found[0]] * 6
 
 
 GRAPHS = {"mode": "reduce-overhead"}

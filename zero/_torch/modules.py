@@ -63,6 +63,11 @@ def state_dict_hooks_of(module: nn.Module) -> list[Any]:
     return [*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()]
 
 
+def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The module's own dictionaries of hooks before and after its forward, to be read and written."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 def chosen_by_policy(policy: object, root: nn.Module) -> set[nn.Module] | None:
     """The modules that a policy object of torch.distributed.fsdp.wrap chooses; None if `policy` is no such object.
 

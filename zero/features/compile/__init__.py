@@ -26,6 +26,7 @@ from zero._torch import (
     called_by_cuda_graphs,
     compiled_to_cuda_graphs,
     compiled_without_breaks,
+    forward_hooks_of,
     is_compiled,
     uncompiled,
 )
@@ -67,6 +68,8 @@ class Compiling(ModelEvents):
         self._uncompiled = False
         """Whether the running forward runs uncompiled although modules are compiled."""
         self._enters_by_units = False
+        self._direct: set[Callable[..., Any]] = set()
+        """Hooks that are not hidden."""
         self._inner = {unit.module for unit in model.units[1:]}
         self._freed = {group.full.device for group in model.index.groups if group.frees}
         _watch()
@@ -75,9 +78,10 @@ class Compiling(ModelEvents):
     def hook(self, unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
         """Hides hooks from tracing: torch.compile would make different code of the module for each unit.
 
-        Those inside units are as they are, which takes less of each forward: they are removed before they are traced.
+        Those inside units are as they are until something is compiled: that takes less of each forward.
         """
         if unit is not self.model.root and module is not unit.module:
+            self._direct.add(function)
             return function
         hidden: Callable[..., Any] = _hidden(function)
         if module is unit.module:
@@ -90,9 +94,19 @@ class Compiling(ModelEvents):
 
         return unless_traced
 
+    def tracing_begins(self) -> None:
+        """Removes or hides hooks inside units: modules may have been compiled since the first forwards."""
+        self.mode_begins()
+        for module in self.model.module.modules() if self._direct else ():
+            for hooks in forward_hooks_of(module):
+                for number, function in hooks.items():
+                    if function in self._direct:
+                        hooks[number] = _hidden(function)
+        self._direct.clear()
+
     def mode_begins(self) -> None:
         """Compiled modules lose the hooks of modules inside, which are called through them alone. Code that is traced
-        must not contain the search for reads. Called again before torch.compile traces anything."""
+        must not contain the search for reads."""
         compiled = [] if self._uncompiled else _compiled_in(self.model.module)
         self.model.schedule.traced = bool(compiled)
         self._remove_inner_hooks(inner for module in compiled for inner in module.modules())
@@ -168,9 +182,9 @@ def _watch() -> None:
 
 
 def _hide(_: object) -> None:
-    """Hides the gradients of shards that torch.compile would refuse, and removes hooks inside what it traces."""
+    """Hides the gradients of shards that torch.compile would refuse, and hooks, before it traces anything."""
     for compiling in _all:
-        compiling.mode_begins()
+        compiling.tracing_begins()
     for param in sharded_params():
         gradient = param.grad
         if gradient is not None and _kind(gradient) != _kind(param):
