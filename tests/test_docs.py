@@ -189,9 +189,7 @@ def test_every_option_is_named(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     for function in OPTIONS[page]:
         for name in inspect.signature(function).parameters:
-            assert name in ("module", "unknown") or re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", text), (
-                f"{function.__name__}: {name}"
-            )
+            assert name == "module" or re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", text), f"{function.__name__}: {name}"
 
 
 def test_options_of_features_and_of_torch_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,20 @@ def test_one_script_accumulates_clips_saves_and_goes_on_at_any_stage():
 
 def test_the_same_script_runs_alone():
     ranks.run(of_stages, args=([(1, 2), (3, 1)],), bare=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_an_optimizer_inside_that_of_another_library_is_found(rank, world, stage):
+    model, optimizer = start(stage)
+    accelerated = SimpleNamespace(optimizer=optimizer)
+    model(data(8, 6, rank=rank)).square().mean().backward()
+    norm = zero.grad_norm(model, accelerated)
+    assert norm == optimizer.grad_norm() == zero.clip_grad_norm_(model, accelerated, 0.01)
+    optimizer.step()
+    assert str(zero.full_optimizer_state_dict(model, accelerated)) == str(
+        zero.full_optimizer_state_dict(model, optimizer)
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -148,7 +148,7 @@ def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) ->
 
     model, optimizer: those that train. norm_type: 1, 2, any p > 0, or inf.
     """
-    wrapped = uncompiled(model)
+    wrapped, optimizer = uncompiled(model), prepared(optimizer)
     if isinstance(wrapped, FSDP):
         return wrapped.grad_norm(norm_type)
     if isinstance(optimizer, OSS):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from zero.fsdp import FSDP
-from zero.shards.arguments import names_of_others
+from zero.shards.arguments import instead_of, names_of_others
 
 _FULL = (
     "zero.full_state_dict(model, to=0) gathers full weights, zero.checkpoint.save(path, model, optimizer) writes shards"
@@ -17,7 +17,6 @@ _STATE = "zero.full_optimizer_state_dict(model, optimizer, to=0)"
 _LOAD = "zero.load_full_optimizer_state_dict(model, optimizer, state) takes the full state and cuts it"
 _NO_SYNC = "run forward and backward within zero.no_sync(model)"
 _ORDER = "prefetch=zero.SPEED_FIRST of FSDP; the order of units is learnt from the last step"
-_PRECISION = "mixed_precision=zero.MixedPrecision(...)"
 _OFFLOAD = "offload=zero.CPUOffload() keeps shards, gradients and optimizer state on the CPU"
 _AVERAGED = "nothing, as gradients are averaged; for another factor scale the loss"
 _FROZEN = "nothing, as the next forward sees which parameters are frozen"
@@ -73,10 +72,13 @@ FAIRSCALE_OPTIONS = {
     "flatten_parameters": "nothing, as parameters are in flat buffers, and stay the same objects",
     "move_params_to_cpu": _OFFLOAD,
     "move_grads_to_cpu": _OFFLOAD,
-    "compute_dtype": _PRECISION,
-    "buffer_dtype": _PRECISION,
-    "fp32_reduce_scatter": _PRECISION,
-    "force_input_to_fp32": _PRECISION,
+    "compute_dtype": "mixed_precision=zero.MixedPrecision(param_dtype=...)",
+    "buffer_dtype": "mixed_precision=zero.MixedPrecision(buffer_dtype=...); buffers stay in their dtype by default",
+    "fp32_reduce_scatter": "mixed_precision=zero.MixedPrecision(reduce_dtype=torch.float32); sums always are",
+    "force_input_to_fp32": "mixed_precision=zero.MixedPrecision(keep_fp32=(...)) beside param_dtype",
+    "offload_config": "offload=zero.DiskOffload(path)",
+    "clear_autocast_cache": "nothing, as casts of earlier steps are dropped when a forward begins after backward",
+    "process_group_reduce_scatter": "nothing, as one group serves both",
     "disable_reshard_on_root": "nothing, as the root unit stays unsharded from forward to backward",
     "bucket_cap_mb": "nothing, as the gradients of one unit are reduced together",
     "compute_device": "nothing, as the parameters are computed with where they are",
@@ -108,12 +110,12 @@ names_of_others["OSS"] = FAIRSCALE_SDP | FAIRSCALE_OSS_OPTIONS
 class OfTheClass:
     """Stands for a method that users call on the class. It raises AttributeError, as a name that is not there does."""
 
-    def __init__(self, name: str, instead: str) -> None:
-        self._name, self._instead = name, instead
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __get__(self, instance: Any, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__} has no {self._name}. Instead: {self._instead}.", name=self._name)
+        raise AttributeError(f"FSDP has no {self._name}.{instead_of(self._name, of='FSDP')}", name=self._name)
 
 
-for _name, _instead in FSDP1.items():
-    setattr(FSDP, _name, OfTheClass(_name, _instead))
+for _name in FSDP1:
+    setattr(FSDP, _name, OfTheClass(_name))
