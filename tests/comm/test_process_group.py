@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -15,10 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 import ranks
+import zero
 from ranks import refusal
 from simulated.world import simulated
 from transports import between_hosts, overlapping
 from zero.comm import Comm
+from zero.comm.order import Order
+from zero.comm.process_group import Overlapping
 from zero.comm.streams import NONE
 from zero.shards.layout import even
 from zero.shards.placement import Placement
@@ -90,12 +94,60 @@ class NCCL(metaclass=_AnyBackend):
         self.calls.append("abort")
 
 
-@ranks.on(2, fresh=True)
-def test_reductions_have_communicators_of_their_own_which_a_failure_ends(rank, world):
+def made_on_a_gpu() -> Comm:
     NCCL.made = []
     group = dist.new_group([0, 1], backend="cuda:gloo")
     with mock.patch.object(dist, "ProcessGroupNCCL", NCCL, create=True):
         comm = Comm(group)
         assert comm.transport_name(torch.device("cuda")) == "gloo"  # what this group calls itself
+    return comm
+
+
+@ranks.on(2, fresh=True)
+def test_reductions_have_communicators_of_their_own_which_a_failure_ends(rank, world):
+    comm = made_on_a_gpu()
     refusal(lambda: comm._order.out_of_step({}))
     assert (len(NCCL.made), NCCL.made[0].calls) == (1, ["abort"])
+
+
+@pytest.mark.parametrize("said", ["by configure", "by the environment"])
+@ranks.on(2, fresh=True)
+def test_one_rank_that_wants_no_second_communicator_is_enough(rank, world, said):
+    if rank and said == "by configure":
+        zero.comm.configure(second_communicator=False)
+    with mock.patch.dict(os.environ, ZERO_SECOND_COMMUNICATOR="0" if rank and said == "by the environment" else ""):
+        made_on_a_gpu()
+    assert not NCCL.made
+    with mock.patch.dict(os.environ, ZERO_SECOND_COMMUNICATOR="no"):
+        assert "choose 0, 1" in refusal(lambda: Comm(dist.new_group([0, 1])))
+    assert "choose True, False" in refusal(lambda: zero.comm.configure(second_communicator="no"))
+
+
+class Recording:
+    """A process group that can launch operations as one. Notes what is launched."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.calls: list[str | int] = []
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.calls.append("start")
+
+    def _end_coalescing(self, device: torch.device) -> None:
+        self.calls.append("end")
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
+        self.calls.append(tensors[0].nbytes)
+
+    def _allgather_base(self, into: torch.Tensor, tensor: torch.Tensor, options: Any) -> None:
+        self.calls.append(into.nbytes)
+
+
+@pytest.mark.parametrize(("bounds", "calls"), [([0, 6, 6, 8], ["start", 24, 8, "end"]), ([0, 3, 6, 9], [36])])
+def test_shards_of_unequal_length_are_gathered_as_one_operation_of_their_own_bytes(bounds, calls):
+    group, order = Recording(), Order(0, 3)
+    checks = mock.Mock(compare=mock.Mock(return_value=False))
+    transport = Overlapping(order, group, 0, 3, blocks=False, checks=checks, name="nccl")
+    transport.gather(torch.zeros(bounds[-1]), bounds, order.channel("a gather")).wait()
+    assert group.calls == calls

@@ -48,8 +48,11 @@ from zero._torch.process_groups import all_gather_of_one_tensor as all_gather_of
 from zero._torch.process_groups import all_to_all_of_one_tensor as all_to_all_of_one_tensor
 from zero._torch.process_groups import another_like as another_like
 from zero._torch.process_groups import backend_of as backend_of
+from zero._torch.process_groups import coalesced as coalesced
+from zero._torch.process_groups import host_of as host_of
 from zero._torch.process_groups import in_stream_order as in_stream_order
 from zero._torch.process_groups import reduce_scatter_of_one_tensor as reduce_scatter_of_one_tensor
+from zero._torch.process_groups import shortest_timeout_of as shortest_timeout_of
 from zero._torch.process_groups import store_of as store_of
 from zero._torch.process_groups import timeout_of as timeout_of
 from zero._torch.recording import CPU_ATTENTION as CPU_ATTENTION

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +17,18 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group waits for collectives on such a device. There is a public way to set it, none to read it."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
+
+
+def shortest_timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The shortest time for which any backend of the group waits."""
+    return min(timeout_of(group, device) for device in group._device_types)
+
+
+def host_of(store: dist.Store) -> str:
+    """The name or address of the host that keeps the store, as this process reaches it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else "localhost"
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -72,6 +85,23 @@ def abort(group: Any, device: torch.device) -> None:
     backend = group._get_backend(device) if hasattr(group, "_get_backend") else group
     with suppress(RuntimeError):  # this backend has no abort
         backend.abort()
+
+
+@contextmanager
+def coalesced(group: Any, device: torch.device) -> Iterator[list[dist.Work | None]]:
+    """Launches the collectives within as one operation, where the backend can: NCCL (ncclGroupStart).
+
+    The list is for their works: one that stands for all takes their place. torch's own context manager cannot be used
+    again after an error within it.
+    """
+    works: list[dist.Work | None] = []
+    backend = group._get_backend(device) if hasattr(group, "_get_backend") else group
+    if getattr(backend, "supports_coalescing", False):
+        group._start_coalescing(device)
+        yield works
+        works[:] = [group._end_coalescing(device)]
+    else:
+        yield works
 
 
 def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work | None:

@@ -16,12 +16,12 @@ from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, proxy
+from weakref import WeakKeyDictionary, proxy, ref
 
 import torch
 import torch.distributed as dist
 
-from zero._torch import abort, another_like, backend_of, store_of, timeout_of
+from zero._torch import abort, another_like, backend_of, host_of, shortest_timeout_of, store_of, timeout_of
 from zero.comm.order import COMPARISON, Order
 from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.transport import Local, Transport
@@ -46,9 +46,9 @@ class TransportFactory(Protocol):
 factories: list[TransportFactory] = []
 """Asked one after another for each new group; the first transport that is offered is taken."""
 
-watchers: list[Callable[[Order, dist.Store, int, int], object]] = []
-"""Called with the order, a store of its own, the rank and the number of ranks of each group whose waits block the
-host. A watcher appends to `Order.while_waiting`."""
+watchers: list[Callable[[Link, StoreExchange, timedelta], object]] = []
+"""Collective. Called once for each group whose hosts or devices may wait in vain, with the timeout of its transfers. A
+watcher calls `Order.mark_broken` when a rank is missing. It may not keep the link alive."""
 
 settings: dict[str, Callable[[Any], None]] = {}
 """The settings that `configure` takes, by name."""
@@ -58,6 +58,10 @@ def configure(**given: Any) -> None:
     """Sets how ranks reach one another, such as host_memory="off"; None uses the environment again. Call it on every
     rank, before the first model or optimizer is built on a process group.
 
+    second_communicator: True (the default) or False, as ZERO_SECOND_COMMUNICATOR=0. Whether reductions on GPUs have an
+        NCCL communicator of their own, so that they need not wait for all-gathers. NCCL may deadlock where kernels of
+        two communicators need more of a GPU than it has. It is enough that one rank says False.
+
     Raises ValueError for unknown values, TypeError for unknown settings.
     """
     for name, value in given.items():
@@ -66,6 +70,27 @@ def configure(**given: Any) -> None:
                 f"zero.comm.configure() has no setting {name!r}. There are: {', '.join(settings) or 'none'}."
             )
         settings[name](value)
+
+
+_second: bool | None = None
+
+
+def _set_second_communicator(value: bool | None) -> None:
+    global _second
+    if value not in (None, True, False):
+        raise ValueError(f"second_communicator={value!r}: choose True, False, or None for the environment's setting.")
+    _second = value
+
+
+def _second_communicator() -> bool:
+    """Returns the setting. Raises ValueError if the environment has an unknown value."""
+    value = os.environ.get("ZERO_SECOND_COMMUNICATOR", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"ZERO_SECOND_COMMUNICATOR={value!r} in the environment: choose 0, 1, or leave it out.")
+    return value != "0" if _second is None else _second
+
+
+settings["second_communicator"] = _set_second_communicator
 
 
 class Link:
@@ -82,7 +107,12 @@ class Link:
         self._store = None if group is None else store_of(group)
         for factory in factories:
             factory.check()
-        self.transports: Mapping[str, Transport] = Transports(self._choose)
+        _second_communicator()
+        self._watched = False
+        own: Any = ref(
+            self
+        )  # not `self`: the link is to end with its last user, and not only when garbage is collected
+        self.transports: Mapping[str, Transport] = Transports(lambda kind: own()._choose(kind))
 
     @property
     def on_host(self) -> Transport:
@@ -134,7 +164,7 @@ class Link:
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values
             with StoreExchange(self._store, self.rank, self.world, _TIMEOUT) as exchange:
-                self._watch(exchange.nonce)
+                self._watch(exchange)
         where = self.order, self._group, self.rank, self.world
         # This backend can compare operations, too.
         return Overlapping(*where, blocks=True, checks=Gloo(*where), name=str(backend))
@@ -149,15 +179,19 @@ class Link:
                     return offered
             # Not torch.distributed.new_group(): it is collective over all ranks of the job, or
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
-            gloo = dist.ProcessGroupGloo(self._watch(exchange.nonce), self.rank, self.world, timeout)
+            gloo = dist.ProcessGroupGloo(self._watch(exchange), self.rank, self.world, timeout)
             return Gloo(self.order, gloo, self.rank, self.world)
 
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
         assert self._store is not None
-        nonce = checks.exchange(os.urandom(16))[0].hex()  # the store may have keys of an earlier group of the same name
-        store = dist.PrefixStore(f"zero/{nonce}", self._store)
-        group, reduces_by = self._group, another_like(self._group, device, store)
+        store, second = self._store, _second_communicator()
+        if backend != "fake":
+            # Keys of its own: another rank may not have ended the exchange before this one.
+            with StoreExchange(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
+                store = self._watch(exchange)
+                second = bytes([0]) not in exchange.all_gather(bytes([second]))
+        group, reduces_by = self._group, another_like(self._group, device, store) if second else None
 
         def abort_both() -> None:
             for communicator in (group, reduces_by):
@@ -174,13 +208,14 @@ class Link:
             abort=abort_both,
         )
 
-    def _watch(self, nonce: str) -> dist.Store:
-        """Starts the watchers. Returns a store of this link's own."""
+    def _watch(self, exchange: StoreExchange) -> dist.Store:
+        """Collective. Starts the watchers, unless another type of device had them started. Returns a store of this
+        link's own: that of the group may have keys of an earlier group of the same name."""
         assert self._store is not None
-        store = dist.PrefixStore(nonce, dist.PrefixStore("zero", self._store))
-        for watch in watchers:
-            watch(self.order, store, self.rank, self.world)
-        return store
+        for watch in () if self._watched else watchers:
+            watch(self, exchange, shortest_timeout_of(self._group))
+        self._watched = True
+        return dist.PrefixStore(exchange.nonce, dist.PrefixStore("zero", self._store))
 
 
 class Transports(dict[str, Transport]):
@@ -198,11 +233,12 @@ class StoreExchange:
     """Exchanges a few bytes between the ranks, in rounds. The last rank to end it deletes all keys, so that a later
     process group may use the same store.
 
-    `nonce`: a new name, the same on all ranks.
+    `nonce`: a new name, the same on all ranks. `host`: where the store is, as this rank reaches it.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
+        self.host = host_of(store)
         self._store, self._rounds = dist.PrefixStore("zero", store), 0
 
     def __enter__(self) -> StoreExchange:

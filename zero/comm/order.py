@@ -9,7 +9,7 @@ compare every operation, where that costs nothing. Over the others ranks compare
     the log          at the end of a backward, and before stepped parameters are gathered (`Comm.agree`). No result that
                      the ranks disagree on is applied.
 
-A rank that waits long between comparisons may look after the others (`Order.while_waiting`).
+A rank that waits between comparisons may be told that another one is missing (`mark_broken`, by a watcher of link.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 TAIL = 256
 """Number of operations at the end of the log that ranks exchange if their logs differ."""
 
+_REMEDY = "Look for the first error on any rank. If there is none, the call is collective: call it on every rank."
+
 _MOST_SETTLED = 1 << 17
 """Number of settled positions that are remembered. All are forgotten then: the schedule of the model keeps changing."""
 
@@ -39,8 +41,8 @@ class Order:
     broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
         complete, and every later operation raises with the first cause.
     at_failure: functions to call with the error message after a transfer has failed.
-    while_waiting: functions to call now and then while the host waits for other ranks. They may raise.
-    absent: returns after a failure which ranks are missing, in words for the user; empty if that is not known.
+    inquire: called after a transfer has failed. It may wait a moment for the word on which rank is missing, and call
+        mark_broken with it.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -48,8 +50,7 @@ class Order:
         self.digest, self.comparisons = 0, 0
         self.broken: str | None = None
         self.at_failure: list[Callable[[str], object]] = []
-        self.while_waiting: list[Callable[[], object]] = []
-        self.absent: Callable[[], str] = lambda: ""
+        self.inquire: Callable[[], object] = lambda: None
         self._each = _compares_each()
         self._position = 0
         """The position in the schedule: a digest of the operations since it began."""
@@ -138,6 +139,11 @@ class Order:
         """The number of operations since the last comparison, and the channels of the last TAIL of them."""
         return self._length, [*self._log]
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """The number of comparisons, and of operations since the last one. All ranks pass the same positions."""
+        return self.comparisons, self._length
+
     def difference(self, histories: Mapping[int, tuple[int, Sequence[int]]]) -> dict[int, int]:
         """Returns the channels, by rank, of the first difference of histories (by rank) where they overlap, if any."""
         logs = {rank: dict(zip(range(n - len(log), n), log, strict=True)) for rank, (n, log) in histories.items()}
@@ -177,19 +183,29 @@ class Order:
             self.out_of_step({self._rank: channel, **differing})
 
     def out_of_step(self, channels: Mapping[int, int]) -> NoReturn:
-        """Raises RuntimeError. channels: by rank, where they differ; empty if only the bytes of operations do."""
+        """Raises RuntimeError. channels: as in `differing`."""
+        reason = self.differing(channels)
+        self.mark_broken(reason)
+        raise RuntimeError(reason)
+
+    def differing(self, channels: Mapping[int, int]) -> str:
+        """Returns an error for ranks that are out of step. channels: by rank, where they differ; empty if only the
+        bytes of operations do."""
         difference = "their last operations moved different numbers of bytes"
         if channels:
             first, *others = channels
             operations = ", ".join(f"rank {rank} in {self.name(channels[rank])}" for rank in others)
             difference = f"rank {first} is in {self.name(channels[first])}, but {operations}"
         remedies = {self._remedies.get(channel, "") for channel in channels.values()}
-        reason = (
+        return (
             f"ranks are out of step: {difference}. Each of these is collective: call it on every rank, in the same "
             f"order. {remedies.pop() if len(remedies) == 1 else ''}"
         ).rstrip()
-        self.mark_broken(reason)
-        raise RuntimeError(reason)
+
+    def missing(self, rank: int, how: str) -> str:
+        """Returns an error for a rank without which this one cannot go on. how: such as "has stopped"."""
+        operation = self.name(self._log[-1]) if self._log else "no operation"
+        return f"rank {self._rank} failed in {operation}: rank {rank} of the group of {self._world} {how}. {_REMEDY}"
 
     def mark_broken(self, reason: str) -> None:
         """Has every later operation raise with this reason, unless an earlier one is known."""
@@ -201,13 +217,14 @@ class Order:
     def _fail(self, channel: int | None, buffers: object, error: BaseException) -> str:
         """Records the failure of a transfer. Returns the message for the user."""
         self._kept_alive.append(buffers)
+        if not self.broken:
+            self.inquire()
         if self.broken:
-            return self.broken  # ranks are out of step, or an earlier transfer failed
+            return self.broken  # ranks are out of step, one is missing, or an earlier transfer failed
         operation = "a transfer" if channel is None else self.name(channel)
         reason = (
             f"rank {self._rank} failed in {operation}: another rank of the group of {self._world} has stopped, or did "
-            f"not reach this operation{self.absent()}. Look for the first error on any rank. If there is none, the "
-            f"call is collective: call it on every rank. ({error})"
+            f"not reach this operation. {_REMEDY} ({error})"
         )
         self.mark_broken(reason)
         return reason

@@ -1,7 +1,8 @@
 """Transports over torch.distributed's process groups: Gloo, and backends that overlap with computing, such as NCCL.
 
                 Gloo                                    backends that overlap
-    gather      one broadcast a shard                   one all-gather; shards of unequal length are padded
+    gather      one broadcast a shard                   one all-gather; shards of unequal length by one broadcast each,
+                                                        launched as one operation where the backend can
     reduce      one all-to-all from where the           one message of equal shards in the dtype of the sums: one
                 gradients lie, and a sum in             reduce-scatter; otherwise one all-to-all a message, and sums in
                 rank order                              float32 of 16-bit floats
@@ -30,7 +31,7 @@ from torch import Tensor
 from zero._torch import (
     all_gather_of_one_tensor,
     all_to_all_of_one_tensor,
-    copy_all,
+    coalesced,
     in_stream_order,
     reduce_scatter_of_one_tensor,
 )
@@ -50,12 +51,12 @@ class ProcessGroupTransport(Transport):
     """The common base of both transports.
 
     group: a ProcessGroup, or a Backend such as ProcessGroupGloo.
-    blocks: whether waiting blocks the host, which looks after the other ranks meanwhile (Order.while_waiting).
+    blocks: whether waiting blocks the host, which looks meanwhile whether another rank is known to be missing.
     """
 
     def __init__(self, order: Order, group: Any, rank: int, world: int, *, blocks: bool) -> None:
         self._order, self._group, self._rank, self._world = order, group, rank, world
-        self._while_waiting = order.while_waiting if blocks else []
+        self._blocks = blocks
         self._reduces_by = group
         if blocks:
             order.at_failure.append(lambda _: _never_drop(group))
@@ -139,6 +140,10 @@ class ProcessGroupTransport(Transport):
         self._order.compared()
         return any(flags)
 
+    def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
+        shards = [full[low:high] for low, high in pairwise(bounds)]
+        return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
+
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work | None:
         return self._group.broadcast([_as_sent(flat)], _from(source))  # type: ignore[no-any-return]
 
@@ -146,7 +151,7 @@ class ProcessGroupTransport(Transport):
         for work in works:
             if work is None:  # NCCL ran it on the current stream, and there is nothing to wait for
                 continue
-            for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])) if self._while_waiting else ():
+            for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])) if self._blocks else ():
                 try:
                     work.wait(interval)  # not once more: Gloo would wait for another message
                     break
@@ -154,8 +159,7 @@ class ProcessGroupTransport(Transport):
                     if work.is_completed():  # it failed, or completed just after the interval
                         work.wait()
                         break
-                    for look in self._while_waiting:
-                        look()
+                    self._order.refuse_if_broken()
             else:
                 work.wait()
 
@@ -169,11 +173,7 @@ class Gloo(ProcessGroupTransport):
         super().__init__(order, group, rank, world, blocks=True)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        def launch() -> list[dist.Work | None]:
-            shards = [full[low:high] for low, high in pairwise(bounds)]
-            return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
-
-        return self._launch(channel, full.nbytes, full, launch)
+        return self._launch(channel, full.nbytes, full, lambda: self._broadcast_shards(full, bounds))
 
 
 class Overlapping(ProcessGroupTransport):
@@ -212,18 +212,15 @@ class Overlapping(ProcessGroupTransport):
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         own = full[bounds[self._rank] : bounds[self._rank + 1]]
-        longest = _longest(tuple(bounds))
-        equal = longest * self._world == full.numel()
-        rows = full if equal else full.new_empty(self._world * longest)
-        sent = own if equal or len(own) == longest else concatenate([own, own.new_empty(longest - len(own))])
 
-        def finish() -> None:
-            if not equal:
-                shards = [full[low:high] for low, high in pairwise(bounds)]
-                copy_all(shards, [row[: len(shard)] for row, shard in zip(rows.split(longest), shards, strict=True)])
+        def launch() -> list[dist.Work | None]:
+            if _are_equal(tuple(bounds)):
+                return [all_gather_of_one_tensor(self._group, _as_sent(full), _as_sent(own))]
+            with coalesced(self._group, full.device) as works:
+                works += self._broadcast_shards(full, bounds)
+            return works
 
-        launch = partial(all_gather_of_one_tensor, self._group, _as_sent(rows), _as_sent(sent))
-        return self._launch(channel, full.nbytes, (full, rows, sent), lambda: [launch()], finish)
+        return self._launch(channel, full.nbytes, full, launch)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         if not scatters(messages):
@@ -253,8 +250,8 @@ def _from(source: int) -> dist.BroadcastOptions:
 
 
 @lru_cache(maxsize=64)  # similar units have the same bounds, and there may be thousands of ranks
-def _longest(bounds: tuple[int, ...]) -> int:
-    return max(lengths(bounds))
+def _are_equal(bounds: tuple[int, ...]) -> bool:
+    return len(set(lengths(bounds))) == 1
 
 
 def scatters(messages: Sequence[Message]) -> bool:

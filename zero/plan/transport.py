@@ -18,7 +18,7 @@ from torch import Tensor
 from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.order import Order
-from zero.comm.packing import lengths, summed_as
+from zero.comm.packing import summed_as
 from zero.comm.process_group import scatters
 from zero.comm.transport import Handle, Message, Transport
 
@@ -56,10 +56,7 @@ class Rehearsal(Transport):
             self._handle = partial(transport.QueuedHandle, queue=queue)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        longest = max(lengths(bounds))
-        padded = self.overlaps and longest * self._world != len(full)
-        buffers = [full, full.new_empty(self._world * longest)] if padded else [full]
-        return self._transfer("gather", buffers, full.nbytes, lambda: None)
+        return self._transfer("gather", [full], full.nbytes, lambda: None)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         own = [counts[self._rank] for _, counts in messages]

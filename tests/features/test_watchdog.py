@@ -1,0 +1,257 @@
+"""The watchdog: a rank that waits in vain, even in a wait for the device, is told within seconds who is missing.
+
+The first rank's view of all ranks is tested without any. On ranks, a wait for the device is an event that only aborting
+the transfers sets, as NCCL's abort ends the kernels that a host waits for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+from transports import between_hosts, overlapping
+from zero.comm import Comm
+from zero.comm.order import Order
+from zero.features.watchdog import loop
+from zero.features.watchdog.hub import Hub
+
+VICTIM = 1
+TIMEOUT = 3.0
+
+# ------------------------------------------------------------------------------------------------------------- The hub
+
+
+class Heard:
+    """A hub of three ranks, what it tells them, and its clock."""
+
+    def __init__(self, limit: float = 10.0) -> None:
+        self.now, self.told = 0.0, []
+        order = Order(0, 3)
+        self.first, self.second = order.channel("the first"), order.channel("the second")
+        with self:
+            self.hub = Hub(order, limit, self.told.append)
+            for rank in range(3):
+                self.hub.hear(rank, {})
+
+    def __enter__(self) -> None:
+        self._clock = mock.patch("time.monotonic", side_effect=lambda: self.now)
+        self._clock.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._clock.stop()
+
+    def stands(self, rank: int, *log: int, comparisons: int = 1) -> None:
+        with self:
+            self.hub.hear(rank, {"at": [comparisons, len(log)], "log": list(log)})
+
+    def after(self, seconds: float, *speaking: int) -> None:
+        """Time goes on, in which these ranks say that they run."""
+        with self:
+            for _ in range(4):
+                self.now += seconds / 4
+                for rank in speaking:
+                    self.hub.hear(rank, {})
+                self.hub.look()
+
+
+def test_logs_that_differ_are_told_with_the_operations_of_both():
+    heard = Heard()
+    heard.stands(0, heard.first, heard.second)
+    heard.stands(2, heard.first)
+    assert not heard.told
+    heard.stands(1, heard.first, heard.first)
+    (told,) = heard.told
+    assert "rank 0 is in the second, but rank 1 in the first" in told["failed"]
+
+
+def test_logs_are_not_compared_across_comparisons():
+    heard = Heard()
+    heard.stands(0, heard.first, comparisons=2)
+    heard.stands(1, heard.second, comparisons=1)
+    assert not heard.told
+
+
+def test_a_rank_that_others_wait_for_is_missing_after_the_limit():
+    heard = Heard()
+    heard.stands(0, heard.first, heard.second)
+    heard.stands(1, heard.first)
+    heard.stands(2, heard.first, heard.second)
+    heard.after(9, 0, 1, 2)
+    assert not heard.told
+    heard.after(2, 0, 1, 2)
+    told, *_ = heard.told
+    assert told["missing"] == 1
+    assert "has not reached the next operation for 10 s" in told["how"]
+
+
+def test_ranks_that_all_stand_at_one_place_may_take_their_time():
+    heard = Heard()
+    for rank in range(3):
+        heard.stands(rank, heard.first)
+    heard.after(100, 0, 1, 2)
+    assert not heard.told
+
+
+def test_a_rank_that_moved_on_is_not_waited_for():
+    heard = Heard()
+    heard.stands(1, heard.first)
+    with heard:
+        heard.hub.hear(1, {"moves": True})
+    heard.stands(0, heard.first, heard.second)
+    heard.after(100, 0, 1, 2)
+    assert not heard.told
+
+
+def test_a_silent_rank_is_missing_after_the_limit_but_not_if_the_hub_itself_was_stopped():
+    heard = Heard()
+    heard.after(6, 0, 2)
+    heard.after(6, 0, 2)
+    (told,) = heard.told
+    assert (told["missing"], told["how"][:28]) == (1, "has not answered for 10 s: i")
+    heard = Heard()
+    with heard:
+        heard.now += 1000
+        heard.hub.look()
+    assert not heard.told
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_rank_that_ended_is_missing_only_where_others_went_further(ends_first):
+    heard = Heard()
+
+    def end() -> None:
+        with heard:
+            heard.hub.hear(1, {"ended": [1, 1], "how": None})
+            heard.hub.lost(1)
+
+    heard.stands(2, heard.first)
+    for step in [end, lambda: heard.stands(0, heard.first, heard.second)][:: 1 if ends_first else -1]:
+        assert not heard.told
+        step()
+    (told,) = heard.told
+    assert told == {"missing": 1, "how": "has ended before it reached this operation"}
+
+
+def test_a_rank_that_ended_with_an_error_is_missing_at_once():
+    heard = Heard()
+    with heard:
+        heard.hub.hear(2, {"ended": [0, 0], "how": "has ended with ValueError: no more data"})
+    assert heard.told == [{"missing": 2, "how": "has ended with ValueError: no more data"}]
+
+
+# ------------------------------------------------------------------------------------------------------------ On ranks
+
+
+def ends_with_an_error() -> None:
+    """As the interpreter does after an error that nobody catches."""
+    sys.last_value = ValueError("no more data")
+    atexit._run_exitfuncs()
+    os._exit(1)
+
+
+def leaves() -> None:
+    """As a script that comes to its end."""
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+WAYS: dict[str, tuple[Any, str]] = {
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"rank 1 of the group of 3 has stopped"),
+    "ended by an error": (ends_with_an_error, r"rank 1 of the group of 3 has ended with ValueError: no more data"),
+    "ended": (leaves, r"rank 1 of the group of 3 has ended before it reached this operation"),
+    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), r"rank 1 of the group of 3 has not answered for"),
+    "elsewhere": (lambda: time.sleep(30), r"rank 1 of the group of 3 has not reached the next operation for"),
+}
+
+
+def waits_for_the_device(rank: int, world: int, way: str) -> tuple[str, str]:
+    """What the wait for the device ended with, and what the next call says."""
+    with overlapping(returns_work=False):
+        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+        comm = Comm(group)
+        full, channel, other = torch.zeros(3), comm.channel("the gather of a unit"), comm.channel("another operation")
+        for _ in range(3):
+            comm.begin_schedule()
+            comm.gather(full, range(4), channel).wait()
+        if rank == VICTIM and way != "another operation":
+            WAYS[way][0]()
+        aborted = threading.Event()
+        comm._order.at_failure.append(lambda reason: aborted.set())
+        if rank == VICTIM:
+            comm._order.append(other, 12)
+        else:
+            comm._order.append(channel, 12)  # launched, so that the device waits in it
+        ended = aborted.wait(TIMEOUT + 3)
+        return ended, ranks.refusal(lambda: comm.gather(full, range(4), channel))
+
+
+def outcomes(way: str) -> list[tuple[bool, str]]:
+    try:
+        return ranks.run(waits_for_the_device, 3, args=(way,), timeout=TIMEOUT + 10, fresh=True)
+    except ranks.RankError as error:
+        return [outcome.value for rank, outcome in enumerate(error.outcomes) if rank != VICTIM]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_host_that_waits_for_the_device_is_told_which_rank_is_missing(way):
+    for ended, told in outcomes(way):
+        assert ended, "the device still waits"
+        assert re.match(rf"RuntimeError: rank [02] failed in the gather of a unit: {WAYS[way][1]}", told), told
+
+
+def test_a_host_that_waits_for_the_device_is_told_of_ranks_in_other_operations():
+    for ended, told in outcomes("another operation"):
+        assert ended, "the device still waits"
+        assert re.search("rank 1 (is )?in another operation", told), told
+        assert re.search("rank [02] (is )?in the gather of a unit", told), told
+
+
+@ranks.on(2)
+def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
+    with between_hosts():
+        group = dist.new_group([0, 1])
+        comm = Comm(group)
+        comm.agree(0)
+        order = comm._order
+        assert loop.sockets
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group, comm
+        gc.collect()
+    until = time.monotonic() + 5
+    while loop.sockets and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not loop.sockets
+    assert order.broken is None
+
+
+@ranks.on(2)
+def test_a_forked_process_holds_no_connection_open(rank, world):
+    """Such as a worker of a DataLoader, which may outlive a rank that was killed."""
+    with between_hosts():
+        Comm().agree(0)
+        until = time.monotonic() + 5
+        while not loop.sockets and time.monotonic() < until:
+            time.sleep(0.01)
+        numbers = [one.fileno() for one in loop.sockets]
+        assert numbers
+        child = os.fork()
+        if not child:
+            held = [os.readlink(f"/proc/self/fd/{number}") for number in numbers]
+            os._exit(int(any(kept != os.devnull for kept in held)))
+        assert os.waitpid(child, 0)[1] == 0
+        Comm().agree(0)
