@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 import zero
 from launch import Rank, run_one_of
@@ -92,30 +92,45 @@ class Model(nn.Module):
         return self.last(x[:, :COLUMNS]).square().mean()
 
 
-def alone(model: Model, rank: Rank) -> nn.Module:
-    return model
+Trainable = tuple[nn.Module, Optimizer]
+
+SGD_OF_NONE = partial(SGD, lr=0.0, foreach=True)
+"""Nothing is learned: what the fake group sums up is not the ranks' gradients, and would grow to NaN."""
 
 
-def fsdp2(model: Model, rank: Rank) -> nn.Module:
+def alone(model: Model, rank: Rank) -> Trainable:
+    return model, SGD_OF_NONE(model.parameters())
+
+
+def fsdp2(model: Model, rank: Rank) -> Trainable:
     mesh = init_device_mesh(rank.device.type, (rank.world,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh), SGD_OF_NONE(model.parameters())
 
 
-def stage_3(model: Model, rank: Rank) -> nn.Module:
-    return zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+def stage_2(model: Model, rank: Rank) -> Trainable:
+    optimizer = zero.OSS(model.parameters(), SGD_OF_NONE)
+    return zero.ShardedDDP(model, optimizer), optimizer
 
 
-VARIANTS: dict[str, Callable[[Model, Rank], nn.Module]] = {"model alone": alone, "FSDP2": fsdp2, "stage 3": stage_3}
+def stage_3(model: Model, rank: Rank) -> Trainable:
+    model = zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    return model, SGD_OF_NONE(model.parameters())
+
+
+VARIANTS: dict[str, Callable[[Model, Rank], Trainable]] = {
+    "model alone": alone,
+    "FSDP2": fsdp2,
+    "stage 2": stage_2,
+    "stage 3": stage_3,
+}
 
 
 class Trained:
     def __init__(self, variant: str, units: int, rank: Rank) -> None:
         torch.manual_seed(0)
-        self.model = VARIANTS[variant](Model(units).to(rank.device), rank)
-        # Nothing is learned: what the fake group sums up is not the ranks' gradients, and would grow to NaN.
-        self.optimizer = SGD(self.model.parameters(), 0.0, foreach=True)
+        self.model, self.optimizer = VARIANTS[variant](Model(units).to(rank.device), rank)
         self.x = torch.randn(1, ROWS, device=rank.device)
 
     def step(self) -> list[float]:

@@ -8,6 +8,7 @@ import re
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from simulated.device import PACKAGE, Site
 from simulated.memory import Race
 from simulated.scenarios import RANK, SCENARIOS, WIDTH, WORLD, net, sgd, step, wrapped
 from simulated.world import simulated
+from zero._torch import current_stream_of
 from zero.shards.layout import even
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup
@@ -173,3 +175,19 @@ def test_a_step_is_not_recorded_into_a_graph(there, stage):
     there.device.recording = True
     with pytest.raises(RuntimeError, match="a CUDA graph is being captured"):
         step(model, optimizer)
+
+
+def test_the_current_stream_is_looked_up_without_an_object_each_time():
+    """For each transfer it is asked for several times, and torch.cuda makes a new object each time."""
+    streams = {(7, 0): "the default", (9, 0): "another"}
+    now = [(7, 0)]
+    with (
+        mock.patch.object(torch._C, "_cuda_getCurrentStream", lambda index: now[0], create=True),
+        mock.patch("torch.cuda.current_stream", side_effect=lambda device: streams[now[0]]) as made,
+    ):
+        current = current_stream_of(torch.device("cuda:0"))
+        found = [current(), current()]
+        now[0] = (9, 0)
+        found += [current(), current()]
+    assert found == ["the default"] * 2 + ["another"] * 2
+    assert made.call_count == 2

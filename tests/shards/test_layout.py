@@ -203,3 +203,15 @@ def test_even_cut_in_the_buckets_of_oss_is_balanced_within_two_percent(sizes, dt
                 loads[rank] += sum(span.numel for span in cut.spans(rank))
         assert sum(loads) == sum(sizes)
         assert max(loads) <= 1.02 * sum(sizes) / world, f"{world} ranks"
+
+
+def test_a_gpu_sends_a_model_of_any_size_in_few_buckets_of_bounded_size():
+    def buckets(params: int) -> tuple[int, int]:
+        """Their number and the bytes of the largest, for blocks of 12 times 1,024 squared parameters in float32."""
+        blocks = [nn.Parameter(torch.empty(12, 1024, 1024, device="meta")) for _ in range(params // (12 << 20))]
+        limit = bucket_limit(blocks, overlaps=True)
+        return len([*arrange(blocks, 8, cut="even", loads=[0] * 8, limit=limit)]), limit
+
+    assert 16 <= buckets(1_040_000_000)[0] <= 24
+    assert buckets(7_000_000_000)[1] == 256 << 20
+    assert buckets(13_000_000)[1] == bucket_limit([nn.Parameter(torch.empty(12 << 20, device="meta"))])

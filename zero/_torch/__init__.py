@@ -61,6 +61,7 @@ from zero._torch.recording import DEVICE_OF as DEVICE_OF
 from zero._torch.recording import VALUE_OF as VALUE_OF
 from zero._torch.recording import DispatchMode as DispatchMode
 from zero._torch.recording import profiler_range as profiler_range
+from zero._torch.streams import current_stream_of as current_stream_of
 from zero._torch.tensors import NEEDS_VALUES as NEEDS_VALUES
 from zero._torch.tensors import add_all as add_all
 from zero._torch.tensors import copied_without_values as copied_without_values

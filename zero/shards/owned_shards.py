@@ -63,7 +63,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             cut=self._cut,
             granularity=self._granularity,
             loads=self._loads,
-            limit=bucket_limit(params) if numel is None else None,
+            limit=bucket_limit(params, overlaps=any(map(self._comm.overlaps, params))) if numel is None else None,
             limit_numel=numel,
             options=GroupOptions(home=self.home),
         )

@@ -19,6 +19,9 @@ Partition = Literal["auto", "even", "whole"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
 
+_LARGEST_BESIDE = 1 << 28
+"""Bytes of the largest bucket that is sent beside the computing."""
+
 
 def partition_problem(partition: object, granularity: int | None = None) -> str | None:
     """The error message for a choice of partition; None if it is valid."""
@@ -74,9 +77,15 @@ def cut_for(partition: Partition, found: Finding | None, granularity: int | None
     return partition
 
 
-def bucket_limit(params: Sequence[nn.Parameter]) -> int:
-    """The default size of a bucket in bytes: an eighth of the model, between 1 and 32 MiB."""
-    return min(max(sum(param.nbytes for param in params) // 8, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+def bucket_limit(params: Sequence[nn.Parameter], *, overlaps: bool = False) -> int:
+    """The default size of a bucket in bytes: an eighth of the model, between 1 and 32 MiB.
+
+    overlaps: whether buckets are sent beside the computing. They may then have a twentieth of the model, up to 256 MiB:
+        each one takes the host of a GPU about a millisecond, in which the GPU computes for more than 32 MiB.
+    """
+    size = sum(param.nbytes for param in params)
+    largest = max(_LARGEST_BUCKET, min(size // 20, _LARGEST_BESIDE)) if overlaps else _LARGEST_BUCKET
+    return min(max(size // 8, _SMALLEST_BUCKET), largest)
 
 
 def arrange(

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero._torch import current_stream_of
 from zero.comm import Comm, Handle
 from zero.comm.streams import NoStreams, apart, stream_makers
 
@@ -36,6 +37,7 @@ class Streams(NoStreams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
+        self._find = current_stream_of(device)
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._current
@@ -44,7 +46,7 @@ class Streams(NoStreams):
 
     @property
     def _current(self) -> Any:
-        return self._module.current_stream(self._device)
+        return self._find()
 
     def begin(self) -> None:
         self.compute_here()

@@ -1,0 +1,29 @@
+"""Streams of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def current_stream_of(device: torch.device) -> Callable[[], Any]:
+    """A function that returns the device's current stream. It is called several times for every transfer.
+
+    torch.cuda.current_stream() makes a new object each time, in Python: 0.1 ms on the slow host of an H100. So objects
+    are kept by what the function behind it returns.
+    """
+    module = torch.get_device_module(device)
+    find = getattr(torch._C, "_cuda_getCurrentStream", None) if module is torch.cuda else None
+    if find is None or device.index is None:
+        return lambda: module.current_stream(device)
+    known: dict[Any, Any] = {}
+
+    def current() -> Any:
+        stream = find(device.index)
+        if stream not in known:
+            known[stream] = module.current_stream(device)
+        return known[stream]
+
+    return current
