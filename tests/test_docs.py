@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import re
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -215,5 +216,12 @@ def test_the_command_of_the_plan_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert "64 ranks: stage 1" in capsys.readouterr().out
 
 
-def test_dir_lists_the_public_names_alone():
-    assert sorted(dir(zero)) == sorted(zero.__all__)
+def test_dir_lists_the_public_names_alone() -> None:
+    assert sorted(dir(zero)) == sorted([*zero.__all__, "__version__"])
+
+
+def test_the_page_of_the_api_is_as_the_docstrings() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "api.py"))["page"]()
+    assert (ROOT / "docs" / "api.md").read_text() == written, "run `make api`"
+    for name in {*zero.__all__} - {"checkpoint", "comm"}:  # these are modules
+        assert re.search(rf"^### zero\.(\w+\.)?{name}$", written, re.MULTILINE), name
