@@ -1,7 +1,8 @@
 """README.md and the pages under docs/: their code runs, their links lead somewhere, and they name every option.
 
-A ```python block is run on two ranks, by itself. Where the line above it is `<!-- after: NAME -->`, NAME of `PREAMBLES`
-runs first, and the block sees what it returns. `<!-- script -->` marks a script that tests/test_readme.py starts.
+A ```python block is run on two ranks, by itself, and the first of a page by one process without a group, too. Where the
+line above a block is `<!-- after: NAME -->`, NAME of `PREAMBLES` runs first, and the block sees what it returns.
+`<!-- script -->` marks a script that tests/test_readme.py starts.
 The command of docs/plan.md runs for fewer parameters; `make matrix` runs it as it is written.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import os
 import re
 import runpy
@@ -138,6 +140,28 @@ def run_blocks(rank: int, world: int, page: Path, folder: str) -> None:
 def test_code_runs(page: Path, tmp_path: Path) -> None:
     if any(marker != "script" for _, marker, _ in blocks(page)):
         ranks.run(run_blocks, args=(page, str(tmp_path)))
+
+
+WITHOUT_A_SCRIPT = ("checkpoints", "every_stage", "from_deepspeed", "integrations", "api", "gpus", "how_it_is_built", "measurements", "plan", "reliability")
+"""The pages that do not begin with a script."""
+
+
+def run_first_blocks_alone(rank: int, world: int, folder: str) -> list[str]:
+    os.chdir(folder)
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        for page in PAGES[1:]:
+            if page.stem not in WITHOUT_A_SCRIPT:
+                _, marker, source = next(blocks(page))
+                assert not marker, f"{page.name} begins with a block that cannot be pasted"
+                exec(compile(source, str(page), "exec"), {})
+    return re.findall(r"^loss (\S+)$", written.getvalue(), re.MULTILINE)
+
+
+def test_pages_begin_with_a_script_that_one_process_runs_without_a_group(tmp_path: Path) -> None:
+    (losses,) = ranks.run(run_first_blocks_alone, args=(str(tmp_path),), bare=True, fresh=True)
+    assert len(losses) > 5
+    assert all(float(loss) < 1.1 for loss in losses)
 
 
 def test_the_readme_is_a_front_door() -> None:
