@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import inspect
 import re
@@ -81,7 +82,8 @@ def page() -> str:
 def entry(name: str, value: Any) -> Iterator[str]:
     yield f"### {name}\n"
     if not isinstance(value, type) and not inspect.isfunction(value):
-        yield f"```py\n{name} = {value!r}\n```\n"
+        fields = ", ".join(f"{field.name}={default_of(getattr(value, field.name))}" for field in dataclasses.fields(value))
+        yield f"```py\n{name} = {type(value).__name__}({fields})\n```\n"
         return
     if isinstance(value, type) and issubclass(value, (enum.Enum, Exception)):
         yield described(value.__doc__)

@@ -142,7 +142,18 @@ def test_code_runs(page: Path, tmp_path: Path) -> None:
         ranks.run(run_blocks, args=(page, str(tmp_path)))
 
 
-WITHOUT_A_SCRIPT = ("checkpoints", "every_stage", "from_deepspeed", "integrations", "api", "gpus", "how_it_is_built", "measurements", "plan", "reliability")
+WITHOUT_A_SCRIPT = (
+    "checkpoints",
+    "every_stage",
+    "from_deepspeed",
+    "integrations",
+    "api",
+    "gpus",
+    "how_it_is_built",
+    "measurements",
+    "plan",
+    "reliability",
+)
 """The pages that do not begin with a script."""
 
 
