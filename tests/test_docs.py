@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import matrix
 import ranks
 import zero
+from launched import launched
 from zero.fsdp.options import translators
 from zero.integrations.accelerate import ZeroPlugin
 from zero.plan import Options
@@ -130,7 +131,8 @@ def run_blocks(rank: int, world: int, page: Path, folder: str) -> None:
             kind, _, name = marker.partition(": ")
             assert kind in ("", "after"), f"{page.name}:{line}: {marker!r} is no marker"
             names = PREAMBLES[name]() if name else {}
-            with contextlib.redirect_stdout(None):
+            under_a_launcher = launched(rank, world) if page.stem == "integrations" else contextlib.nullcontext()
+            with contextlib.redirect_stdout(None), under_a_launcher:
                 exec(compile("\n" * (line - 1) + source, str(page), "exec"), names)
     finally:
         os.chdir(before)
