@@ -82,7 +82,9 @@ def page() -> str:
 def entry(name: str, value: Any) -> Iterator[str]:
     yield f"### {name}\n"
     if not isinstance(value, type) and not inspect.isfunction(value):
-        fields = ", ".join(f"{field.name}={default_of(getattr(value, field.name))}" for field in dataclasses.fields(value))
+        fields = ", ".join(
+            f"{field.name}={default_of(getattr(value, field.name))}" for field in dataclasses.fields(value)
+        )
         yield f"```py\n{name} = {type(value).__name__}({fields})\n```\n"
         return
     if isinstance(value, type) and issubclass(value, (enum.Enum, Exception)):
