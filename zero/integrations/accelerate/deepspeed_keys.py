@@ -64,7 +64,7 @@ _REFUSED = {
     "optimizer": "build the optimizer in the script, such as torch.optim.AdamW, and remove the section.",
     "scheduler": "build the scheduler in the script and remove the section.",
     "amp": "use mixed_precision of the Accelerator and remove the section.",
-    "torch_autocast data_types": "mixed_precision of the Accelerator is autocast. Remove the section.",
+    "torch_autocast data_types": "pass ZeroPlugin(stage=...), with which mixed_precision of the Accelerator is autocast.",
     "sparse_gradients sparse_attention": "gradients are dense. Remove it.",
     "tensor_parallel pipeline sequence_parallel_size": "zero shards data-parallel training only. Remove it.",
     "elasticity": "start the ranks by torchrun, which is elastic, and load a zero.checkpoint. Remove the section.",
@@ -77,7 +77,7 @@ _FP16_WITHOUT_EFFECT = {
     "auto_cast"
 }
 _BF16_WITHOUT_EFFECT = {
-    "parameters are the float32 masters": "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states "
+    "masters, their gradients and their state are in float32": "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states "
     "check_grad_overflow auto_cast"
 }
 
@@ -97,6 +97,7 @@ def fields(
         warnings.warn(f"{section}: zero3_init_flag is for stage 3, and without an effect at {stage}.", stacklevel=2)
     found["cpu_ram_efficient_loading"] = init_flag and stage == 3
     found |= _precision(keys)
+    found["master_dtype"] = torch.float32 if stage else None
     found["gradient_clipping"] = keys.take("gradient_clipping", float) or None
     found["gradient_accumulation_steps"] = keys.take("gradient_accumulation_steps", count)
     found["micro_batch_size"] = _micro_batch_size(keys, found["gradient_accumulation_steps"])
