@@ -69,7 +69,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.zero_plugin = plugin
         narrow = None if plugin.master_dtype is None else DTYPES.get(self.mixed_precision)
         self.sharding = Sharding(plugin, self.device, narrow)
-        self.native_amp = self.native_amp and not self.sharding.narrow  # which is autocast
+        if narrow is not None:
+            self.native_amp = False  # which is autocast
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}

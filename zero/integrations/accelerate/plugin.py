@@ -52,8 +52,8 @@ class ZeroPlugin:
     ignored_modules: as in FSDP; also a regular expression that matches a module's full name.
     partition, prefetch, offload, param_init_fn: as in FSDP; partition and offload also as in OSS.
     mixed_precision_policy: FSDP's. Without one the Accelerator's mixed_precision is autocast, as without sharding.
-    master_dtype: torch.float32: parameters and buffers are in the 16 bits of mixed_precision instead, and float32 master
-        weights in shards, as with DeepSpeed, whose configurations set this. Batch normalisation stays in float32.
+    master_dtype: torch.float32: parameters and buffers are in the 16 bits of mixed_precision instead, and float32
+        masters in shards, as with DeepSpeed, whose configurations set this. Batch normalisation stays in float32.
     sync_module_states: all ranks start from the weights of rank 0.
     activation_checkpointing: recompute each unit's activations in backward.
     cpu_ram_efficient_loading: `from_pretrained` of transformers loads on rank 0 only; stage 3.
