@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Empty: hundreds of processes need not compile zero and the tests again, whatever the user's own setting is.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help check test faults hosts fuzz matrix soak stages bench peers clean
+.PHONY: help check test faults hosts fuzz matrix soak stages bench peers api clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -53,6 +53,9 @@ bench: $(READY)  ## CPU time of every operation; ARGS="-k oss" chooses; benchmar
 
 peers: $(VENV)/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4" is passed on
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
+
+api: $(READY)  ## Write docs/api.md from the docstrings
+	@$(BIN)/python docs/api.py
 
 clean:  ## Remove the environment, caches and build products
 	@rm -rf .venv .venv-torch-* build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

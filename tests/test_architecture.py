@@ -30,7 +30,7 @@ ON_OWN_CLASSES = "zero/interop/names.py"
 """It sets attributes of zero's classes, for errors."""
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PYTHONS_OWN = {"_getframe", "_fields", "_replace", "_asdict"}
-OTHER_LIBRARIES = {"_no_split_modules", "_is_fsdp_managed_module"}
+OTHER_LIBRARIES = {"_no_split_modules", "_is_fsdp_managed_module", "_average_model", "_device"}
 """Private names of what zero/integrations/ knows."""
 FACTORIES = re.compile(
     r"torch\.(arange|as_tensor|asarray|(bartlett|blackman|hamming|hann|kaiser)_window|empty(_permuted|_quantized|_strided)?"

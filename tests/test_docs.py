@@ -1,7 +1,8 @@
 """README.md and the pages under docs/: their code runs, their links lead somewhere, and they name every option.
 
-A ```python block is run on two ranks, by itself. Where the line above it is `<!-- after: NAME -->`, NAME of `PREAMBLES`
-runs first, and the block sees what it returns. `<!-- script -->` marks a script that tests/test_readme.py starts.
+A ```python block is run on two ranks, by itself, and the first of a page by one process without a group, too. Where the
+line above a block is `<!-- after: NAME -->`, NAME of `PREAMBLES` runs first, and the block sees what it returns.
+`<!-- script -->` marks a script that tests/test_readme.py starts.
 The command of docs/plan.md runs for fewer parameters; `make matrix` runs it as it is written.
 """
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import os
 import re
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import matrix
 import ranks
 import zero
+from launched import launched
 from zero.fsdp.options import translators
 from zero.integrations.accelerate import ZeroPlugin
 from zero.plan import Options
@@ -127,7 +131,8 @@ def run_blocks(rank: int, world: int, page: Path, folder: str) -> None:
             kind, _, name = marker.partition(": ")
             assert kind in ("", "after"), f"{page.name}:{line}: {marker!r} is no marker"
             names = PREAMBLES[name]() if name else {}
-            with contextlib.redirect_stdout(None):
+            under_a_launcher = launched(rank, world) if page.stem == "integrations" else contextlib.nullcontext()
+            with contextlib.redirect_stdout(None), under_a_launcher:
                 exec(compile("\n" * (line - 1) + source, str(page), "exec"), names)
     finally:
         os.chdir(before)
@@ -137,6 +142,42 @@ def run_blocks(rank: int, world: int, page: Path, folder: str) -> None:
 def test_code_runs(page: Path, tmp_path: Path) -> None:
     if any(marker != "script" for _, marker, _ in blocks(page)):
         ranks.run(run_blocks, args=(page, str(tmp_path)))
+
+
+WITHOUT_A_SCRIPT = (
+    "checkpoints",
+    "every_stage",
+    "from_deepspeed",
+    "integrations",
+    "api",
+    "gpus",
+    "how_it_is_built",
+    "measurements",
+    "plan",
+    "reliability",
+)
+"""The pages that do not begin with a script."""
+
+
+def run_first_blocks_alone(rank: int, world: int, folder: str) -> list[str]:
+    os.chdir(folder)
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        for page in PAGES[1:]:
+            if page.stem not in WITHOUT_A_SCRIPT:
+                _, marker, source = next(blocks(page))
+                assert not marker, f"{page.name} begins with a block that cannot be pasted"
+                exec(compile(source, str(page), "exec"), {})
+        lines = (zero.__doc__ or "").splitlines()
+        script = [line[4:] for line in lines if line.startswith("    ") and not line.startswith("    stage ")]
+        exec("\n".join([*script, "print('loss', loss.item())"]), {})
+    return re.findall(r"^loss (\S+)$", written.getvalue(), re.MULTILINE)
+
+
+def test_pages_begin_with_a_script_that_one_process_runs_without_a_group(tmp_path: Path) -> None:
+    (losses,) = ranks.run(run_first_blocks_alone, args=(str(tmp_path),), bare=True, fresh=True)
+    assert len(losses) > 5
+    assert all(float(loss) < 1.1 for loss in losses)
 
 
 def test_the_readme_is_a_front_door() -> None:
@@ -163,9 +204,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (ROOT / name).exists(), name
 
 
-def test_the_tests_that_tables_of_features_name_exist() -> None:
+def test_the_tests_that_tables_of_features_name_exist_and_users_need_not_read_them() -> None:
     named = []
     for page in PAGES:
+        assert page.stem == "how_it_is_built" or "| test |" not in page.read_text(), page.name
         for table in re.findall(r"^\|[^\n]*\| test \|\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE):
             named += [name for row in table.splitlines() for name in row.split("|")[-2].replace(",", " ").split()]
     assert len(named) > 60
@@ -215,5 +257,12 @@ def test_the_command_of_the_plan_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert "64 ranks: stage 1" in capsys.readouterr().out
 
 
-def test_dir_lists_the_public_names_alone():
-    assert sorted(dir(zero)) == sorted(zero.__all__)
+def test_dir_lists_the_public_names_alone() -> None:
+    assert sorted(dir(zero)) == sorted([*zero.__all__, "__version__"])
+
+
+def test_the_page_of_the_api_is_as_the_docstrings() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "api.py"))["page"]()
+    assert (ROOT / "docs" / "api.md").read_text() == written, "run `make api`"
+    for name in {*zero.__all__} - {"checkpoint", "comm"}:  # these are modules
+        assert re.search(rf"^### zero\.(\w+\.)?{name}$", written, re.MULTILINE), name

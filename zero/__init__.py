@@ -1,4 +1,33 @@
-"""Three steps out of running out of memory under data parallelism, each resting on the one before."""
+"""Data-parallel training for PyTorch that shards the training state over the ranks, in three stages.
+
+    stage 1   zero.OSS(params, optim)             shards the optimizer state
+    stage 2   zero.ShardedDDP(model, optimizer)   also shards the gradients
+    stage 3   zero.FSDP(model)                    also shards the parameters
+
+Each stage trains to the same numbers; only what a rank keeps in memory changes. `setup` takes the stage as a number.
+This script trains on one process, or on several that torchrun starts:
+
+    import os
+    import torch
+    import torch.distributed as dist
+    import zero
+
+    if "RANK" in os.environ:  # torchrun sets it
+        dist.init_process_group("gloo")  # on GPUs "nccl", after torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    model, optimizer = zero.setup(model, torch.optim.AdamW, stage=3, lr=1e-3)
+    for step in range(20):
+        inputs = torch.randn(32, 64)
+        loss = (model(inputs) - inputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+        optimizer.step()
+    weights = zero.full_state_dict(model)  # on every rank the full tensors, under the module's own names
+
+`zero.plan` computes the memory of each stage before a run, `zero.report` says what a rank holds in one, and
+`zero.checkpoint` saves at any stage and loads at any other.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -39,6 +68,8 @@ if TYPE_CHECKING:  # features bring these, unless their folders are missing
     from zero.features.offload import CPUOffload, DiskOffload
     from zero.features.step_in_backward import step_in_backward
     from zero.features.uneven import join
+
+__version__ = "0.1.0"  # setup.cfg reads it
 
 globals().update(features.plug_in())
 show_as_asked()
@@ -90,4 +121,4 @@ if not TYPE_CHECKING:  # mypy would take any name for one of zero's
         raise AttributeError(f"module 'zero' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return __all__
+        return ["__version__", *__all__]

@@ -3,7 +3,6 @@ accumulation, the number of parameters, and the plain module."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_plain
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from zero._torch import children_of, name_without_compile, named_as_compiled, uncompiled
+from zero._torch import children_of, name_without_compile, named_as_compiled, uncompiled, warn_user
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.model import models_of
@@ -63,10 +62,9 @@ def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any], strict: b
     what = "the weights given to zero.load_full_state_dict (read them on every rank, or gather them with to=None)"
     _comm_of(wrappers).compare(what, sorted(shapes))
     if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
-        warnings.warn(
+        warn_user(
             "all names of the weights begin with 'module.', as those that DistributedDataParallel saves: it is taken "
-            "off, and the rest is loaded.",
-            stacklevel=2,
+            "off, and the rest is loaded."
         )
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
     sharding: list[nn.Module] = [one for one in wrappers if isinstance(one, FSDP | ShardedDDP)]

@@ -8,6 +8,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from saved import Counting, adam, assert_loads, differences, with_adam
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 import zero
 from models import take_step
@@ -34,6 +36,33 @@ def imported(told, tmp_path, kind="torch.save"):
     torch.save(told, source) if kind == "torch.save" else dcp.save(told, checkpoint_id=source)
     import_checkpoint(source, tmp_path / "run")
     return tmp_path / "run"
+
+
+class AppState(Stateful):
+    """Of PyTorch's tutorial of distributed checkpoints."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_the_layout_of_the_tutorial_of_pytorch(tmp_path):
+    model, optimizer = with_adam(net(4, 4, 4))
+    train(model, optimizer)
+    run = imported({"app": AppState(model, optimizer), "epoch": 3}, tmp_path, "distributed")
+    other = with_adam(net(4, 4, 4))
+    assert zero.checkpoint.load(run, *other) == {"epoch": 3}
+    assert_loads(run, (model, optimizer), other)
+
+
+def test_a_dictionary_of_two_models_is_refused(tmp_path):
+    weights = {"model": net(4, 4).state_dict()}
+    with pytest.raises(ValueError, match="'student', which is no name of a tensor"):
+        imported({"student": weights, "teacher": weights}, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------ parameters of an optimizer

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +15,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -266,6 +268,50 @@ def logged(rank: int, world: int, stage: int) -> tuple[str, int, dict[str, int]]
     return callback.report.stage, sum(param.nbytes for param in module.parameters()), callback.report.numbers()
 
 
+class Normed(Module):
+    """Has buffers, which averages have, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+AVERAGES: dict[str, Callable[[], Any]] = {
+    "EMA": lambda: pl.callbacks.EMAWeightAveraging(decay=0.5),
+    "SWA": lambda: pl.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2, device=None),
+}
+
+
+def averaged(rank: int, world: int, stage: int, folder: str) -> dict[str, Any]:
+    """Trains, stops in the middle, goes on from there with another Trainer, and tests what became of it."""
+    found = {}
+    for name, callback in AVERAGES.items():
+        for resumes in (False, True):
+            module, path = Normed(), Path(folder, f"{name} {stage} {resumes}")
+            saves = pl.callbacks.ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
+            run = trainer(
+                rank, world, strategy(stage), max_epochs=3, callbacks=[callback(), saves], enable_checkpointing=True
+            )
+            run.fit(module, ckpt_path=Path(folder, f"{name} {stage} False", "epoch=1.ckpt") if resumes else None)
+            # At stage 3 the module is sharded now, and callbacks copy it for each run.
+            values = [run.callback_metrics["val_loss"].item(), run.test(module, verbose=False)]
+            found[f"{name}, resumed" if resumes else name] = record(module, values)
+    return found
+
+
+def monitored(rank: int, world: int, stage: int) -> list[dict[str, float]]:
+    """The rates that Lightning's monitor hands to the logger."""
+    rows: list[dict[str, float]] = []
+    logger = mock.Mock(spec=pl.loggers.Logger, log_metrics=lambda metrics, step: rows.append(metrics), save_dir=None)
+    monitor = pl.callbacks.LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    options = {"logger": logger, "log_every_n_steps": 1, "limit_val_batches": 0}
+    trainer(rank, world, strategy(stage), callbacks=[monitor], **options).fit(Module())
+    return rows
+
+
 def registered(rank: int, world: int) -> list[str]:
     """By which strategies the names of the stages are known."""
     names = [f"zero_stage_{stage}" for stage in (1, 2, 3)]
@@ -276,6 +322,21 @@ def registered(rank: int, world: int) -> list[str]:
 
 class Without(Module):
     def configure_optimizers(self) -> None: ...
+
+
+def averaging(rank: int, world: int, callback: Any, stage: int, **options: Any) -> None:
+    trainer(rank, world, strategy(stage, **options), callbacks=[callback]).fit(Module())
+
+
+def of_one_module(module: Module) -> Any:
+    """FSDP's option that names a module itself, of which a callback has a copy."""
+    return CustomPolicy(lambda one: one is module.blocks[0])
+
+
+def other_units(rank: int, world: int) -> None:
+    module, ema = Module(), pl.callbacks.EMAWeightAveraging()
+    options = {"auto_wrap_policy": of_one_module(module)}
+    trainer(rank, world, strategy(3, **options), callbacks=[ema]).fit(module)
 
 
 BY_VALUE = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
@@ -298,6 +359,15 @@ REFUSED: dict[str, tuple[Callable[[int, int], Any], list[str]]] = {
         lambda rank, world: strategy(3, oss={"partition": "whole"}),
         ["ValueError", "OSS is for stages 1 and 2"],
     ),
+    "averages in a directory": (
+        lambda rank, world: averaging(rank, world, pl.callbacks.EMAWeightAveraging(), 2, checkpoint="sharded"),
+        ["ValueError", "EMAWeightAveraging saves two sets of weights", "checkpoint='full'"],
+    ),
+    "averages elsewhere": (
+        lambda rank, world: averaging(rank, world, pl.callbacks.StochasticWeightAveraging(0.1, device="meta"), 3),
+        ["ValueError", "StochasticWeightAveraging(device='meta')", "Pass device=None"],
+    ),
+    "averages in other units": (other_units, ["ValueError", "EMAWeightAveraging has a copy", "Name classes"]),
     "no kind of checkpoint": (
         lambda rank, world: strategy(2, checkpoint="local"),
         ["ValueError", "checkpoint='local' is unknown"],

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import zero
 from launched import launched, shared_folder
 from models import CONTEXT, GPT, VOCABULARY
 from zero.integrations.accelerate import Accelerator, ZeroPlugin
+from zero.integrations.accelerate.sharding import Sharding
 
 STAGES = (1, 2, 3)
 Weights = dict[str, Tensor]
@@ -154,6 +156,25 @@ def test_gradients_travel_in_the_dtype_that_is_asked_for(rank: int, world: int) 
     assert all(0 < distance < 1e-3 for distance in found), found
 
 
+@ranks.on(2)
+def test_parameters_in_float16_skip_the_same_steps_at_every_stage(rank: int, world: int) -> None:
+    found = []
+    for stage in STAGES:
+        with launched(rank, world):
+            accelerator = build(stage, zero_plugin=ZeroPlugin(stage=stage, master_dtype=torch.float32))
+            accelerator.state._mixed_precision = "fp16"  # which Accelerate offers on GPUs only
+            accelerator.scaler = zero.GradScaler("cpu", init_scale=2.0**18, growth_interval=2)
+            accelerator.sharding = Sharding(accelerator.zero_plugin, accelerator.device, torch.float16)
+            script = Script(accelerator).train(clip=0.1)
+            assert {param.dtype for param in script.model.parameters()} == {
+                torch.float32 if stage == 3 else torch.float16
+            }
+            found.append((script.losses, accelerator.scaler.get_scale()))
+    (losses, scale), *others = found
+    assert scale < 2.0**18
+    assert all(own == pytest.approx(losses, rel=0.01) and other == scale for own, other in others)
+
+
 @pytest.mark.parametrize("clip", [None, 0.1])
 @ranks.on(2)
 def test_loss_scaling_skips_the_steps_that_ddp_skips(rank: int, world: int, clip: float | None) -> None:
@@ -173,6 +194,110 @@ def test_loss_scaling_skips_the_steps_that_ddp_skips(rank: int, world: int, clip
         assert other[1] == scale
         assert other[0] == pytest.approx(losses, abs=1e-6 if clip else 0)
         assert farthest(other[2], weights) <= (1e-6 if clip else 0)
+
+
+def in_sixteen_bits(stage: int, **more: Any) -> ZeroPlugin:
+    return ZeroPlugin.from_json({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, **more})
+
+
+def with_masters(rank: int, world: int, script: Script) -> tuple[list[float], Weights]:
+    """What the script is to do: parameters in bfloat16, gradients averaged and masters stepped in float32."""
+    torch.manual_seed(0)
+    model = GPT().bfloat16()
+    masters = [param.detach().float() for param in model.parameters()]
+    optimizer = AdamW(masters, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    losses = []
+    for (tokens,) in script.loader:
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        losses.append(loss.item())
+        for master, param in zip(masters, model.parameters(), strict=True):
+            master.grad, param.grad = param.grad.float(), None
+            dist.all_reduce(master.grad)
+            master.grad /= world
+        optimizer.step()
+        for _ in range(world):  # as Accelerate does
+            scheduler.step()
+        with torch.no_grad():
+            for master, param in zip(masters, model.parameters(), strict=True):
+                param.copy_(master)
+    return losses, model.state_dict()
+
+
+@ranks.on(2)
+def test_configurations_of_deepspeed_have_parameters_of_16_bits_and_masters_in_shards(rank: int, world: int) -> None:
+    size = sum(param.numel() for param in GPT().parameters())
+    for stage in STAGES:
+        with launched(rank, world):
+            script = Script(build(stage, zero_plugin=in_sixteen_bits(stage)))
+            losses, weights = with_masters(rank, world, script)
+            script.train()
+            # DistributedDataParallel rounds the averages of stage 1 to 16 bits.
+            assert script.losses == (losses if stage > 1 else pytest.approx(losses, rel=0.02))
+            got = {name: value.bfloat16() for name, value in script.weights().items()}
+            assert farthest(got, weights) <= (0.02 if stage == 1 else 0)
+            script.loss(next(iter(script.loader))[0]).backward()
+            held = zero.report(script.model, script.optimizer)
+            bytes_of = [held.parameters / size, held.gradients / size, held.optimizer / size]
+        # Of a parameter: 2 bytes, 2 of the gradient, and in shards 4 of the master, 8 of Adam, 4 of the gradient.
+        expected = {1: [2, 2, 12 / 2], 2: [2, 4 / 2, 12 / 2], 3: [4 / 2, 4 / 2, 8 / 2]}[stage]
+        assert bytes_of == pytest.approx(expected, rel=0.05)
+
+
+class Normed(nn.Sequential):
+    """Has buffers, and inputs that are to be cast."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        self.register_buffer("offset", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.offset)
+
+
+@ranks.on(2)
+def test_all_of_a_model_in_16_bits_but_batch_normalisation(rank: int, world: int) -> None:
+    found = []
+    for stage in STAGES:
+        with launched(rank, world):
+            accelerator = build(stage, zero_plugin=in_sixteen_bits(stage))
+            torch.manual_seed(0)
+            plain = Normed().to(torch.bfloat16 if stage == 3 else torch.float32)  # as files have it
+            model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+            for step in range(3):
+                torch.manual_seed(2 * step + rank)
+                output = model(torch.randn(4, 5))
+                assert output.dtype == torch.bfloat16
+                accelerator.backward(output.float().square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = accelerator.get_state_dict(model)
+            assert weights["1.running_mean"].dtype == weights["1.weight"].dtype == torch.float32
+            found.append({name: value.bfloat16() for name, value in weights.items()})
+    assert farthest(found[1], found[2]) == 0
+    assert farthest(found[0], found[2]) < 0.02
+
+
+@ranks.on(2)
+def test_masters_are_saved_and_go_on_at_another_stage(rank: int, world: int, tmp_path: Path) -> None:
+    with launched(rank, world):
+        script = Script(build(2, zero_plugin=in_sixteen_bits(2))).train()
+        expected = {name: value.bfloat16() for name, value in script.weights().items()}
+    for kind, stages in {"FULL_STATE_DICT": (2, 2, 3), "SHARDED_STATE_DICT": (2, 3, 2)}.items():
+        place = shared_folder(tmp_path, kind)
+        for stop, stage in zip((2, 3, 4), stages, strict=True):
+            with launched(rank, world):
+                plugin = replace(in_sixteen_bits(stage), state_dict_type=kind)
+                again = Script(build(stage, zero_plugin=plugin))
+                if stop > 2:
+                    again.accelerator.load_state(str(place))
+                again.train(start=stop - 1 if stop > 2 else 0, stop=stop)
+                again.accelerator.save_state(str(place))
+                again.accelerator.wait_for_everyone()
+                got = {name: value.bfloat16() for name, value in again.weights().items()}
+        assert again.losses == script.losses[3:]
+        assert farthest(got, expected) == 0
 
 
 def alone(rank: int, world: int, folder: str) -> list[list[float]]:

@@ -304,6 +304,7 @@ def test_the_rest_of_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch: p
     expected = ZeroPlugin(
         stage=2,
         mixed_precision="fp16",
+        master_dtype=torch.float32,
         gradient_clipping=1.0,
         gradient_accumulation_steps=2,
         micro_batch_size=3,
@@ -342,6 +343,7 @@ def test_accelerates_own_words_for_deepspeed(tmp_path: Path) -> None:
     }
     expected = ZeroPlugin(
         stage=3,
+        master_dtype=torch.float32,
         offload=DiskOffload("/scratch"),
         gradient_accumulation_steps=4,
         gradient_clipping=0.5,
@@ -372,7 +374,8 @@ def _launched_by_deepspeed() -> dict[str, str]:
 
 def test_accelerates_plugin_for_deepspeed() -> None:
     plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.5, gradient_accumulation_steps=3)
-    expected = ZeroPlugin(stage=2, gradient_clipping=0.5, gradient_accumulation_steps=3)
+    masters = {"master_dtype": torch.float32}
+    expected = ZeroPlugin(stage=2, gradient_clipping=0.5, gradient_accumulation_steps=3, **masters)
     assert ZeroPlugin.from_deepspeed_plugin(plugin) == expected
 
 
@@ -381,6 +384,9 @@ def test_accelerates_plugin_for_deepspeed() -> None:
     [
         ({"stage": 5}, "Choose 0 \\(DDP\\)"),
         ({"stage": 2, "mixed_precision_policy": MixedPrecision()}, "mixed_precision_policy is an option of stage 3"),
+        ({"stage": 3, "mixed_precision_policy": MixedPrecision(), "master_dtype": torch.float32}, "decides the dtypes"),
+        ({"stage": 0, "master_dtype": torch.float32}, "means nothing with stage 0"),
+        ({"stage": 2, "master_dtype": torch.float64}, "Choose torch.float32"),
         ({"stage": 2, "sharding_strategy": "SHARD_GRAD_OP"}, "sharding_strategy is an option of stage 3"),
         ({"stage": 1, "reduce_dtype": torch.bfloat16}, "comm_hook"),
         ({"stage": 3, "reduce_bucket_size": 7}, "reduce_bucket_size is an option of stages 1 and 2"),

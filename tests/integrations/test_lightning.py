@@ -5,6 +5,8 @@ Ranks that have imported Lightning stay for all tests, so what is refused is ref
 
 from __future__ import annotations
 
+import os
+import tempfile
 from functools import cache
 from typing import Any
 
@@ -79,6 +81,39 @@ def test_saved_files_have_all_weights(stage, tmp_path):
 
 def test_one_module_is_trained_by_one_stage_after_another():
     on_ranks("lightnings", "again")
+
+
+@cache
+def averages(stage: int) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return on_ranks("lightnings", "averaged", stage, folder)
+
+
+@pytest.mark.parametrize("name", ["EMA", "EMA, resumed", "SWA", "SWA, resumed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_averages_of_weights_are_those_of_ddp(stage, name):
+    for found, expected in zip(averages(stage), averages(0), strict=True):
+        (losses, weights, values), (own_losses, own_weights, own_values) = expected[name], found[name]
+        assert (own_losses, own_values) == (losses, values)
+        assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_learning_rates_are_logged_once(stage):
+    expected, found = (on_ranks("lightnings", "monitored", one)[0] for one in (0, stage))
+    assert len(expected) == 4 and len(expected[0]) == 6
+    assert [[*row.values()] for row in found] == [[*row.values()] for row in expected]
+
+
+def test_a_trainer_that_forks_gets_the_results_of_rank_0(tmp_path):
+    """By Lightning's own launcher, from a process that has not used autograd."""
+    folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    python(ROOT / "tests" / "integrations" / "forked.py", tmp_path, PYTHONPATH=folders)
+    _, weights, values = trained(0)[0]["plain"]
+    for stage in STAGES:
+        found, val_loss = torch.load(tmp_path / f"{stage}.pt")
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
+        assert val_loss == values[0]
 
 
 def test_importing_registers_the_stages():

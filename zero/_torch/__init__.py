@@ -5,7 +5,6 @@ Supported is torch 2.11 and what came after it; the suite is run with 2.11, 2.13
 serves. To try `zero` with a newer torch, look through this folder. Other folders import from here, not from its files.
 """
 
-import warnings
 from functools import cache
 
 import torch
@@ -62,6 +61,7 @@ from zero._torch.recording import VALUE_OF as VALUE_OF
 from zero._torch.recording import DispatchMode as DispatchMode
 from zero._torch.recording import profiler_range as profiler_range
 from zero._torch.streams import current_stream_of as current_stream_of
+from zero._torch.telling import warn_user as warn_user
 from zero._torch.tensors import NEEDS_VALUES as NEEDS_VALUES
 from zero._torch.tensors import add_all as add_all
 from zero._torch.tensors import copied_without_values as copied_without_values
@@ -86,8 +86,7 @@ def warn_if_untested() -> None:
     minor = tuple(int(number) for number in torch.__version__.split(".")[:2])
     if minor > NEWEST_TESTED:
         tested = ".".join(map(str, NEWEST_TESTED))
-        warnings.warn(
+        warn_user(
             f"torch {torch.__version__} is newer than {tested}, the newest that this version of zero was tested with. "
-            "Compare a few steps with DistributedDataParallel, and look for a newer zero.",
-            stacklevel=2,
+            "Compare a few steps with DistributedDataParallel, and look for a newer zero."
         )

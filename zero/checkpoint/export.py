@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero._torch import warn_user
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, SafeFile, progress, write
 from zero.checkpoint.format import Entry, Index, all_of, listed
@@ -116,10 +116,9 @@ def _extra_states(index: Index) -> dict[str, Chunk]:
     values = {name: decode(value) for name, value in index.values.items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if others := sorted(values.keys() - tensors.keys()):
-        warnings.warn(
+        warn_user(
             f"safetensors files hold tensors only, and {listed(others)} of get_extra_state() is none: left out. Load "
-            "these weights with strict=False, or export --to dcp, which holds it.",
-            stacklevel=3,
+            "these weights with strict=False, or export --to dcp, which holds it."
         )
     return {
         name: Chunk(name, tensor.dtype, tuple(tensor.shape), partial(iter, [tensor.reshape(-1)]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._torch import load_plain_values, name_without_compile
+from zero._torch import load_plain_values, name_without_compile, warn_user
 from zero.checkpoint import directory
 from zero.checkpoint.files import SafeFile
 from zero.checkpoint.format import Index, OptimizerIndex, is_extra_state, tensor_problem
@@ -40,7 +39,8 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
 
     source: a file of torch.save (read with weights_only=True): a state_dict, or a dictionary of one ("model",
         "state_dict") and perhaps the optimizer's ("optim", "optimizer") and values, which become `extra`; a safetensors
-        file, or a directory of them; or the directory of a torch distributed checkpoint.
+        file, or a directory of them; or the directory of a torch distributed checkpoint. The dictionary may itself be
+        an entry of another, such as "app" in PyTorch's tutorial; the other entries become `extra`.
 
     An optimizer that knows its parameters by number only is taken to have been built from model.parameters(). A warning
     says so where the shapes cannot confirm it.
@@ -51,7 +51,7 @@ def import_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
     """
     given = mounted(source, "what is imported")
     if given.is_dir() and (given / METADATA).is_file():
-        found = _found_in(*read_nested(given, MODEL_KEYS + OPTIMIZER_KEYS), str(given))
+        found = _found_in(*read_nested(given, {*MODEL_KEYS, *OPTIMIZER_KEYS}), str(given))
     elif given.is_dir() or given.suffix == ".safetensors":
         found = _read_safetensors(given)
     elif given.is_file():
@@ -166,6 +166,7 @@ def _found_in(loaded: Any, readers: dict[Tensor, Callable[[], Tensor]], where: s
     """What a state_dict, or a dictionary of several, holds. where: the file, for errors."""
     if not isinstance(loaded, dict):
         raise ValueError(f"{where} holds a {type(loaded).__name__}, not a state_dict or a dictionary of them.")
+    loaded = _opened(loaded)
     model_key = next((key for key in MODEL_KEYS if isinstance(loaded.get(key), dict)), None)
     weights = loaded if model_key is None else loaded[model_key]
     unknown = [
@@ -186,8 +187,20 @@ def _found_in(loaded: Any, readers: dict[Tensor, Callable[[], Tensor]], where: s
             try:
                 found.index.extra[str(key)] = encode(value, f"{key!r} of {where}")
             except ValueError as error:
-                warnings.warn(f"left out: {error}", stacklevel=3)
+                warn_user(f"left out: {error}")
     return found
+
+
+def _opened(loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """The dictionary, with the entries of the one dictionary in it that holds the weights, as a Stateful saves them."""
+    within = [key for key, value in loaded.items() if isinstance(value, dict) and _holds_weights(value)]
+    if _holds_weights(loaded) or len(within) != 1:
+        return loaded
+    return {**{key: value for key, value in loaded.items() if key != within[0]}, **loaded[within[0]]}
+
+
+def _holds_weights(saved: dict[Any, Any]) -> bool:
+    return any(isinstance(saved.get(key), dict) for key in MODEL_KEYS)
 
 
 def _take_model(found: _Found, weights: dict[str, Any], where: str) -> None:
@@ -263,13 +276,12 @@ def _parameter_names(
         if all(some <= {shapes[param]} for param, some in shapes_of_state.items()):
             confirmed = all(map(shapes_of_state.get, params)) and len({*shapes.values()}) == len(params)
             if not confirmed and (state or len(groups) > 1):
-                warnings.warn(
+                warn_user(
                     f"the optimizer in {where} numbers its parameters, and their shapes do not distinguish them: it is "
                     "taken to have been built from model.parameters(), in the model's order. If it was not, state goes "
                     "to the wrong parameters: build the optimizer again as it was, but from (name, parameter) pairs as "
                     "named_parameters() yields them, load its state_dict, save it again, now with names, and import "
-                    "that.",
-                    stacklevel=5,
+                    "that."
                 )
             return dict(zip(params, names, strict=True))
     raise ValueError(

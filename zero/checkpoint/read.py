@@ -13,7 +13,6 @@ still open, so only a disk that fails just then can stop it, or the optimizer's 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch import warn_user
 from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Part, all_of, listed
@@ -82,7 +82,7 @@ def load(
             raise
         ranks.together(lambda: plan.take(source), after=_PARTLY_LOADED)
     if left_out:
-        warnings.warn(left_out, stacklevel=2)
+        warn_user(left_out)
     return extra
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import io
 import math
 import pickletools
-import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero._torch import warn_user
 from zero.checkpoint.format import is_extra_state
 
 METADATA = ".metadata"
@@ -169,7 +169,7 @@ class _Stored:
             raise _NotPlain(f"{name} is no tensor or plain value, and was not read ({error}).") from None
 
 
-def read_nested(path: Path, needed: Container[str | int]) -> tuple[Any, dict[Tensor, Callable[[], Tensor]]]:
+def read_nested(path: Path, needed: Set[str | int]) -> tuple[Any, dict[Tensor, Callable[[], Tensor]]]:
     """The dictionary that was saved, and how to read its tensors on the meta device. needed: keys that must be read."""
     nested: dict[str | int, Any] = {}
     readers: dict[Tensor, Callable[[], Tensor]] = {}
@@ -178,9 +178,9 @@ def read_nested(path: Path, needed: Container[str | int]) -> tuple[Any, dict[Ten
             try:
                 value = stored.read()
             except _NotPlain as error:
-                if stored.path[0] in needed:
+                if not needed.isdisjoint(stored.path[:2]):  # at the top, or in the one entry of a Stateful
                     raise
-                warnings.warn(f"left out: {error}", stacklevel=3)
+                warn_user(f"left out: {error}")
                 continue
         else:
             value = torch.empty(stored.size, dtype=stored.dtype, device="meta")

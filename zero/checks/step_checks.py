@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
+from zero._torch import warn_user
 from zero.checks.scaling import Scaling
 from zero.measure.built import working_by
 from zero.measure.numbers import Written, differs
@@ -62,7 +62,7 @@ class Gradients(StepCheck):
     def gradients(self, found: bool) -> str | None:
         self._steps_without = 0 if found else self._steps_without + 1
         if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
-            warnings.warn(f"In two steps one after another {NO_GRADIENT}", stacklevel=_TO_USER)
+            warn_user(f"In two steps one after another {NO_GRADIENT}")
         return self._wrapped() if self.optimizer.gradients_arrive_sharded and not self._looked_around else None
 
     def _wrapped(self) -> str | None:
@@ -83,9 +83,6 @@ NO_GRADIENT = (
     "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
     "assign=False, and build OSS after replacing any."
 )
-
-_TO_USER = 8
-"""Frames from the warning to the code that calls `step`."""
 
 
 class Numbers(StepCheck):

@@ -7,12 +7,10 @@ stage 3     group["zero_shard"] in each of state_dict["param_groups"], as the us
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
-_FRAMES_TO_CALLER = 4
-"""Of torch.save: its caller, save, _save, __reduce__."""
+from zero._torch import warn_user
 
 
 class ShardMark(frozenset[str]):
@@ -23,12 +21,11 @@ class ShardMark(frozenset[str]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        warnings.warn(
+        warn_user(
             f"this state_dict() is only one rank's shard of the optimizer's state ({', '.join(sorted(self))}), and no "
             "other rank can load it. To save the full state, call OSS's consolidate_state_dict() on every rank before "
             "state_dict(), or save what FSDP's optim_state_dict(optimizer) returns; or call zero.checkpoint.save(). If "
-            "every rank saves its own shard in a file of its own, ignore this warning.",
-            stacklevel=_FRAMES_TO_CALLER,
+            "every rank saves its own shard in a file of its own, ignore this warning."
         )
         return set, (sorted(self),)
 

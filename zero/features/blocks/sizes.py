@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 
 from torch import nn
 
+from zero._torch import warn_user
 from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
@@ -28,15 +27,7 @@ class WarnsOfLargeUnit(ModelEvents):
     def forward_begins(self) -> None:
         warning, self._warning = self._warning, None
         if warning is not None:
-            warnings.warn(warning, stacklevel=_to_user())
-
-
-def _to_user() -> int:
-    """Returns how many frames the caller is away from code that is neither zero's nor torch's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zero", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
+            warn_user(warning)
 
 
 def large_unit(units: Sequence[Unit], model: str, as_one_unit: Sequence[nn.Module | type[nn.Module]]) -> str | None:

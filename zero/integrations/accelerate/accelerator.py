@@ -67,7 +67,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         choosing.refuse_ranks_apart(self.distributed_type)
         self.zero_plugin = plugin
-        self.sharding = Sharding(plugin, self.device)
+        narrow = None if plugin.master_dtype is None else DTYPES.get(self.mixed_precision)
+        self.sharding = Sharding(plugin, self.device, narrow)
+        if narrow is not None:
+            self.native_amp = False  # which is autocast
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
@@ -92,6 +95,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, (one, move) in enumerate(zip(args, moved, strict=True)):
             if isinstance(one, nn.Module) and not self._is_sharded(one):
                 ready[number] = self._prepared_inside(one, move)
+                self.sharding.cast(ready[number])
         of: dict[Optimizer, Optimizer] = {}
         for number, one in enumerate(args):
             if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
@@ -112,7 +116,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.zero_plugin.stage == 0:
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
         if not self._is_sharded(model) and not evaluation_mode:
-            model = self._wrapped(self._prepared_inside(model, device_placement), [])
+            model = self._prepared_inside(model, device_placement)
+            self.sharding.cast(model)
+            model = self._wrapped(model, [])
         elif evaluation_mode:
             model = self._prepared_inside(model, device_placement)
         self._keep(model)
@@ -170,7 +176,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Collective with fp16. As Accelerate's; an optimizer that is unscaled already is left alone until its step."""
-        if self.native_amp and self.mixed_precision == "fp16":
+        if self.scaler is not None:
             asked = self._optimizers if optimizer is None else optimizer
             for one in asked if isinstance(asked, (tuple, list)) else [asked]:
                 while isinstance(one, AcceleratedOptimizer):

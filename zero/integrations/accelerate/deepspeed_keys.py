@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 import zero
+from zero._torch import warn_user
 from zero.fsdp import SPEED_FIRST, BackwardPrefetch, Prefetch
 from zero.integrations.accelerate.keys import DTYPES, Keys, count, flag, names, one_of
 
@@ -64,7 +64,7 @@ _REFUSED = {
     "optimizer": "build the optimizer in the script, such as torch.optim.AdamW, and remove the section.",
     "scheduler": "build the scheduler in the script and remove the section.",
     "amp": "use mixed_precision of the Accelerator and remove the section.",
-    "torch_autocast data_types": "mixed_precision of the Accelerator is autocast. Remove the section.",
+    "torch_autocast data_types": "pass ZeroPlugin(stage=...) itself, with which mixed_precision is autocast.",
     "sparse_gradients sparse_attention": "gradients are dense. Remove it.",
     "tensor_parallel pipeline sequence_parallel_size": "zero shards data-parallel training only. Remove it.",
     "elasticity": "start the ranks by torchrun, which is elastic, and load a zero.checkpoint. Remove the section.",
@@ -77,7 +77,7 @@ _FP16_WITHOUT_EFFECT = {
     "auto_cast"
 }
 _BF16_WITHOUT_EFFECT = {
-    "parameters are the float32 masters": "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states "
+    "masters and state are in float32": "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states "
     "check_grad_overflow auto_cast"
 }
 
@@ -94,9 +94,10 @@ def fields(
     stage = found["stage"]
     found["as_one_unit"] = (*found.get("as_one_unit", ()), *as_one_unit)
     if init_flag and stage != 3:
-        warnings.warn(f"{section}: zero3_init_flag is for stage 3, and without an effect at {stage}.", stacklevel=2)
+        warn_user(f"{section}: zero3_init_flag is for stage 3, and without an effect at {stage}.")
     found["cpu_ram_efficient_loading"] = init_flag and stage == 3
     found |= _precision(keys)
+    found["master_dtype"] = torch.float32 if stage else None
     found["gradient_clipping"] = keys.take("gradient_clipping", float) or None
     found["gradient_accumulation_steps"] = keys.take("gradient_accumulation_steps", count)
     found["micro_batch_size"] = _micro_batch_size(keys, found["gradient_accumulation_steps"])
@@ -201,7 +202,7 @@ def _offload(keys: Keys, stage: int) -> zero.CPUOffload | zero.DiskOffload | Non
             raise ValueError(f"{its_keys.name}: ratio is not available: all state is offloaded. Remove it.")
         its_keys.done(_OFFLOAD_REFUSED, _OFFLOAD_WITHOUT_EFFECT)
     if stage < 3 and offloads["offload_param"][0] != "none":
-        warnings.warn(f"{keys.name}: offload_param is for stage 3, and without an effect at {stage}.", stacklevel=2)
+        warn_user(f"{keys.name}: offload_param is for stage 3, and without an effect at {stage}.")
         del offloads["offload_param"]
     asked = [offload for offload in offloads.values() if offload[0] != "none"]
     for device, path, _ in asked:

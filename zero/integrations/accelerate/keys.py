@@ -7,11 +7,12 @@ Keys that are left at the end are refused as unknown.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from zero._torch import warn_user
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -96,7 +97,7 @@ class Keys:
             )
         if self._without_effect and int(os.environ.get("RANK", 0)) == 0:
             listed = [f"{', '.join(names)} ({reason})" for reason, names in self._without_effect.items()]
-            warnings.warn(f"{self.name}: without an effect here: {'; '.join(listed)}.", stacklevel=2)
+            warn_user(f"{self.name}: without an effect here: {'; '.join(listed)}.")
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -52,6 +52,8 @@ class ZeroPlugin:
     ignored_modules: as in FSDP; also a regular expression that matches a module's full name.
     partition, prefetch, offload, param_init_fn: as in FSDP; partition and offload also as in OSS.
     mixed_precision_policy: FSDP's. Without one the Accelerator's mixed_precision is autocast, as without sharding.
+    master_dtype: torch.float32: parameters and buffers are in the 16 bits of mixed_precision instead, and float32
+        masters in shards, as with DeepSpeed, whose configurations set this. Batch normalisation stays in float32.
     sync_module_states: all ranks start from the weights of rank 0.
     activation_checkpointing: recompute each unit's activations in backward.
     cpu_ram_efficient_loading: `from_pretrained` of transformers loads on rank 0 only; stage 3.
@@ -82,6 +84,7 @@ class ZeroPlugin:
     offload: zero.CPUOffload | zero.DiskOffload | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     mixed_precision_policy: MixedPrecision | None = None
+    master_dtype: torch.dtype | None = None
     sync_module_states: bool = True
     activation_checkpointing: bool = False
     cpu_ram_efficient_loading: bool = False
@@ -124,6 +127,14 @@ class ZeroPlugin:
             )
         if self.reduce_bucket_size is not None and self.stage not in (1, 2):
             return f"reduce_bucket_size is an option of stages 1 and 2, but stage is {self.stage}. Leave it out."
+        if self.master_dtype not in (None, torch.float32):
+            return f"master_dtype={self.master_dtype} is not available. Choose torch.float32 or None."
+        if self.master_dtype is not None and (self.stage == 0 or self.mixed_precision_policy is not None):
+            beside = "stage 0" if self.stage == 0 else "mixed_precision_policy"
+            return (
+                f"master_dtype={self.master_dtype} means nothing with {beside}: it is for stages 1 to 3, where it "
+                "decides the dtypes alone. Leave one of them out."
+            )
         given = [name for name in _OF_FSDP if getattr(self, name) != getattr(ZeroPlugin, name)]
         if as_strategy(self.sharding_strategy).name != "FULL_SHARD":
             given.append("sharding_strategy")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch import children_of, recomputed_in_backward
+from zero._torch import children_of, recomputed_in_backward, wraps_others
 from zero.comm import Comm, Wire
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.options import as_strategy
@@ -40,10 +40,19 @@ Clip = Callable[[float, float], Tensor]
 
 
 class Sharding:
-    """The models and optimizers that an Accelerator has sharded, also those that it no longer holds itself."""
+    """The models and optimizers that an Accelerator has sharded, also those that it no longer holds itself.
 
-    def __init__(self, plugin: ZeroPlugin, device: torch.device) -> None:
+    dtype: of 16 bits, in which models compute that have float32 master weights; None where they compute as they are.
+    """
+
+    def __init__(self, plugin: ZeroPlugin, device: torch.device, dtype: torch.dtype | None) -> None:
         self.plugin, self._device = plugin, device
+        policy, sent = plugin.mixed_precision_policy, plugin.reduce_dtype
+        if dtype is not None:
+            policy = MixedPrecision(param_dtype=dtype, buffer_dtype=dtype, reduce_dtype=sent)
+        elif policy is None and sent is not None:
+            policy = MixedPrecision(reduce_dtype=sent)
+        self._precision, self.narrow = policy, dtype is not None
         self.wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         """The wrapped models that still exist, in the order of wrapping."""
         self._optimizers: WeakKeyDictionary[OSS, None] = WeakKeyDictionary()
@@ -56,6 +65,33 @@ class Sharding:
         if not all(tensor.is_meta or _same(tensor.device, self._device) for tensor in tensors):
             model.to(self._device)
 
+    def cast(self, model: nn.Module) -> None:
+        """Rounds a model to 16 bits, if it is to have master weights: in place, and before its optimizer is sharded.
+
+        At stages 1 and 2 parameters and buffers are of 16 bits from here on. At stage 3 the parameters, which become
+        the masters, are float32, and FSDP does the rest.
+        """
+        if not self.narrow or self._precision is None:
+            return
+        held = {param for one in self._optimizers for param in params_of(one)}
+        if not held.isdisjoint(model.parameters()):
+            raise ValueError(
+                "an optimizer was prepared before its model, whose parameters are then to be rounded to 16 bits. "
+                "Prepare both in one call: model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        modules, precision = [*model.modules()], self._precision
+        for module in modules:
+            narrow = precision.dtype_of(module)
+            if narrow is None:
+                module.float()
+                continue
+            for param in module.parameters(recurse=False):
+                if param.is_floating_point() and not wraps_others(param):
+                    param.data = param.data.to(narrow).to(torch.float32 if self.plugin.stage == 3 else narrow)
+        if self.plugin.stage < 3:
+            precision.prepare(modules)
+            model.register_forward_pre_hook(partial(_cast_inputs, precision), with_kwargs=True)
+
     def shard(self, optimizer: Optimizer) -> Optimizer:
         """Collective at stages 1 and 2. The optimizer that this stage steps."""
         if not isinstance(optimizer, OSS) and self.plugin.stage in (1, 2):
@@ -65,7 +101,8 @@ class Sharding:
                     f"an optimizer was prepared whose parameters are on {elsewhere[0].device}, not on {self._device}. "
                     "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
                 )
-            optimizer = OSS.from_optimizer(optimizer, partition=self.plugin.partition, offload=self.plugin.offload)
+            options = {name: getattr(self.plugin, name) for name in ("partition", "offload", "master_dtype")}
+            optimizer = OSS.from_optimizer(optimizer, **options)
         if isinstance(optimizer, OSS):
             self._optimizers[optimizer] = None
         return optimizer
@@ -122,9 +159,6 @@ class Sharding:
 
     def _fsdp(self, model: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool) -> FSDP:
         plugin = self.plugin
-        precision = plugin.mixed_precision_policy
-        if precision is None and plugin.reduce_dtype is not None:
-            precision = MixedPrecision(reduce_dtype=plugin.reduce_dtype)
         as_one_unit = _classes(model, plugin.as_one_unit, "as_one_unit")
         policy = policy_of(plugin, model)
         if plugin.activation_checkpointing:
@@ -141,7 +175,7 @@ class Sharding:
             as_one_unit=as_one_unit,
             ignored_modules=_ignored(model, plugin.ignored_modules),
             partition=self._partition(model, optimizers),
-            mixed_precision=precision,
+            mixed_precision=self._precision,
             broadcast_buffers=broadcast_buffers,
             **{name: getattr(plugin, name) for name in _SAME},
         )
@@ -198,6 +232,11 @@ class Sharding:
     def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
         """The wrapper that holds the optimizer's parameters."""
         return next((one for one in self.wrapped if steps(optimizer, inside(one))), None)
+
+
+def _cast_inputs(precision: MixedPrecision, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A hook before the forward of a model in 16 bits."""
+    return precision.cast_inputs(module, (args, kwargs), root=True)
 
 
 def inside(model: nn.Module) -> nn.Module:

@@ -50,8 +50,19 @@ class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         holder = self._accelerator.sharding.wrapper_of(self.optimizer)
         if isinstance(holder, FSDP):
             holder.load_optim_state_dict(self.optimizer, state_dict)
+            _take_masters(self.optimizer)
         else:
             self.optimizer.load_state_dict(state_dict)
+
+
+@torch.no_grad()
+def _take_masters(optimizer: Optimizer) -> None:
+    """Moves master weights, which stages 1 and 2 have saved with the state, into the shards of stage 3, which are the
+    masters there. Elements that are not the master rounded were loaded from elsewhere, and stay."""
+    for param, state in optimizer.state.items():
+        if (master := state.pop("master", None)) is not None:
+            same = (param == master.bfloat16()) | (param == master.half())
+            param.copy_(torch.where(same, master, param))
 
 
 def full_weights(model: nn.Module, to: int | None, dtype: torch.dtype | None = None) -> dict[str, Any]:

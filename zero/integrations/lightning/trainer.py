@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero
-from zero._torch import named_as_compiled
+from zero._torch import follow, named_as_compiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.integrations.lightning import sharding
+from zero.integrations.lightning import averages, sharding
+from zero.integrations.lightning.launcher import Launcher
 
 _IN_SHARDS = "zero_in_shards"
 
@@ -50,12 +51,27 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
     _wrapper: nn.Module | None = None
     """The FSDP of stage 3. Between runs `model` is the plain module."""
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = Launcher(self, start_method=self._start_method)
+
+    def setup_environment(self) -> None:
+        """Collective where the model is sharded from the run before, and callbacks will copy it: it becomes plain."""
+        super().setup_environment()
+        if averages.averaging(self.lightning_module.trainer):
+            before = sharding.sharded_before(self.lightning_module)
+            if before is not None:
+                zero.unwrap(before)
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Collective. Shards the model and its optimizers, for the run that begins."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             self._refuse_clipping_by_value()
+        if fitting and self._in_shards:
+            averages.refuse_directories(trainer)
         before = sharding.sharded_before(self.lightning_module)
         if before is not None and self._stage < 3:
             zero.unwrap(before)
@@ -65,8 +81,10 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
                 self.model = self._layer_sync.apply(self.lightning_module)
             self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self._stage == 3:
-            self._wrapper = before or self._wrap(self.lightning_module, ())
-            self.model = self._wrapper
+            sharded: Any = before or self._wrap(self.lightning_module, ())
+            self.model = self._wrapper = sharded
+            if fitting:
+                averages.shard_averages(trainer, sharded, self._options)
         else:
             self.model_to_device()
         if fitting:
@@ -84,10 +102,15 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         held = [one for one in self.optimizers if any(group["params"] for group in one.param_groups)]
         if not held and self._stage == 2:
             raise ValueError("configure_optimizers() returned no optimizer, which stage 2 needs. Take stage 1 or 3.")
-        self.optimizers = [self._shard_optimizer(one) if one in held else one for one in self.optimizers]
-        for one in held:
-            if isinstance(self.model, FSDP):
+        if isinstance(self.model, FSDP):
+            for one in held:
                 self.model.register_optimizer(one)
+            return
+        sharded = {one: self._shard_optimizer(one) for one in held}
+        self.optimizers = [sharded.get(one, one) for one in self.optimizers]
+        for config in self.lr_scheduler_configs:
+            if config.scheduler.optimizer in sharded:
+                follow(config.scheduler, sharded[config.scheduler.optimizer])  # else monitors log both optimizers
 
     def _setup_gradients(self) -> None:
         """Replaces clipping and loss scaling of the precision plugin, which knows neither model nor ranks."""
@@ -165,8 +188,12 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         """Collective at stage 3. Takes full weights."""
         if checkpoint.get(_IN_SHARDS):
             return  # which have been loaded
-        model = self.model if isinstance(self.model, FSDP) else self.lightning_module
-        model.load_state_dict(named_as_compiled(model, checkpoint["state_dict"]), strict=strict)
+        if isinstance(self.model, FSDP):
+            weights = averages.weights_to_load(cast("dict[str, Any]", checkpoint), self.lightning_module)
+            self.model.load_state_dict(named_as_compiled(self.model, weights), strict=strict)
+        else:
+            own = self.lightning_module
+            own.load_state_dict(named_as_compiled(own, checkpoint["state_dict"]), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes full state, of any strategy."""
