@@ -182,7 +182,7 @@ def test_the_current_stream_is_looked_up_without_an_object_each_time():
     streams = {(7, 0): "the default", (9, 0): "another"}
     now = [(7, 0)]
     with (
-        mock.patch.object(torch._C, "_cuda_getCurrentStream", lambda index: now[0], create=True),
+        mock.patch.object(torch._C, "_cuda_getCurrentStream", mock.Mock(side_effect=lambda index: now[0]), create=True),
         mock.patch("torch.cuda.current_stream", side_effect=lambda device: streams[now[0]]) as made,
     ):
         current = current_stream_of(torch.device("cuda:0"))
