@@ -80,10 +80,10 @@ class Average(torch.optim.Optimizer):
             state["average"].copy_(trained)
 
 
-def batches(loader: DataLoader, done: int) -> Iterator[Tensor]:
+def batches(loader: DataLoader, sampler: DistributedSampler, done: int) -> Iterator[Tensor]:
     """The batches after the first `done`, epoch by epoch, each shuffled in its own way."""
     while True:
-        loader.sampler.set_epoch(done // len(loader))
+        sampler.set_epoch(done // len(loader))
         for (batch,) in islice(loader, done % len(loader), None):
             done += 1
             yield batch
@@ -94,10 +94,10 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
     torch.manual_seed(0)
     pieces = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8).long()
     pieces = pieces.unfold(0, options.context + 1, options.context)
-    loaders = []
-    for data in (TensorDataset(pieces[64:]), TensorDataset(pieces[:64])):
-        sampler = DistributedSampler(data, world, rank, shuffle=not loaders)
-        loaders.append(DataLoader(data, options.batch_size, sampler=sampler, drop_last=not loaders))
+    training, evaluated = TensorDataset(pieces[64:]), TensorDataset(pieces[:64])
+    sampler: DistributedSampler = DistributedSampler(training, world, rank)
+    loader = DataLoader(training, options.batch_size, sampler=sampler, drop_last=True)
+    eval_loader = DataLoader(evaluated, options.batch_size, sampler=DistributedSampler(evaluated, world, rank))
     net = GPT(options.context, options.width, options.layers).to(device)
     if options.compile:
         for block in net.blocks:
@@ -113,7 +113,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
     def evaluate() -> float:
         model.eval()
         with torch.no_grad(), autocast, average.applied():
-            loss = torch.stack([model(batch.to(device)) for (batch,) in loaders[1]]).mean()
+            loss = torch.stack([model(batch.to(device)) for (batch,) in eval_loader]).mean()
         model.train()
         if dist.is_initialized():
             dist.all_reduce(loss)
@@ -132,7 +132,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
         saved = torch.load(options.start, map_location="cpu") if rank == 0 else {}
         zero.load_full_state_dict(model, saved.get("weights"))
         zero.load_full_optimizer_state_dict(model, optimizer, saved.get("optimizer"))
-    data = batches(loaders[0], done=start * options.accumulate)
+    data = batches(loader, sampler, done=start * options.accumulate)
     for step in range(start + 1, options.steps + 1):
         for number in range(options.accumulate):
             with zero.no_sync(model) if number < options.accumulate - 1 else nullcontext():
