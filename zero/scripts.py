@@ -58,8 +58,9 @@ def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any] | None, st
         rank, or on rank 0 alone, with None or {} on all others: those then receive rank 0's unit by unit at stage 3,
         and hold one full unit at most; rank 0 needs the model's size once more in the host's memory.
 
-    Raises ValueError on every rank if names or shapes differ between ranks or no rank has weights, and for what rank
-    0's alone do not fit; RuntimeError within forward and backward, and as `load_state_dict` for other names.
+    Raises ValueError on every rank if names or shapes differ between ranks, if neither rank 0 nor every rank has
+    weights, and for what does not fit of those that rank 0 alone has. Raises RuntimeError within forward and backward,
+    and as `load_state_dict` for other names.
     """
     inner, wrappers = unwrapped(model)
     comms = _comms_of(wrappers)
@@ -68,7 +69,7 @@ def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any] | None, st
         return load_weights(inner, comms, lambda: inner.load_state_dict(_of_first(inner, weights or {}), strict))
     weights = weights or {}
     shapes = [f"{name}: {list(value.shape)}" for name, value in weights.items() if isinstance(value, Tensor)]
-    comms[0].compare(f"{what} (pass them on every rank, or on rank 0 and None elsewhere)", sorted(shapes))
+    comms[0].compare(what, sorted(shapes))
     sharding: list[nn.Module] = [one for one in wrappers if isinstance(one, FSDP | ShardedDDP)]
     return (sharding or [inner])[0].load_state_dict(_named(inner, weights), strict)
 
@@ -122,7 +123,8 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     state_dict: the same on every rank, or on rank 0 alone, with None or {} on all others. Those then receive the state
         parameter by parameter, and hold the full tensors of one besides their shards.
 
-    Raises ValueError, and changes nothing, if it does not fit; on every rank if rank 0 alone has it or no rank has.
+    Raises ValueError, and changes nothing, if it does not fit: on every rank if rank 0 alone has it, or if neither rank
+    0 nor every rank has it.
     """
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     sharded = wrappers[0] if wrappers and isinstance(wrappers[0], FSDP) else None

@@ -53,10 +53,10 @@ def file(optim: Any, defaults: dict[str, Any]) -> dict[str, Any]:
     return {"weights": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def went_on(stage: int, rank: int, saved: dict[str, Any] | None, optim: Any, defaults: dict[str, Any]) -> Any:
+def went_on(how: dict[str, Any], rank: int, saved: dict[str, Any] | None, optim: Any) -> Any:
     """The losses of a training that goes on from what was saved, its weights and its optimizer's state."""
     torch.manual_seed(rank)
-    model, optimizer = zero.setup(Net(), optim, stage=stage, lr=1.0)
+    model, optimizer = zero.setup(Net(), optim, lr=1.0, **how)
     missing, unexpected = zero.load_full_state_dict(model, None if saved is None else saved["weights"])
     assert not missing and not unexpected
     zero.load_full_optimizer_state_dict(model, optimizer, saved and saved["optimizer"])
@@ -71,11 +71,12 @@ def options(state: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @ranks.on(2)
 def test_what_rank_0_has_read_is_loaded_as_if_all_had_read_it(rank, world, name):
-    saved = file(*OPTIMIZERS[name])
-    expected, weights, state = went_on(0, rank, copy.deepcopy(saved), *OPTIMIZERS[name])
-    for stage in range(4):
-        found, other, other_state = went_on(stage, rank, copy.deepcopy(saved) if rank == 0 else None, *OPTIMIZERS[name])
-        assert found == expected, stage
+    saved, (optim, _) = file(*OPTIMIZERS[name]), OPTIMIZERS[name]
+    expected, weights, state = went_on({"stage": 0}, rank, copy.deepcopy(saved), optim)
+    offloaded = {"stage": 3, "offload": zero.CPUOffload(pin_memory=False)}
+    for how in (*({"stage": stage} for stage in range(4)), offloaded):
+        found, other, other_state = went_on(how, rank, copy.deepcopy(saved) if rank == 0 else None, optim)
+        assert found == expected, how
         torch.testing.assert_close(other, weights, rtol=0, atol=0)
         torch.testing.assert_close(other_state["state"], state["state"], rtol=0, atol=0)
         assert options(other_state) == options(state)
@@ -162,7 +163,7 @@ def of_case(rank: int, world: int, stage: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@ranks.raises(2, ValueError, "weights given to zero.load_full_state_dict", "rank 0 has nothing")
+@ranks.raises(2, ValueError, "zero.load_full_state_dict: only rank 1 of 2 was given any", "or on rank 0 and None")
 def test_weights_of_another_rank_than_0_alone_are_refused_on_every_rank(rank, world, stage):
     model, _ = zero.setup(Net(), Adam, stage=stage)
     zero.load_full_state_dict(model, zero.full_state_dict(model, to=1))

@@ -26,16 +26,19 @@ from zero.state.weights import summoned
 
 
 def first_alone(comms: Sequence[Comm], what: str, given: object) -> bool:
-    """Collective. Returns whether only the first of several ranks was given something.
+    """Collective. Returns whether the first of several ranks alone was given something.
 
-    comms: the groups of ranks, one after another, as Placement.all_groups. Raises ValueError if no rank was.
+    comms: the groups of ranks, one after another, as Placement.all_groups. Raises ValueError on every rank if it is
+    neither the first nor all.
     """
-    given_to = "1" if given else "0"
+    flags = "1" if given else "0"
     for comm in comms:
-        given_to = "".join(comm.all_gather_text(given_to))
-    if "1" not in given_to:
-        raise ValueError(f"{what}: no rank was given any. Pass them on every rank, or on rank 0 and None elsewhere.")
-    return given_to == "1".ljust(len(given_to), "0") and len(given_to) > 1
+        flags = "".join(comm.all_gather_text(flags))
+    having = [rank for rank, flag in enumerate(flags) if flag == "1"]
+    if having not in ([0], [*range(len(flags))]):
+        who = f"only {', '.join(f'rank {rank}' for rank in having)} of {len(flags)}" if having else "no rank"
+        raise ValueError(f"{what}: {who} was given any. Pass them on every rank, or on rank 0 and None elsewhere.")
+    return having == [0] and len(flags) > 1
 
 
 def _is_first(comms: Sequence[Comm]) -> bool:
