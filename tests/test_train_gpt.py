@@ -92,4 +92,5 @@ def test_it_runs_alone_as_a_command(folder):
     tiny = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)]
     told = python(SCRIPT, "--steps", 2, "--text", "text", *tiny, cwd=Path(folder)).stdout
     assert told.startswith("step 2: evaluated ")
-    assert torch.load(f"{folder}/run/full.pt")["weights"]["head.weight"].shape == (256, 8)
+    full = torch.load(f"{folder}/run/full.pt")
+    assert full["weights"]["head.weight"].shape == full["average"]["head.weight"].shape == (256, 8)

@@ -54,7 +54,8 @@ class GPT(nn.Module):
 
 
 class Average(torch.optim.Optimizer):
-    """An exponential moving average of the weights. It is an optimizer's state, and so cut and saved as theirs."""
+    """An exponential moving average of the weights, at stage 3 of this rank's shards. As an optimizer's state it is
+    saved in the same checkpoint, and loads at any stage."""
 
     def __init__(self, params: Iterable[Tensor], decay: float = 0.99) -> None:
         super().__init__(params, {"decay": decay})
@@ -69,8 +70,10 @@ class Average(torch.optim.Optimizer):
     def applied(self) -> Iterator[None]:
         """In here the weights are the average."""
         self.swap()
-        yield
-        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -151,11 +154,12 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
             if rank == 0:
                 print(f"step {step}: evaluated {losses[-1]:.4f}, norm of gradients {norm.item():.2f}")
 
+    full = {"weights": zero.full_state_dict(model, to=0, device="cpu")}  # on rank 0; the others get {}
+    full["optimizer"] = zero.full_optimizer_state_dict(model, optimizer, to=0)
     with average.applied():
-        weights = zero.full_state_dict(model, to=0, device="cpu")
-    state = zero.full_optimizer_state_dict(model, optimizer, to=0)
+        full["average"] = zero.full_state_dict(model, to=0, device="cpu")
     if rank == 0:
-        torch.save({"weights": weights, "optimizer": state}, f"{options.output}/full.pt")
+        torch.save(full, f"{options.output}/full.pt")
     return losses
 
 
