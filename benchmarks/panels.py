@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,21 +17,40 @@ OURS, THEIRS = "#2f5d8c", "#c4c9ce"
 GAP = 0.6
 """Between stages, in bars."""
 
-Figures = Callable[[Result], float]
+
+class Bar(Protocol):
+    """What has a bar in each panel. stage: bars of different stages stand apart."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def stage(self) -> str: ...
+
+    @property
+    def ours(self) -> bool: ...
+
+
+Panel = tuple[str, Sequence[Any], Callable[[Any], float]]
+"""The title, what has a bar, and the bar's length."""
 
 
 def draw_peers(file: Path, found: Mapping[str, Sequence[Result]], *, caption: str) -> None:
-    """On a white ground of its own, so that it reads on light and dark pages alike."""
-    panels: list[tuple[str, Sequence[Result], Figures]] = []
+    panels: list[Panel] = []
     for task, results in found.items():
         panels.append((f"{task}: CPU ms a step", results, lambda result: result.cpu_ms))
         panels.append((f"{task}: process, MiB", results, lambda result: result.process_bytes / MIB))
-    places = _places([result for results in found.values() for result in results])
+    draw_panels(file, panels, caption=caption)
+
+
+def draw_panels(file: Path, panels: Sequence[Panel], *, caption: str) -> None:
+    """On a white ground of its own, so that it reads on light and dark pages alike."""
+    places = _places([bar for _, bars, _ in panels for bar in bars])
     figure = Figure(figsize=(9, 1.0 + 0.23 * (max(places.values()) + 1)), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)  # draws without a display
     row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (title, results, figures) in zip(row, panels, strict=True):
-        _draw_panel(axes, title, results, figures, places)
+    for axes, (title, bars, length) in zip(row, panels, strict=True):
+        _draw_panel(axes, title, bars, length, places)
     row[0].set_yticks([*places.values()], [*places], fontsize=9)
     row[0].invert_yaxis()
     for label in row[0].get_yticklabels():
@@ -39,7 +59,7 @@ def draw_peers(file: Path, found: Mapping[str, Sequence[Result]], *, caption: st
     figure.savefig(file, dpi=160)
 
 
-def _places(results: Sequence[Result]) -> dict[str, float]:
+def _places(results: Sequence[Bar]) -> dict[str, float]:
     """Where the bar of each title goes, from the top down, with gaps between stages."""
     places: dict[str, float] = {}
     place, stage = -1.0, None
@@ -50,11 +70,11 @@ def _places(results: Sequence[Result]) -> dict[str, float]:
 
 
 def _draw_panel(
-    axes: Axes, title: str, results: Sequence[Result], figures: Figures, places: Mapping[str, float]
+    axes: Axes, title: str, bars: Sequence[Bar], length: Callable[[Any], float], places: Mapping[str, float]
 ) -> None:
-    values = [figures(result) for result in results]
-    colours = [OURS if result.ours else THEIRS for result in results]
-    drawn = axes.barh([places[result.title] for result in results], values, 0.82, color=colours)
+    values = [length(bar) for bar in bars]
+    colours = [OURS if bar.ours else THEIRS for bar in bars]
+    drawn = axes.barh([places[bar.title] for bar in bars], values, 0.82, color=colours)
     axes.bar_label(drawn, fmt="%.0f", padding=2, color=INK, fontsize=9)
     axes.set_xlim(0, 1.22 * max(values, default=1.0))
     axes.set_title(title, loc="left", color=INK, fontsize=10)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ranks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -92,11 +99,43 @@ def test_one_rank_of_a_large_world_is_run_alone():
     assert "zero stage 3" in done.stdout
 
 
+def run_wires(rank: int, world: int, arguments: list[str]) -> None:
+    """The script, whose rank is this process and no fresh one."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import launch
+    import wires
+
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    here = launch.Rank(2, 4, torch.device("cpu"), tick=lambda: None)
+    with (
+        mock.patch.object(wires, "run_one_of", lambda work, world: work(here)),
+        mock.patch.object(sys, "argv", ["wires.py", "--world", "4", *arguments]),
+        contextlib.redirect_stdout(None),
+    ):
+        wires.main()
+
+
+def test_wires_take_as_long_as_their_bytes_at_the_bandwidth(tmp_path):
+    pytest.importorskip("matplotlib")
+    size = "--layers 1 --width 32 --tokens 128 --bandwidth 0.1 --steps 1 --rounds 1"
+    ranks.run(run_wires, 1, ([*size.split(), "--out", str(tmp_path)],), bare=True, fresh=True)
+    written = json.loads((tmp_path / "wires.json").read_text())
+    [parameters] = re.findall(r"GPT of ([\d,]+) parameters", written["subject"])
+    ms_a_byte = int(parameters.replace(",", "")) * 3 / 4 / 0.1e9 * 1000  # of each element, to a rank of 4
+    took = {title: rounds[0]["wire_ms"] / ms_a_byte for title, rounds in written["contestants"].items()}
+    assert took.pop("nothing sharded") == 0
+    assert took.pop("zero stage 2") == pytest.approx(2 + 2, rel=0.05)  # gradients and parameters in 16 bits
+    assert [*took] == ["FSDP1", "FSDP2", "zero stage 3"]
+    for title, of_title in took.items():  # gradients in 32 bits, parameters once or twice
+        assert 4 + 2 <= of_title <= 4.2 + 2 * 2, title
+    assert (tmp_path / "wires.png").exists()
+
+
 def test_results_go_where_git_ignores_them():
     ignored = (BENCHMARKS.parent / ".gitignore").read_text().splitlines()
     assert "/benchmarks/out/" in ignored
     assert not any(line.startswith("!") for line in ignored)
-    for script in ("stages.py", "peers.py"):
+    for script in ("stages.py", "peers.py", "wires.py"):
         assert 'OUT = Path(__file__).parent / "out"' in (BENCHMARKS / script).read_text()
 
 

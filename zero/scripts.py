@@ -22,7 +22,8 @@ from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.state.optimizer_state import refuse_no_rank
+from zero.state.from_first import first_alone, load_state, load_weights
+from zero.state.optimizer_state import SteppedShards, refuse_no_rank
 from zero.state.weights import Recipient, full_weights
 from zero.wrappers import Wrapped, prepared, unwrapped
 
@@ -43,32 +44,54 @@ def full_state_dict(
     Raises ValueError where `to` is no rank of the group, RuntimeError within forward and backward.
     """
     inner, wrappers = unwrapped(model)
-    full = full_weights(inner, _comm_of(wrappers), Recipient(to, device))
+    full = full_weights(inner, _comms_of(wrappers)[0], Recipient(to, device))
     return {name_without_compile(name): value for name, value in full.items()}
 
 
-def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> Any:
+def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any] | None, strict: bool = True) -> Any:
     """Collective. Loads full weights into a model of any stage: what `full_state_dict` returns, or a file of the plain
     model's. Returns what `load_state_dict` does: missing and unexpected names.
 
-    weights: the same on every rank, by the module's own names, with or without `_orig_mod.` of torch.compile. If all
-        names begin with `module.`, as in files of DistributedDataParallel, that is taken off with a warning.
+    weights: by the module's own names, with or without `_orig_mod.` of torch.compile. If all names begin with
+        `module.`, as in files of DistributedDataParallel, that is taken off with a warning. Either the same on every
+        rank, or on rank 0 alone, with None or {} on all others: those then receive rank 0's unit by unit at stage 3,
+        and hold one full unit at most; rank 0 needs the model's size once more in the host's memory.
 
-    Raises ValueError on every rank if names or shapes differ between ranks, such as an empty dictionary of a rank that
-    did not get the weights; RuntimeError within forward and backward, and as `load_state_dict` for other names.
+    Raises ValueError on every rank if names or shapes differ between ranks, if neither rank 0 nor every rank has
+    weights, and for what does not fit of those that rank 0 alone has. Raises RuntimeError within forward and backward,
+    and as `load_state_dict` for other names.
     """
     inner, wrappers = unwrapped(model)
+    comms = _comms_of(wrappers)
+    what = "the weights given to zero.load_full_state_dict"
+    if first_alone(comms, what, weights):
+        return load_weights(inner, comms, lambda: inner.load_state_dict(_of_first(inner, weights or {}), strict))
+    weights = weights or {}
     shapes = [f"{name}: {list(value.shape)}" for name, value in weights.items() if isinstance(value, Tensor)]
-    what = "the weights given to zero.load_full_state_dict (read them on every rank, or gather them with to=None)"
-    _comm_of(wrappers).compare(what, sorted(shapes))
+    comms[0].compare(what, sorted(shapes))
+    sharding: list[nn.Module] = [one for one in wrappers if isinstance(one, FSDP | ShardedDDP)]
+    return (sharding or [inner])[0].load_state_dict(_named(inner, weights), strict)
+
+
+def _named(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the weights by the names that the module has now."""
     if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
         warn_user(
             "all names of the weights begin with 'module.', as those that DistributedDataParallel saves: it is taken "
             "off, and the rest is loaded."
         )
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
-    sharding: list[nn.Module] = [one for one in wrappers if isinstance(one, FSDP | ShardedDDP)]
-    return (sharding or [inner])[0].load_state_dict(named_as_compiled(inner, weights), strict)
+    return named_as_compiled(inner, weights)
+
+
+def _of_first(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As _named, of weights that only rank 0 has. Raises ValueError for what the other ranks would not get."""
+    if any(isinstance(one, FSDP) for one in inner.modules()):
+        raise ValueError("the model contains an FSDP, but is none. Pass the weights on every rank.")
+    for name, value in weights.items():
+        if not isinstance(value, Tensor) or name.endswith("_extra_state"):
+            raise ValueError(f"{name!r} is extra state, and only tensors are sent. Pass the weights on every rank.")
+    return _named(inner, weights)
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | None = None) -> dict[str, Any]:
@@ -84,32 +107,57 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | 
     (_, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     if wrappers and isinstance(wrappers[0], FSDP):
         return wrappers[0].optim_state_dict(optimizer, to) or {}
-    comm = optimizer.comm if isinstance(optimizer, OSS) else _comm_of(wrappers)
+    comm = optimizer.comm if isinstance(optimizer, OSS) else _comms_of(wrappers)[0]
     refuse_no_rank(to, comm.world)
     if isinstance(optimizer, OSS):
         optimizer.consolidate_state_dict(to)
     return optimizer.state_dict() if to in (None, comm.rank) else {}
 
 
-def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Loads full optimizer state, the same on every rank, at any stage: what `full_optimizer_state_dict` returns, or
-    the state of the plain optimizer. Raises ValueError, and changes nothing, if it does not fit."""
-    (_, wrappers), optimizer = unwrapped(model), prepared(optimizer)
-    if wrappers and isinstance(wrappers[0], FSDP):
-        wrappers[0].load_optim_state_dict(optimizer, state_dict)
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any] | None) -> None:
+    """Collective. Loads full optimizer state at any stage: what `full_optimizer_state_dict` returns, or the state of
+    the plain optimizer.
+
+    state_dict: the same on every rank, or on rank 0 alone, with None or {} on all others. Those then receive the state
+        parameter by parameter, and hold the full tensors of one besides their shards.
+
+    Raises ValueError, and changes nothing, if it does not fit: on every rank if rank 0 alone has it, or if neither rank
+    0 nor every rank has it.
+    """
+    (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    sharded = wrappers[0] if wrappers and isinstance(wrappers[0], FSDP) else None
+    comms = [optimizer.comm] if isinstance(optimizer, OSS) else _comms_of(wrappers)
+    alone = first_alone(comms, "the state given to zero.load_full_optimizer_state_dict", state_dict)
+    state_dict = state_dict or {}
+    if alone:
+        if sharded is not None:
+            sharded.reshard()
+        load_state(_stepped(inner, optimizer, comms[0]), comms, state_dict)
+    elif sharded is not None:
+        sharded.load_optim_state_dict(optimizer, state_dict)
     else:
         optimizer.load_state_dict(state_dict)
 
 
-def _comm_of(wrappers: Sequence[nn.Module]) -> Comm:
+def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> OSS | SteppedShards:
+    """What holds an optimizer's state; at stage 0 none of it is a shard."""
+    if isinstance(optimizer, OSS):
+        return optimizer
+    sharded = [model for model, _ in models_of(inner)]
+    groups = [group for model in sharded for group in model.index.groups]
+    return SteppedShards(optimizer, groups, sharded[0].comm if sharded else comm)
+
+
+def _comms_of(wrappers: Sequence[nn.Module]) -> list[Comm]:
+    """The groups of ranks over which a model is spread, one after another."""
     for one in wrappers:
         if isinstance(one, ShardedDDP):
-            return one.comm
+            return [one.comm]
         if isinstance(one, FSDP):
-            return one.comms[0]
+            return one.comms
         if isinstance(one, DistributedDataParallel) and dist.is_initialized():
-            return Comm(one.process_group)
-    return Comm.default()  # after destroy_process_group() a rank has its own weights
+            return [Comm(one.process_group)]
+    return [Comm.default()]  # after destroy_process_group() a rank has its own weights
 
 
 class ParameterCount(NamedTuple):

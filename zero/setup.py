@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.comm import Comm
-from zero.fsdp import FSDP, MixedPrecision
+from zero.fsdp import FSDP
 from zero.interop.ddp import average_by_reading
 from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.named import build
@@ -21,10 +21,24 @@ from zero.sdp import ShardedDDP
 from zero.shards.arguments import as_groups
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 
+if TYPE_CHECKING:
+    from zero.fsdp.precision import GivenPrecision
 
+Optim = Callable[..., Optimizer]
+"""The class of an optimizer."""
+
+
+@overload
+def setup(model: nn.Module, optim: Optim, *, stage: Literal[3], **options: Any) -> tuple[FSDP, Optimizer]: ...
+@overload
+def setup(model: nn.Module, optim: Optim, *, stage: Literal[2], **options: Any) -> tuple[ShardedDDP, OSS]: ...
+@overload
+def setup(model: nn.Module, optim: Optim, *, stage: Literal[1], **options: Any) -> tuple[nn.Module, OSS]: ...
+@overload
+def setup(model: nn.Module, optim: Optim, *, stage: int, **options: Any) -> tuple[nn.Module, Optimizer]: ...
 def setup(
     model: nn.Module,
-    optim: Callable[..., Optimizer],
+    optim: Optim,
     *,
     stage: int,
     params: Iterable[Any] | None = None,
@@ -32,7 +46,7 @@ def setup(
     partition: Partition = "auto",
     auto_wrap_policy: Any = None,
     offload: Any = None,
-    mixed_precision: MixedPrecision | None = None,
+    mixed_precision: GivenPrecision = None,
     master_dtype: torch.dtype | None = None,
     **defaults: Any,
 ) -> tuple[nn.Module, Optimizer]:
@@ -76,7 +90,7 @@ def setup(
 
 def _measured(
     comm: Comm,
-    optim: Callable[..., Optimizer],
+    optim: Optim,
     defaults: Mapping[str, Any],
     groups: Iterable[dict[str, Any]],
     partition: Partition,

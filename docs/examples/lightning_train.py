@@ -12,6 +12,7 @@ import string
 import lightning
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import zero.integrations.lightning  # registers zero_stage_1, zero_stage_2, zero_stage_3
 
@@ -49,11 +50,11 @@ class GPT(lightning.LightningModule):
     def loss(self, text: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
-    def training_step(self, text: torch.Tensor, number: int) -> torch.Tensor:
-        return self.loss(text)
+    def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+        return self.loss(batch[0])
 
-    def validation_step(self, text: torch.Tensor, number: int) -> None:
-        self.log("val_loss", self.loss(text), sync_dist=True)
+    def validation_step(self, batch: list[torch.Tensor], number: int) -> None:
+        self.log("val_loss", self.loss(batch[0]), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
@@ -75,8 +76,8 @@ if __name__ == "__main__":
 
     lightning.seed_everything(0)
     pieces = text().view(-1, CONTEXT + 1)
-    training = torch.utils.data.DataLoader(pieces, batch_size=8, shuffle=True)
-    validation = torch.utils.data.DataLoader(pieces[:32], batch_size=8)
+    training = DataLoader(TensorDataset(pieces), batch_size=8, shuffle=True)
+    validation = DataLoader(TensorDataset(pieces[:32]), batch_size=8)
     trainer = lightning.Trainer(
         accelerator="auto",
         strategy=options.strategy,

@@ -204,8 +204,9 @@ class Training:
 
     def stepped(self, optimizer: Optimizer) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""
+        cut = self.stage == 3 or isinstance(optimizer, OSS)  # otherwise it holds the full parameters of another's OSS
         for param in params_of(optimizer):
-            name, place = self._names[param], self._places.get(param)
+            name, place = self._names[param], self._places.get(param) if cut else None
             if place is None:
                 yield whole(name, param)
             elif place.span is not None:

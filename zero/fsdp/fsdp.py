@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ from zero.fsdp.build import Builder, Options, restore_module, values
 from zero.fsdp.choice import Choice
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
 from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown, translate
-from zero.fsdp.precision import CastBuffer, MixedPrecision, as_precision
-from zero.fsdp.prefetch import BackwardPrefetch, Prefetch, as_prefetch
+from zero.fsdp.precision import CastBuffer, as_precision
+from zero.fsdp.prefetch import Prefetch, as_prefetch
 from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, largest_unit
 from zero.fsdp.weights import Weights
@@ -30,6 +31,9 @@ from zero.shards.home import Home, homes, take_home
 from zero.shards.log import announce
 from zero.shards.partition import Partition, partition_problem
 from zero.shards.placement import Placement
+
+if TYPE_CHECKING:
+    from zero.fsdp.precision import GivenPrecision
 
 _GIVEN = "the models given to FSDP"
 
@@ -98,11 +102,11 @@ class FSDP(Weights):
         ignored_modules: Iterable[nn.Module] = (),
         ignored_parameters: Iterable[nn.Parameter] = (),
         partition: Partition = "auto",
-        sharding_strategy: ShardingStrategy | str = "FULL_SHARD",
+        sharding_strategy: enum.Enum | str = "FULL_SHARD",
         optimizer_sharding: Literal["group", "all"] = "group",
         reshard_after_forward: bool | None = True,
-        mixed_precision: MixedPrecision | None = None,
-        prefetch: Prefetch | BackwardPrefetch | None = None,
+        mixed_precision: GivenPrecision = None,
+        prefetch: Prefetch | enum.Enum | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,

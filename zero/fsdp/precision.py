@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,13 @@ from zero._torch import BATCH_NORM, buffers_of
 from zero.comm import Wire
 from zero.comm.wire import NAMES
 from zero.sdp.tensors import map_tensors
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from torch.distributed import fsdp as torchs
+
+    GivenPrecision: TypeAlias = "MixedPrecision | torchs.MixedPrecision | torchs.MixedPrecisionPolicy | None"
 
 
 @dataclass(frozen=True)

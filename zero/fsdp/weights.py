@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -158,6 +158,10 @@ class Weights(Wrapper):
         with self.summon_full_params():
             return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
 
+    @overload
+    def optim_state_dict(self, optimizer: Optimizer, to: None) -> dict[str, Any]: ...
+    @overload
+    def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None: ...
     def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None:
         """Collective. Returns the full state of an optimizer of these parameters, in the plain optimizer's own format.
 

@@ -43,15 +43,15 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def closed(leaves: dict[str, Any]) -> dict[str, Any]:
     """The state that has these leaves."""
+    return {key: _entry(leaves, key) for key in leaves if _WITHIN not in key}
 
-    def entry(key: str) -> Any:
-        value = leaves[key]
-        if not isinstance(value, Opened):
-            return value
-        items = [entry(f"{key}{_WITHIN}{number}") for number in range(value.length)]
-        return items if value.kind == "list" else tuple(items)
 
-    return {key: entry(key) for key in leaves if _WITHIN not in key}
+def _entry(leaves: dict[str, Any], key: str) -> Any:
+    value = leaves[key]  # not a closure that calls itself: the cycle would keep all tensors until garbage is collected
+    if not isinstance(value, Opened):
+        return value
+    items = [_entry(leaves, f"{key}{_WITHIN}{number}") for number in range(value.length)]
+    return items if value.kind == "list" else tuple(items)
 
 
 def entry_of(key: str) -> str:

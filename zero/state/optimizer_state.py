@@ -158,32 +158,41 @@ def own_shard(
     optimizer: Sharded, state_dict: dict[str, Any]
 ) -> tuple[dict[nn.Parameter, dict[str, Any]], list[dict[str, Any]]]:
     """Returns this rank's shard of a full state, or a copy of its own, by `part(param)`, and the groups' options.
+    Raises ValueError if the state does not fit."""
+    states, is_shard = fitting(optimizer, state_dict), param_groups.SHARD_MARK in state_dict
+    return cut(optimizer, states.items(), is_shard=is_shard), state_dict["param_groups"]
 
-    Raises ValueError if the state does not fit.
-    """
+
+def fitting(optimizer: Sharded, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Returns states by number of the parameter. Raises ValueError if they are another rank's or of another model."""
     groups = state_dict["param_groups"]
-    found = [len(group["params"]) for group in groups]
-    expected = [len(group["params"]) for group in optimizer.param_groups]
+    found, expected = ([len(group["params"]) for group in all_of] for all_of in (groups, optimizer.param_groups))
     if found != expected:
         raise ValueError(
             f"the state has parameter groups of {found} parameters, the optimizer has {expected}. "
             "Build OSS from the same parameters, in the same groups, as the optimizer that was saved."
         )
-    is_shard = param_groups.SHARD_MARK in state_dict
     refuse_other_shard(optimizer, state_dict.get(param_groups.SHARD_MARK))
     keys = [key for group in groups for key in group["params"]]
     states = {number: state_dict["state"][key] for number, key in enumerate(keys) if key in state_dict["state"]}
-    if not is_shard:
+    if param_groups.SHARD_MARK not in state_dict:
         _refuse_other_shapes(optimizer, states)
-    taken = {
-        optimizer.part(owned.param): {
-            key: owned.taken_from(value, is_shard=is_shard) for key, value in states[owned.number].items()
-        }
-        for owned in _shards_of(optimizer, optimizer.comm.rank)
-        if owned.number in states
-    }
-    taken |= {param: deepcopy(states[number]) for number, param in _unsharded(optimizer) if number in states}
-    return taken, groups
+    return states
+
+
+def cut(
+    optimizer: Sharded, states: Iterable[tuple[int, dict[str, Any]]], *, is_shard: bool = False
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Returns copies of this rank's shards of states, by `part(param)`. is_shard: they are its shards already."""
+    own = {owned.number: owned for owned in _shards_of(optimizer, optimizer.comm.rank)}
+    unsharded, taken = dict(_unsharded(optimizer)), {}
+    for number, state in states:
+        if owned := own.get(number):
+            values = {key: owned.taken_from(value, is_shard=is_shard) for key, value in state.items()}
+            taken[optimizer.part(owned.param)] = values
+        elif number in unsharded:
+            taken[unsharded[number]] = deepcopy(state)
+    return taken
 
 
 def refuse_other_shard(
@@ -227,10 +236,8 @@ def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], gro
 
 
 def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
-    """Loads a state by parameters, and the groups' options, into a plain optimizer.
-
-    Calls its own `load_state_dict`, which converts dtype and device of the entries.
-    """
+    """Loads a state by parameters, and the groups' options, into a plain optimizer by its own `load_state_dict`, which
+    converts dtype and device of the entries."""
     optimizer.load_state_dict({**numbered(optimizer, taken, options), param_groups.SHARD_MARK: OWN})
 
 

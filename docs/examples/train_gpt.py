@@ -1,0 +1,194 @@
+"""A small GPT learns a text byte by byte, with all that a training has in plain PyTorch. --stage says what is sharded.
+
+    python docs/examples/train_gpt.py --stage 0
+    torchrun --nproc-per-node 2 docs/examples/train_gpt.py --stage 3 --bf16
+    torchrun --nproc-per-node 2 docs/examples/train_gpt.py --stage 2 --bf16 --steps 400  # goes on, at another stage
+
+It runs alone and under torchrun, on CPUs and GPUs. Started again with the same --output it goes on from the latest
+checkpoint, on as many ranks to the same numbers as if it had not been interrupted.
+"""
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import zero
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.norm_1, self.norm_2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, context: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """The mean loss of all bytes but the first, in nats. text: bytes as int64, of shape (batch, context + 1)."""
+        x = self.embedding(text[:, :-1]) + self.position.weight
+        for block in self.blocks:  # in training a block's activations are computed again in backward, not kept
+            x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
+
+
+class Average(torch.optim.Optimizer):
+    """An exponential moving average of the weights, at stage 3 of this rank's shards. As an optimizer's state it is
+    saved in the same checkpoint, and loads at any stage."""
+
+    def __init__(self, params: Iterable[Tensor], decay: float = 0.99) -> None:
+        super().__init__(params, {"decay": decay})
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("average", param.clone()).lerp_(param, 1 - group["decay"])
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """In here the weights are the average."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for param, state in self.state.items():
+            trained = param.clone()
+            param.copy_(state["average"])
+            state["average"].copy_(trained)
+
+
+def batches(loader: DataLoader, sampler: DistributedSampler, done: int) -> Iterator[Tensor]:
+    """The batches after the first `done`, epoch by epoch, each shuffled in its own way."""
+    while True:
+        sampler.set_epoch(done // len(loader))
+        for (batch,) in islice(loader, done % len(loader), None):
+            done += 1
+            yield batch
+
+
+def train(options: argparse.Namespace, device: torch.device, rank: int, world: int) -> list[float]:
+    """Returns this rank's losses, and that of the evaluation."""
+    torch.manual_seed(0)
+    pieces = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8).long()
+    pieces = pieces.unfold(0, options.context + 1, options.context)
+    training, evaluated = TensorDataset(pieces[64:]), TensorDataset(pieces[:64])
+    sampler: DistributedSampler = DistributedSampler(training, world, rank)
+    loader = DataLoader(training, options.batch_size, sampler=sampler, drop_last=True)
+    eval_loader = DataLoader(evaluated, options.batch_size, sampler=DistributedSampler(evaluated, world, rank))
+    net = GPT(options.context, options.width, options.layers).to(device)
+    if options.compile:
+        for block in net.blocks:
+            block.compile()
+    matrices = [param for param in net.parameters() if param.dim() > 1]
+    others = [param for param in net.parameters() if param.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    model, optimizer = zero.setup(net, torch.optim.AdamW, stage=options.stage, params=groups, lr=options.lr)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+    average = Average(model.parameters())
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.bf16, cache_enabled=False)
+
+    def evaluate() -> float:
+        model.eval()
+        with torch.no_grad(), autocast, average.applied():
+            loss = torch.stack([model(batch.to(device)) for (batch,) in eval_loader]).mean()
+        model.train()
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+        return loss.item() / world
+
+    def save(step: int) -> None:
+        extra = {"step": step, "scheduler": scheduler.state_dict()}
+        zero.checkpoint.save(options.output, model, [optimizer, average], extra=extra, keep=2)
+
+    start, losses = 0, []
+    if os.path.exists(f"{options.output}/latest"):
+        extra = zero.checkpoint.load(options.output, model, [optimizer, average])
+        start = extra["step"]
+        scheduler.load_state_dict(extra["scheduler"])
+    elif options.start:  # a file of full weights and optimizer state, as is written below
+        saved = torch.load(options.start, map_location="cpu") if rank == 0 else {}
+        zero.load_full_state_dict(model, saved.get("weights"))
+        zero.load_full_optimizer_state_dict(model, optimizer, saved.get("optimizer"))
+    data = batches(loader, sampler, done=start * options.accumulate)
+    for step in range(start + 1, options.steps + 1):
+        for number in range(options.accumulate):
+            with zero.no_sync(model) if number < options.accumulate - 1 else nullcontext():
+                with autocast:
+                    loss = model(next(data).to(device))
+                (loss / options.accumulate).backward()
+                losses.append(loss.item())
+        norm = zero.clip_grad_norm_(model, optimizer, options.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        average.update()
+        if step % options.save_every == 0 or step == options.steps:
+            save(step)
+            losses.append(evaluate())
+            if rank == 0:
+                print(f"step {step}: evaluated {losses[-1]:.4f}, norm of gradients {norm.item():.2f}")
+
+    full = {"weights": zero.full_state_dict(model, to=0, device="cpu")}  # on rank 0; the others get {}
+    full["optimizer"] = zero.full_optimizer_state_dict(model, optimizer, to=0)
+    with average.applied():
+        full["average"] = zero.full_state_dict(model, to=0, device="cpu")
+    if rank == 0:
+        torch.save(full, f"{options.output}/full.pt")
+    return losses
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("--stage", type=int, default=3)
+    add("--text", default=argparse.__file__, help="a file; by default a module of Python's")
+    add("--output", default="run", help="folder of checkpoints")
+    add("--start", help="a file of full weights and optimizer state")
+    add("--bf16", action="store_true")
+    add("--compile", action="store_true")
+    defaults = {"--steps": 200, "--save-every": 50, "--accumulate": 2, "--batch-size": 8}
+    for name, default in {**defaults, "--context": 64, "--width": 64, "--layers": 2}.items():
+        add(name, type=int, default=default)
+    add("--lr", type=float, default=3e-3)
+    add("--max-norm", type=float, default=1.0)
+    options = parser.parse_args(arguments)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if "RANK" in os.environ:  # torchrun sets it
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train(options, device, rank, world)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
