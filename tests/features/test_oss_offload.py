@@ -8,7 +8,8 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ import zero
 from models import take_step
 from reference import at_stage, clip, same, weights
 from sidebyside import data
+from zero.features.offload.memory import digest, pinned
+from zero.shards import masters
 
 STAGES = [1, 2]
 OPTIMIZERS: dict[str, Any] = {
@@ -28,6 +31,23 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(AdamW, lr=1e-2),
     "fused": partial(Adam, lr=1e-2, fused=True),
 }
+
+
+class Apart(zero.CPUOffload):
+    """As on a GPU, from where shards must be brought to the memory of the CPU: here each is copied."""
+
+    placed: ClassVar[list[Tensor]] = []
+
+    def place(self, shard: Tensor) -> Tensor:
+        self.placed.append(super().place(shard))
+        return self.placed[-1]
+
+    def has(self, shard: Tensor) -> bool:
+        return any(shard is one for one in self.placed)
+
+
+def elsewhere(where: str, path: Path) -> Any:
+    return Apart() if where == "apart" else zero.DiskOffload(path)
 
 
 def model_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
@@ -63,9 +83,9 @@ def trained(rank: int, stage: int, optim: Any, **options: Any) -> list[Any]:
     return told
 
 
-def beside_ddp(rank: int, world: int, stage: int, name: str, cut: str, path: Path) -> None:
+def beside_ddp(rank: int, world: int, stage: int, name: str, cut: str, offload: Any) -> None:
     optim = OPTIMIZERS[name]
-    found = trained(rank, stage, optim, partition=cut, offload=zero.DiskOffload(path))
+    found = trained(rank, stage, optim, partition=cut, offload=offload)
     expected = trained(rank, 0, optim)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         if number < 6:  # before clipping, which adds up the norm in another order
@@ -76,8 +96,59 @@ def beside_ddp(rank: int, world: int, stage: int, name: str, cut: str, path: Pat
 
 @matrix.combined("stage, name, cut", STAGES, OPTIMIZERS, ["even", "whole"])
 def test_training_from_files_is_exact(tmp_path, stage, name, cut):
-    ranks.run(beside_ddp, args=(stage, name, cut, tmp_path))
+    ranks.run(beside_ddp, args=(stage, name, cut, zero.DiskOffload(tmp_path)))
     assert not list(tmp_path.iterdir()), "files must be gone with the processes"
+
+
+@matrix.combined("name, stage", OPTIMIZERS, STAGES)
+def test_training_in_other_memory_is_exact(stage, name):
+    ranks.run(beside_ddp, args=(stage, name, "even", Apart()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks.on(2)
+def test_what_was_not_written_between_steps_is_not_compared(rank, world, dtype):
+    """On a GPU all shards would be brought to the memory of the CPU for it."""
+    model, optimizer = at_stage(2, model_of(dtype), OPTIMIZERS["adamw"], offload=Apart())
+    with mock.patch.object(masters, "_written", wraps=masters._written) as compared:
+        for step in range(4):
+            if step == 2:
+                compared.reset_mock()  # weights were sent to all ranks before the first step
+            take_step(optimizer, loss_of(model, rank, step))
+    assert not compared.called
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+def test_a_digest_tells_whatever_is_written(dtype):
+    """Also changes of all elements at once that cancel out in a sum of products with odd numbers."""
+    before = torch.randn(2**16, dtype=dtype)
+    doubled, swapped, one = (before.clone() for _ in range(3))
+    doubled *= 2
+    swapped[[3, 70]] = before[[70, 3]]
+    one[-1] += 1
+    digests = [int(digest(values)) for values in (before, doubled, swapped, one, -before, before.flip(0))]
+    assert len({*digests}) == len(digests)
+    assert int(digest(before.clone())) == digests[0]
+
+
+def test_pinned_memory_has_the_size_of_its_tensor_and_is_given_back():
+    """torch's own allocator takes the next power of two."""
+    runtime = mock.Mock()
+    runtime.cudaHostRegister.return_value = 0
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.cudart", return_value=runtime),
+    ):
+        there = pinned([5, 1000], torch.float32)
+        assert (there.shape, there.dtype) == ((5, 1000), torch.float32)
+        runtime.cudaHostRegister.assert_called_once_with(there.data_ptr(), 20_000, 0)
+        address = there.data_ptr()
+        assert not runtime.cudaHostUnregister.called
+        del there
+        runtime.cudaHostUnregister.assert_called_once_with(address)
+        runtime.cudaHostRegister.return_value = 2
+        with pytest.raises(RuntimeError, match=r"20000 bytes .* could not be pinned.*ulimit.*pin_memory=False"):
+            pinned([5000], torch.float32)
 
 
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
@@ -115,11 +186,12 @@ def test_without_a_gpu_shards_stay_where_they_are(rank, world):
         assert not shard.numel() or inside, "on the CPU shards of enough bits are where they should be"
 
 
+@pytest.mark.parametrize("where", ["disk", "apart"])
 @pytest.mark.parametrize("stage", STAGES)
 @ranks.on(2)
-def test_weights_that_are_written_between_steps_are_taken_over(rank, world, tmp_path, stage):
+def test_weights_that_are_written_between_steps_are_taken_over(rank, world, tmp_path, stage, where):
     pairs = [
-        at_stage(stage, model_of(), OPTIMIZERS["sgd"], offload=zero.DiskOffload(tmp_path)),
+        at_stage(stage, model_of(), OPTIMIZERS["sgd"], offload=elsewhere(where, tmp_path)),
         at_stage(0, model_of(), OPTIMIZERS["sgd"]),
     ]
     other = model_of(seed=1).state_dict()

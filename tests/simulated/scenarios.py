@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,16 @@ def stage_1(*, take: Step = step, dtype: torch.dtype = torch.float32, **options:
             take(model, optimizer)
 
     return run
+
+
+def in_small_chunks(run: Any) -> Any:
+    """Masters are sent in more pieces than there are buffers to round them in."""
+
+    def chunked(there: Simulated) -> None:
+        with mock.patch("zero.features.streams._PIECE", 16):
+            run(there)
+
+    return chunked
 
 
 def ones(model: nn.Module) -> Tensor:
@@ -179,6 +190,13 @@ def _fail(gradient: Tensor) -> None:
     raise ValueError("a hook of the user's")
 
 
+def masters_written(model: nn.Module, optimizer: Any) -> None:
+    """The host writes into what is stepped, as loading state does."""
+    step(model, optimizer)
+    for param in model.parameters():
+        optimizer.part(param).data.mul_(0.9)
+
+
 def stepped_in_backward(model: nn.Module, optimizer: Any) -> None:
     if optimizer not in stepped_by:
         zero.step_in_backward(model, optimizer)
@@ -254,7 +272,8 @@ SCENARIOS: dict[str, Any] = {
     "2 offloaded": stage_2(bucket=200, offload=zero.CPUOffload()),
     "2 offloaded, accumulated": stage_2(bucket=200, offload=zero.CPUOffload(), take=in_two_backwards),
     "2 offloaded, one rank": stage_2(bucket=200, offload=zero.CPUOffload(), world=1),
-    "2 offloaded in 16 bits": stage_2(offload=zero.CPUOffload(), dtype=torch.bfloat16),
+    "2 offloaded in 16 bits": in_small_chunks(stage_2(offload=zero.CPUOffload(), dtype=torch.bfloat16)),
+    "2 offloaded, written after the step": stage_2(bucket=200, offload=zero.CPUOffload(), take=masters_written),
     "2 with master weights": stage_2(master_dtype=torch.float32, dtype=torch.bfloat16),
     "2 in 8 bits": stage_2(bucket=200, broadcast_fp16=INT8, reduce_fp16=INT8),
     "1 offloaded, with other strides": stage_1(offload=zero.CPUOffload(), take=with_other_strides),

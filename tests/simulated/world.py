@@ -105,6 +105,7 @@ def simulated(
 def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
     """By where `memory` has noted them to be: all tensors are on one device here."""
     place, refresh, to_host = offload.CPUOffload.place, masters.refresh, Streams.to_host
+    buffer = Streams.host_buffer
     on_host = memory.is_in_host_memory
 
     def host_waits() -> None:
@@ -124,6 +125,11 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
         memory.in_host_memory(to)
         to_host(streams, source, to)
 
+    def host_buffer(*args: Any, **kwargs: Any) -> Tensor:
+        made = buffer(*args, **kwargs)
+        memory.in_host_memory(made)
+        return made
+
     def tensor(*args: Any, **kwargs: Any) -> Tensor:
         made = _tensor(*args, **kwargs)
         if kwargs.get("device") == "cpu":
@@ -136,4 +142,5 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
     stack.enter_context(mock.patch.object(offload.CPUOffload, "has", lambda home, shard: on_host(shard)))
     stack.enter_context(mock.patch.object(masters, "refresh", refreshed))
     stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
+    stack.enter_context(mock.patch.object(Streams, "host_buffer", staticmethod(host_buffer)))
     stack.enter_context(mock.patch("torch.tensor", tensor))

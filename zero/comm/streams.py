@@ -36,6 +36,11 @@ class NoStreams:
         has waited for `departure`, or has called `settle`."""
         return source.to(like.device, like.dtype)
 
+    def send(self, source: Tensor, to: Tensor) -> None:
+        """Copies a tensor in the memory of the CPU to one on the device, in its dtype. `source` must not change before
+        `settle`."""
+        to.copy_(source)
+
     def departure(self) -> Any:
         """Returns an event after all copies to the CPU so far; None if copies are synchronous."""
         return None

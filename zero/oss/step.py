@@ -56,14 +56,23 @@ class Step:
             self.refuse_changes()
             self.collect()
             self._hand_options()
-            try:
+            if self._oss.shards.steps_by_group(inner, given):
+                self.end(by_group=True)
+                return loss
+            with self._telling_failure():
                 self._oss.shards.step(inner, **given)
-            except Exception:
-                with suppress(RuntimeError):  # the other ranks raise, too: they would wait for this one
-                    self._comm.agree(self._failure)
-                raise
         self.end()
         return loss
+
+    @contextmanager
+    def _telling_failure(self) -> Iterator[None]:
+        """Collective if it fails. A context in which the inner optimizer steps."""
+        try:
+            yield
+        except Exception:
+            with suppress(RuntimeError):  # the other ranks raise, too: they would wait for this one
+                self._comm.agree(self._failure)
+            raise
 
     def collect(self) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
@@ -74,22 +83,30 @@ class Step:
                 self._raise(problem)
         self._oss.shards.refresh()
 
-    def end(self) -> None:
-        """Collective. Copies the options back, and gathers the shards that the step may have changed."""
+    def end(self, *, by_group: bool = False) -> None:
+        """Collective. Copies the options back, and gathers the shards that the step may have changed. by_group: steps
+        each group before its gather."""
         oss = self._oss
         self._compare_numbers()
-        if not oss.gradients_arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
-            oss.shards.drop_gradients()
         self.share_options(oss.optim.param_groups, oss.param_groups)
         oss.saved.forget()
-        # In the order in which forward reads them.
-        self.gather(oss.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups())
+        try:
+            # In the order in which forward reads them.
+            groups = oss.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups()
+            self.gather(groups, by_group=by_group)
+        finally:
+            oss.shards.stepped(oss.optim)
+        if not oss.gradients_arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
+            oss.shards.drop_gradients()
 
-    def gather(self, groups: Sequence[ShardGroup]) -> None:
-        """Collective. Gathers every rank's shards of these groups on every rank."""
+    def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
+        """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before."""
         self._comm.agree(self._channel)
         wire, in_flight = self._oss.wire, list[ShardGroup]()
         for group in groups:
+            if by_group:
+                with self._telling_failure():
+                    self._oss.shards.step_group(self._oss.optim, group)
             if wire is not PLAIN and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
             masters.write(group)

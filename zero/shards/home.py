@@ -33,6 +33,14 @@ class Home:
         """Whether a tensor lies here already, and needs no copy."""
         return not self.apart
 
+    def holds(self, shard: Tensor) -> bool:
+        """Whether a shard on the device surely holds what `returned` was told of. If not, what was written is found by
+        comparing all elements with the stepped tensor."""
+        return False
+
+    def returned(self, shard: Tensor) -> None:
+        """Called after a stepped tensor was copied into its shard on the device."""
+
     def used(self, shard: Tensor) -> None:
         """Called after a placed tensor was read or written, when it will not be used for a while."""
 

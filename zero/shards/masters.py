@@ -18,7 +18,7 @@ from torch import Tensor
 from zero.shards.shard_group import ShardGroup
 
 _CHUNK = 2**22
-"""Elements that are compared or copied at a time."""
+"""Elements that are compared at a time."""
 
 
 def step_apart(group: ShardGroup, dtype: torch.dtype | None) -> None:
@@ -38,6 +38,8 @@ def differs(group: ShardGroup) -> bool:
 
 def refresh(group: ShardGroup) -> None:
     """Copies elements that were written into the parameters since the last `write` into the stepped tensor."""
+    if group.stepped is not group.shard and group.home.holds(group.shard):
+        return
     for own, shard in _chunks(group):
         now = shard.to(own.device)
         torch.where(_written(now, own), now.to(own.dtype), own, out=own)
@@ -46,10 +48,11 @@ def refresh(group: ShardGroup) -> None:
 
 
 def write(group: ShardGroup) -> None:
-    """Copies the stepped tensor into this rank's shard of the parameters, rounded."""
-    for own, shard in _chunks(group):
-        shard.copy_(own)  # the host may write into masters from here on
+    """Copies the stepped tensor into this rank's shard of the parameters, rounded. From another device the copies may
+    be on their way until `ShardGroup.settle`."""
     if group.stepped is not group.shard:
+        group.streams.send(group.stepped, group.shard)
+        group.home.returned(group.shard)
         group.home.used(group.stepped)
 
 

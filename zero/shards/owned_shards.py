@@ -135,23 +135,22 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         in_order = [given.get(param, "") for group in param_groups for param in group["params"]]
         self._comm.compare("the parameters given to OSS", in_order)
 
+    def steps_by_group(self, optimizer: Optimizer, options: Mapping[str, Any]) -> bool:
+        """Whether shards are stepped group by group (`step_group`), so that gradients and stepped parameters of other
+        groups are on their way meanwhile: in a home apart, if the optimizer treats each element by itself."""
+        return self.home.apart and type(optimizer) in ELEMENTWISE and not options
+
     def step(self, optimizer: Optimizer, **options: Any) -> None:
-        """Steps these shards. Those in a home apart are stepped group by group, while gradients of the next group are
-        on their way, if the optimizer treats each element by itself."""
-        if not self.home.apart:
-            optimizer.step(**options)
-            return
-        by_group = type(optimizer) in ELEMENTWISE and not options
-        try:
-            for flat in self.shard_groups:
-                if by_group:
-                    self.step_group(optimizer, flat)
-                else:
-                    flat.arrive()
-            if not by_group:
-                optimizer.step(**options)
-        finally:
-            self.home.stepped(optimizer, [self[param] for param in self._owned])
+        """Steps these shards, all at once."""
+        for flat in self.shard_groups if self.home.apart else ():
+            flat.arrive()
+        optimizer.step(**options)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Called after a step, also after one that failed."""
+        for flat in self.shard_groups if self.home.apart else ():
+            flat.settle()
+        self.home.stepped(optimizer, [self[param] for param in self._owned])
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
         """Steps the shards of one group only. The optimizer treats each element by itself."""

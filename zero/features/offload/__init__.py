@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
+from zero._torch import has_values
+from zero.features.offload.memory import digest, pinned
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import params_of
 from zero.shards.home import DEVICE, Home, homes, only, unhooked
@@ -43,11 +46,24 @@ class CPUOffload(Home):
     def place(self, shard: Tensor) -> Tensor:
         if shard.device.type == "cpu":
             return shard.clone()
-        there = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=self.pin_memory)
+        pins = self.pin_memory and has_values(shard)
+        there = pinned(shard.shape, shard.dtype) if pins else torch.empty_like(shard, device="cpu")
         return there.copy_(shard)
 
     def has(self, shard: Tensor) -> bool:
         return shard.device.type == "cpu"
+
+    def returned(self, shard: Tensor) -> None:
+        if not self.has(shard):
+            _digests[shard] = digest(shard)
+
+    def holds(self, shard: Tensor) -> bool:
+        before = None if self.has(shard) else _digests.get(shard)
+        return before is not None and (not has_values(shard) or bool(digest(shard) == before))
+
+
+_digests = WeakIdKeyDictionary()
+"""Of shards on the device, when they were written last."""
 
 
 @dataclass(frozen=True)

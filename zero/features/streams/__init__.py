@@ -30,6 +30,9 @@ from zero._torch import current_stream_of
 from zero.comm import Comm, Handle
 from zero.comm.streams import NoStreams, apart, stream_makers
 
+_PIECE = 2**20
+"""Elements that are rounded and sent at a time: they stay in the processor's cache in between."""
+
 
 class Streams(NoStreams):
     """The streams of one device."""
@@ -43,6 +46,10 @@ class Streams(NoStreams):
         self._computing = self._current
         self._at_host: set[Any] = set()
         """Streams that read or write the memory of the CPU."""
+        self._buffers: list[Tensor | None] = [None, None]
+        """Of tensors that are rounded before they are sent: the next one to use first."""
+        self._sent: list[Any] = []
+        """The events after the copies from these buffers, the oldest first."""
 
     @property
     def _current(self) -> Any:
@@ -98,6 +105,32 @@ class Streams(NoStreams):
         copy = torch.empty(source.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_pinned())
         self.to_host(source, copy)
         return copy
+
+    def send(self, source: Tensor, to: Tensor) -> None:
+        if not apart(source, to):
+            super().send(source, to)
+            return
+        if source.dtype == to.dtype:
+            to.copy_(source, non_blocking=True)
+        else:  # rounded on the host, so that fewer bytes are sent
+            for piece, there in zip(source.split(_PIECE), to.split(_PIECE), strict=True):
+                there.copy_(self._rounded(piece, to.dtype), non_blocking=True)
+                self._sent.append(self._current.record_event())
+        self._at_host.add(self._current)
+
+    def _rounded(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rounds a tensor into one of two buffers in the memory of the CPU, in turn."""
+        if len(self._sent) == 2:
+            self._sent.pop(0).synchronize()  # the last copy from this one
+        first, second = self._buffers
+        if first is None or first.dtype != dtype or len(first) < len(source):
+            first = self.host_buffer(len(source), dtype, pinned=source.is_pinned())
+        self._buffers = [second, first]
+        return first[: len(source)].copy_(source)
+
+    @staticmethod
+    def host_buffer(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
 
     def to_host(self, source: Tensor, to: Tensor) -> None:
         """Launches a copy to a tensor on the CPU, after the computing so far."""

@@ -1,0 +1,63 @@
+"""Pinned memory of exact size, and digests by which tensors on the device are told from what was written there."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from math import prod
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+_CHUNK = 2**22
+"""Elements of which a digest is made at a time: it needs 16 bytes for each."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in pinned memory of the CPU, with memory for as many bytes as it has, in whole pages.
+
+    torch's own allocator of pinned memory takes the next power of two.
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    if not nbytes or not torch.cuda.is_available():
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.accelerator.is_available())
+    pages, runtime = mmap.mmap(-1, nbytes), torch.cuda.cudart()
+    there = torch.frombuffer(pages, dtype=dtype).view(*shape)
+    address = there.data_ptr()
+    error = runtime.cudaHostRegister(address, nbytes, 0)
+    if int(error):
+        raise RuntimeError(
+            f"{nbytes} bytes of memory of the CPU could not be pinned: {error}. The limit of locked memory (ulimit -l) "
+            "may be too low. Raise it, or pass CPUOffload(pin_memory=False)."
+        )
+    finalize(pages, runtime.cudaHostUnregister, address)
+    return there
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Returns 64 bits, on the tensor's device, that differ if any element of a flat tensor has other bits (but for one
+    case in 2**64).
+
+    The sum of the elements' bits, each mixed with its position as in splitmix64 (G. Steele et al., Fast Splittable
+    Pseudorandom Number Generators, 2014, section 4).
+    """
+    words = tensor.view(_WORDS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, chunk in enumerate(words.split(_CHUNK)):
+        begin = number * _CHUNK
+        mixed = torch.arange(begin, begin + len(chunk), device=tensor.device).mul_(_ODD).add_(chunk)
+        for shift, factor in _ROUNDS:
+            mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+        total += mixed.bitwise_xor_(mixed >> 31).sum()
+    return total
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+_ODD = _signed(0x9E3779B97F4A7C15)
+_ROUNDS = [(30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB))]
