@@ -78,7 +78,8 @@ class Job:
     def optimizer(self) -> Callable[..., Optimizer]:
         """The optimizer's class; with the backend "nccl" as on CUDA, where torch's step all parameters at once."""
         parameters = inspect.signature(self.optim).parameters
-        with_all = self.options.backend == "nccl" and "foreach" in parameters
+        fused = "fused" in parameters and parameters["fused"].default  # which torch takes alone
+        with_all = self.options.backend == "nccl" and "foreach" in parameters and not fused
         return partial(self.optim, foreach=True) if with_all else self.optim
 
 
