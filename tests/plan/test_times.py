@@ -96,7 +96,7 @@ def test_stage_2_exposes_the_last_reduce_and_the_gathers_of_the_step():
 
 
 def test_few_tokens_hide_nothing(at_stage_3):
-    few = planned(tokens=100, stages=[3]).timing(3, prefetch="speed-first")
+    few = planned(tokens=100, stages=[3], hardware=replace(H100, unit=0.0)).timing(3, prefetch="speed-first")
     assert few.exposed_ms > 0.4 * few.step_ms
 
 
@@ -158,6 +158,9 @@ def test_what_prepares_a_transfer_runs_on_its_stream():
         packed.copy_(gradient)
         gradient.add_(1)
         trace.launch("reduce", [packed], packed.nbytes, Group(2))
+        for part, source in zip(packed.split(2), gradient.split(2), strict=True):
+            part.copy_(source)
+        trace.launch("reduce", [packed], packed.nbytes, Group(2))
     assert [(task.name, task.queue) for task in trace.tasks[2:]] == [
         ("mul_", COMPUTE),
         ("copy_", GATHER),
@@ -166,8 +169,11 @@ def test_what_prepares_a_transfer_runs_on_its_stream():
         ("copy_", COMPUTE),
         ("add_", COMPUTE),
         ("reduce", REDUCE),
+        *[("copy_", REDUCE)] * 2,
+        ("reduce", REDUCE),
     ]
-    assert trace.tasks[-1].after == (6,)  # what wrote into it last
+    assert trace.tasks[8].after == (6,)  # what wrote into it last
+    assert [task.launches for task in trace.tasks[-3:]] == [1, 0, 1], "zero copies all gradients by one operator"
 
 
 @pytest.mark.parametrize(("hardware", "backend"), [("h100-8", "nccl"), ("cpu", "gloo")])
@@ -236,8 +242,17 @@ def transfer(kind: Any, queue: str, **more: Any) -> Task:
     return Task(kind, queue, 9 * 10**8, kind=kind, group=Group(2), **more)
 
 
-FAST = replace(H100, launch=0.0, collective=0.0, within=Link(0.0, 0.45e9))
+FAST = replace(H100, launch=0.0, unit=0.0, collective=0.0, within=Link(0.0, 0.45e9))
 """On which that takes a second."""
+
+
+def test_the_device_waits_unit_by_unit_for_a_host_that_takes_longer():
+    """A step is not the longer of both totals: 1 s of computing is not hidden behind the host's later 2 s."""
+    second = Task("mm", COMPUTE, 1, flops=round(67e12 * 0.6))
+    tasks = [*[transfer("gather", GATHER)] * 2, replace(second, after=(1,))]
+    slow = replace(FAST, launch=0.5, unit=1.0, within=Link(0.0, 9e9))
+    ends = [span.end for span in play(tasks, slow).spans if span.queue in (GATHER, COMPUTE)]
+    assert ends == pytest.approx([1.55, 3.05, 4.5])
 
 
 def test_transfers_share_the_links():
@@ -247,17 +262,17 @@ def test_transfers_share_the_links():
 
 
 def test_what_was_launched_later_takes_what_time_is_left():
-    long = Task("mm", COMPUTE, 1, flops=round(0.5 * 67e12 * 0.65))
+    long = Task("mm", COMPUTE, 1, flops=round(0.5 * 67e12 * 0.6))
     tasks = [long, transfer("gather", GATHER, after=(0,)), transfer("reduce", REDUCE)]
     ends = {span.name: span.end for span in play(tasks, FAST).spans}
     assert (ends["gather"], ends["reduce"]) == pytest.approx((1.5, 2.0))
 
 
 def test_a_wait_is_exposed_as_far_as_nothing_is_computed_meanwhile():
-    half = Task("mm", COMPUTE, 1, flops=round(0.5 * 67e12 * 0.65))
+    half = Task("mm", COMPUTE, 1, flops=round(0.5 * 67e12 * 0.6))
     found = play([transfer("gather", GATHER), half, Task("wait", COMPUTE, after=(0,)), half], FAST)
     assert (found.exposed, found.seconds) == pytest.approx((0.5, 1.5))
-    assert found.used == pytest.approx(0.65 * 1 / 1.5)
+    assert found.used == pytest.approx(0.6 * 1 / 1.5)
 
 
 @pytest.mark.parametrize(
