@@ -35,7 +35,7 @@ from zero.plan.timeline import Timeline, play
 from zero.plan.trace import COMPUTE, Task, Trace
 
 PYTHON = 2.0
-"""FSDP2's Python for a unit as a multiple of stage 3's: 1,519 us to 750 us above the model's own (benchmarks/host.py)."""
+"""FSDP2's Python for a unit as a multiple of stage 3's: 1,519 us to 750 us beside the model's (benchmarks/host.py)."""
 
 COLLECTIVES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce", "allreduce_": "all-reduce"}
 

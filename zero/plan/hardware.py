@@ -117,7 +117,7 @@ class Hardware:
 
 
 def _gpus(name: str, flops: dict[str, float], memory: float, within: float, between: float) -> Hardware:
-    """Eight GPUs a host. memory, within, between: bytes a second by the data sheets, of which 0.8 are taken as attained.
+    """Eight GPUs a host. memory, within, between: bytes a second by the data sheets; 0.8 are taken to be attained.
 
     Latencies are those in NCCL's cost model (its src/graph/tuning.cc, rings, Simple protocol). The efficiency and the
     share of the memory's speed are those of steps on one H100 (docs/plan.md); `unit` is what benchmarks/host.py
