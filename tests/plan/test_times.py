@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ranks
 import zero
@@ -419,10 +421,15 @@ def test_what_is_measured_becomes_hardware(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import calibrate
 
-    hardware = calibrate.hardware_of(ranks.run(measured, 2)[0])
+    [hooks] = ranks.run(hooks_measured, 1, bare=True)
+    found = ranks.run(measured, 2)[0] | hooks
+    hardware = calibrate.hardware_of(found)
     assert hardware.within.bandwidth > 0 and hardware.between.reduce > 0 and hardware.flops["float32"] > 1e8
-    assert 1e-7 < hardware.launch < 1e-3
-    for one in (hardware, *PRESETS.values()):
+    assert 1e-7 < hardware.launch < 1e-3 and 0 < hardware.unit < 0.1
+    one_gpu, gpus = (calibrate.hardware_of({**found, "bfloat16": 6e14}, number) for number in (1, 2))
+    assert one_gpu.within == H100.within and gpus.within == hardware.within
+    assert one_gpu.overlaps and one_gpu.flops["bfloat16"] == 6e14 and one_gpu.unit == hardware.unit
+    for one in (hardware, one_gpu, gpus, *PRESETS.values()):
         calibrate.write_toml(one, tmp_path / "own.toml", "Two lines\nof it.")
         assert as_hardware(tmp_path / "own.toml").launch == pytest.approx(one.launch, rel=1e-3)
 
@@ -433,5 +440,15 @@ def measured(_: int, __: int) -> dict[str, float]:
     import calibrate
 
     calibrate.ROUNDS, calibrate.SIZES["large"] = 1, 1 << 19
-    comm = Comm()
-    return calibrate.computing(comm) | calibrate.sending(comm, "within") | calibrate.sending(comm, "between")
+    comm, device = Comm(), torch.device("cpu")
+    within = calibrate.sending(comm, "within", device)
+    return calibrate.computing(comm, device) | within | calibrate.sending(comm, "between", device)
+
+
+def hooks_measured(_: int, __: int) -> dict[str, float]:
+    sys.path.insert(0, str(BENCHMARKS))
+    import calibrate
+    from launch import Rank
+
+    dist.init_process_group("fake", rank=4, world_size=8, store=FakeStore())
+    return calibrate.hooks(1e-6, 4, 2, Rank(4, 8, torch.device("cpu"), tick=lambda: None))
