@@ -9,17 +9,18 @@ import torch
 
 @dataclass(frozen=True)
 class Stage:
-    """number: the `stage` of `zero.setup`. ddp: whether DDP averages the gradients."""
+    """number: the `stage` of `zero.setup`. name: what the README calls it. ddp: whether DDP averages the gradients."""
 
     number: int
+    name: str
     ddp: bool
 
 
 STAGES = {
-    "ddp": Stage(0, ddp=True),
-    "oss": Stage(1, ddp=True),
-    "sdp": Stage(2, ddp=False),
-    "fsdp": Stage(3, ddp=False),
+    "ddp": Stage(0, "DDP", ddp=True),
+    "oss": Stage(1, "OSS", ddp=True),
+    "sdp": Stage(2, "ShardedDDP", ddp=False),
+    "fsdp": Stage(3, "FSDP", ddp=False),
 }
 
 

@@ -215,7 +215,7 @@ def describe_task(task: str) -> str:
 
 def write(options: Options, found: Mapping[str, Sequence[Result]], missing: Mapping[str, str], subject: str) -> None:
     # Every rank imports this file, and none needs matplotlib.
-    from panels import draw_peers
+    from redraw import redraw
 
     options.out.mkdir(parents=True, exist_ok=True)
     content = {
@@ -228,7 +228,7 @@ def write(options: Options, found: Mapping[str, Sequence[Result]], missing: Mapp
     }
     name = "peers" if options.world == 2 else f"peers{options.world}"
     (options.out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    draw_peers(options.out / f"{name}.png", found, caption=subject)
+    redraw(options.out / f"{name}.json")
     print(f"\nwrote {options.out / name}.json and {options.out / name}.png")
 
 

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from choices import STAGES
 from report import MIB, Row
 
 INK, GREY = "#333333", "#777777"
@@ -26,7 +27,8 @@ def draw(file: Path, rows: Sequence[Row], *, title: str, caption: str) -> None:
     axes.set_ylim(0, 1.1 * max(max(row.peak_bytes, row.predicted_peak_bytes) for row in rows) / MIB)
     draw_bars(axes, rows)
     draw_predictions(axes, rows)
-    axes.set_xticks(range(len(rows)), [row.stage for row in rows], fontsize=11)
+    names = [f"stage {STAGES[row.stage].number}\n{STAGES[row.stage].name}" for row in rows]
+    axes.set_xticks(range(len(rows)), names, fontsize=11)
     axes.set_ylabel("MiB on the rank that needs most", color=INK)
     axes.tick_params(length=0, colors=INK)
     axes.grid(axis="y", color="#eeeeee")

@@ -31,8 +31,10 @@ class Row:
     losses: list[float]
 
 
-def write_json(file: Path, rows: Sequence[Row], *, world: int, parameters: int) -> None:
-    content = {"world": world, "parameters": parameters, "stages": [asdict(row) for row in rows]}
+def write_json(file: Path, rows: Sequence[Row], *, world: int, parameters: int, subject: str) -> None:
+    """subject: what was measured, on what."""
+    stages = [asdict(row) for row in rows]
+    content = {"subject": subject, "world": world, "parameters": parameters, "stages": stages}
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -86,7 +86,7 @@ def draw_rooms(file: Path) -> None:
     for column, name in enumerate(columns):
         colour = OTHER if name in AROUND else FEATURE
         axes.add_patch(_box(column - 0.45, -2.0, 0.9, 0.62, colour))
-        axes.text(column, -1.69, _in_lines(name), ha="center", va="center", color="white", fontsize=8.5)
+        axes.text(column, -1.69, _in_lines(name), ha="center", va="center", color="white", fontsize=8)
         seams: dict[str, list[str]] = {}
         for one, there, seam in found:
             if one == name:
@@ -97,7 +97,7 @@ def draw_rooms(file: Path) -> None:
             axes.annotate("", (column, y - 0.2), (column, -1.36), arrowprops=arrow, zorder=1)
             label = {"boxstyle": "square,pad=0.15", "facecolor": BAR, "edgecolor": "none"}
             text = ",\n".join(map(_in_lines, names))
-            axes.text(column, y + 0.09, text, ha="center", va="center", color=INK, fontsize=7.5, bbox=label, zorder=3)
+            axes.text(column, y + 0.06, text, ha="center", va="center", color=INK, fontsize=7, bbox=label, zorder=3)
     axes.text(-0.62, -1.69, "zero/features", ha="right", va="center", color=FEATURE, fontsize=11, weight="bold")
     each = width / len(USERS)
     for number, name in enumerate(USERS):
@@ -113,6 +113,7 @@ def draw_rooms(file: Path) -> None:
     axes.set_xlim(-2.6, width - 0.45)
     axes.set_ylim(top + len(CORE) * step + 0.1, -3.25)
     axes.axis("off")
+    axes.set_title("zero/: the core, and what plugs into it", loc="left", color=INK, fontsize=14)
     figure.savefig(file, dpi=110)
 
 
@@ -131,12 +132,17 @@ def _box(left: float, top: float, width: float, height: float, colour: str, alph
 def draw_walks(file: Path) -> None:
     """A strip a walk: the steps from left to right, the rooms from the top down."""
     walks = {title: walk(title) for title in WALKS}
-    figure = Figure(figsize=(9, 9.4), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(9.4, 9.8), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
+    figure.suptitle("The functions of the core that a gradient and a parameter go through", color=INK, fontsize=13)
     longest = max(map(len, walks.values()))
     for axes, (title, steps) in zip(figure.subplots(len(walks), 1), walks.items(), strict=True):
         draw_walk(axes, title, steps, longest)
     figure.savefig(file, dpi=100)
+
+
+def _with_stage(name: str) -> str:
+    return f"{CORE[name]}: {name}" if CORE[name].startswith("stage") else name
 
 
 def draw_walk(axes: Axes, title: str, steps: Sequence[tuple[str, str]], longest: int) -> None:
@@ -145,7 +151,7 @@ def draw_walk(axes: Axes, title: str, steps: Sequence[tuple[str, str]], longest:
     for height in range(len(rows)):
         axes.axhspan(height - 0.42, height + 0.42, color=LAYER, alpha=0.09, linewidth=0)
     axes.plot(heights, color=WALKS[title], linewidth=1.8, marker="o", markersize=6, clip_on=False)
-    axes.set_yticks(range(len(rows)), rows, fontsize=10, color=INK)
+    axes.set_yticks(range(len(rows)), [_with_stage(name) for name in rows], fontsize=10, color=INK)
     axes.set_xticks(range(len(steps)), [name for name, _ in steps], fontsize=8, color=INK, rotation=38, ha="right")
     axes.set_xlim(-0.7, longest - 0.3)
     axes.set_ylim(len(rows) - 0.5, -0.5)

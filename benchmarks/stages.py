@@ -95,11 +95,11 @@ def run_stage(stage: str, options: Options, predicted: int, on_step: Callable[[]
 
 def write_results(out: Path, rows: list[Row], *, world: int, parameters: int, subject: str) -> None:
     # Every rank imports this file, and none needs matplotlib.
-    from picture import draw
+    from redraw import redraw
 
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "stages.json", rows, world=world, parameters=parameters)
-    draw(out / "stages.png", rows, title="Peak memory of a training step", caption=subject)
+    write_json(out / "stages.json", rows, world=world, parameters=parameters, subject=subject)
+    redraw(out / "stages.json")
     print(f"\nwrote {out / 'stages.json'} and {out / 'stages.png'}")
 
 

@@ -238,7 +238,9 @@ def write(out: Path, settings: Settings, subject: str, rows: list[Row]) -> None:
         (title, rows, lambda row, figure=figure, unit=unit: max(0.0, row.median(figure)) / unit)
         for title, (figure, unit) in panels.items()
     ]
-    draw_panels(out / "wires.png", drawn, caption=subject)
+    draw_panels(
+        out / "wires.png", drawn, title="A training step on a wire that sleeps (lower is better)", caption=subject
+    )
     print(f"\nwrote {out / 'wires.json'} and {out / 'wires.png'}")
 
 

@@ -254,7 +254,7 @@ def test_the_command_of_the_plan_runs(capsys: pytest.CaptureFixture[str]) -> Non
         for word, smaller in {"7.5e9": "7.5e7", "32": "4", "40GiB": "0.4GiB"}.items():
             words[words.index(word)] = smaller
     plan_command(words)
-    assert "64 ranks: stage 1" in capsys.readouterr().out
+    assert "64 ranks: stage 2" in capsys.readouterr().out
 
 
 def test_dir_lists_the_public_names_alone() -> None:

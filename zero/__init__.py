@@ -45,7 +45,6 @@ from zero.fsdp import (
 )
 from zero.interop.grad_scaler import GradScaler
 from zero.oss import OSS
-from zero.plan import plan
 from zero.report import Report, report
 from zero.scripts import (
     ParameterCount,
@@ -68,6 +67,9 @@ if TYPE_CHECKING:  # features bring these, unless their folders are missing
     from zero.features.offload import CPUOffload, DiskOffload
     from zero.features.step_in_backward import step_in_backward
     from zero.features.uneven import join
+    from zero.plan import plan
+else:
+    from zero import plan  # the package, which can be called; mypy knows that of no package
 
 __version__ = "0.1.0"  # setup.cfg reads it
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -13,13 +16,15 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
 from counted import OPTIMIZERS, Block, Model, nbytes
 from processes import ROOT, python
-from zero.plan import Options, Plan, Sizes, stages
-from zero.plan.command import main
+from zero.plan import Options, Sizes, stages
+from zero.plan.command import _count, main
+from zero.plan.gpt import GPT, batch_of, gpt_of
 
 MIXED = zero.MixedPrecision(param_dtype=torch.bfloat16)
 
@@ -180,12 +185,58 @@ def test_the_lowest_stage_that_fits_is_taken_and_why():
     plan = zero.plan(Sizes.of_count(1e8, 4), world_size=64, memory=0.7 * 2**30)
     assert plan.recommended(64).stage == "2"
     assert "stage 2 (ShardedDDP and OSS), the lowest that fits in 0.7 GiB" in plan.why(64)
-    assert "stage 1 would need" in plan.why(64)
+    assert "stage 1 would need 0.788" in plan.why(64) and "DDP itself" not in plan.why(64)
+    both = replace(plan, memory=2**30)
+    assert both.fits(both.cost(1)) and both.recommended(64).stage == "2"
+    assert "which fits in 1.0 GiB" in both.why(64) and both.why(64).endswith(
+        "and sends 1.5 times as much: take it for what needs DDP itself"
+    )
+    assert replace(both, costs=(both.cost(1),)).recommended(64).stage == "1"
     everything, nothing = replace(plan, memory=8 * 2**30), replace(plan, memory=2**28)
     assert everything.recommended(64).stage == "0"
     assert everything.why(64).endswith("everything fits")
     assert nothing.recommended(64) is None
     assert "nothing fits in 0.25 GiB" in nothing.why(64)
+    assert "--memory" in replace(plan, memory=None).why(64)
+
+
+@pytest.mark.parametrize("precision", [zero.MixedPrecision(), MIXED], ids=["float32", "mixed"])
+def test_the_readmes_table_is_what_is_planned(precision):
+    """On the CPU, where optimizers step one parameter after another; bytes and bytes sent, by parameter."""
+    section = (ROOT / "README.md").read_text().split("## Which stage to take")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| [0-3]", line)]
+    numel, world, units = 10**8, 16, 16
+    unit = (precision.param_dtype or torch.float32).itemsize / units
+    options = Options(precision=precision, bucket_bytes=round(unit * numel))
+    plan = zero.plan(Sizes.of_count(numel, units, precision=precision), world_size=world, options=options)
+    assert [row[0] for row in rows] == [cost.stage for cost in plan.costs]
+    for cost, row in zip(plan.costs, rows, strict=True):
+        formula = re.fullmatch(r"(.*Ψ(?:/W)?)(?: \+ (?:.* to )?(\d*)B)?", row[2 if precision == MIXED else 1])
+        least = eval(formula[1].replace("Ψ", "*1"), {"W": world})
+        most = least if formula[2] is None else least + int(formula[2] or 1) * unit
+        assert 0.97 * least < cost.peak / numel < 1.02 * most, (cost.stage, formula[0])
+        assert cost.sent / plan.cost(0).sent == pytest.approx(float(row[3]), rel=0.05)
+
+
+def test_where_nothing_fits_why_says_what_offload_and_recomputing_bring():
+    class Recomputing(GPT):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return nn.functional.linear(self.norm(x), self.embedding.weight).sum()
+
+    model, by_hand = gpt_of(1e6, 4, torch.float32), Recomputing(4, 120, 2564)
+    how = {"world_size": 8, "batch": batch_of(512), "stages": [3]}
+    plan = zero.plan(model, memory=1, **how)
+    [cost] = plan.recomputing
+    assert cost.peak < 0.7 * plan.cost(3).peak
+    without_blocks = zero.plan(by_hand, memory=1, **how)
+    assert [one.peak for one in without_blocks.recomputing] == [without_blocks.cost(3).peak]
+    rest = (cost.peak - cost.optimizer) / 2**20  # but of large units
+    assert f"With both at most {rest:.1f} MiB" in plan.why(8)
+    assert "zero.DiskOffload" in plan.why(8)
+    assert zero.plan(model, memory=2**30, **how).recomputing == ()
 
 
 def test_where_higher_stages_need_more_why_names_them():
@@ -228,11 +279,32 @@ def test_the_command_line():
 
 
 def test_the_table_has_a_line_for_every_stage_and_world(capsys):
-    main(["--parameters", "7e7", "--layers", "2", "--world", "8,64", "--memory", "0.8GiB", "--precision", "mixed"])
+    main(["--parameters", "70M", "--layers", "2", "--world", "8,64", "--memory", "0.8GiB", "--precision", "mixed"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("70,000,000 parameters, AdamW, mixed; GiB a rank and step")
+    shape = "a GPT of 2 blocks, 1,472 numbers a token, 12,221 words"
+    assert lines[0].startswith(f"69,999,488 parameters ({shape}), AdamW, mixed; GiB a rank and step")
     assert [line.split()[:2] for line in lines[3:8]] == [["8", "0"], ["8", "1"], ["8", "2"], ["8", "3"], ["8", "3"]]
-    assert lines[-1].startswith("64 ranks: stage 1")
+    assert lines[-1].startswith("64 ranks: stage 2")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "layers", "found"),
+    [("7B", 32, 7e9), ("1.3B", 21, 1.3e9), ("350M", 16, 350e6), ("125000000", 12, 125e6), ("1e6", 4, 1e6)],
+)
+def test_a_number_of_parameters_is_a_gpt_of_that_size(parameters, layers, found):
+    model = gpt_of(_count(parameters), None, torch.float32)
+    assert len(model.blocks) == layers and len(Sizes.of_module(model).unit_modules) == layers + 1
+    assert sum(param.numel() for param in model.parameters()) == pytest.approx(found, rel=1e-3)
+
+
+def test_of_a_number_of_parameters_the_tokens_are_computed_and_bytes_are_of_a_fitting_unit(capsys):
+    job = ["--parameters", "1M", "--world", "2", "--hardware", "h100-8"]
+    main([*job, "--tokens", "4096"])
+    told = capsys.readouterr().out
+    assert "MiB a rank and step\n" in told, "activations are counted"
+    main([*job, "--tokens", "512", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["activations"] and len(plan["times"]) == 7
 
 
 def test_the_command_line_knows_of_one_host(capsys):
@@ -260,7 +332,8 @@ def test_the_command_line_knows_of_prefetching(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parameters", "inf"], "inf parameters: give a finite number"),
+        (["--parameters", "1e999"], "inf parameters: give a finite number"),
+        (["--parameters", "10"], "10 parameters are too few for a GPT of 1 layers"),
         (["torch.nn:Linear"], "'torch.nn:Linear' takes arguments .*in_features"),
         (["builtins:dict"], "the model is a dict. Pass a torch.nn.Module"),
         (["counted:Model", "--batch", "2x4:int64,2x4:int64"], "Model.forward cannot be called .* arguments: 2"),
@@ -279,5 +352,8 @@ def test_only_optimizers_that_can_be_made_are_offered(capsys):
 
 
 def test_it_is_a_function_and_a_package():
-    assert callable(zero.plan)
-    assert isinstance(zero.plan(Sizes.of_shapes([[(4, 4)], [(2, 2)]]), world_size=1), Plan)
+    import zero.plan as package  # what it binds is the attribute `plan` of zero
+
+    assert package is zero.plan is importlib.import_module("zero.plan")
+    assert isinstance(package(package.Sizes.of_shapes([[(4, 4)], [(2, 2)]]), world_size=1), package.Plan)
+    assert inspect.signature(package) == inspect.signature(package.plan)

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ranks
 import zero
@@ -96,7 +98,7 @@ def test_stage_2_exposes_the_last_reduce_and_the_gathers_of_the_step():
 
 
 def test_few_tokens_hide_nothing(at_stage_3):
-    few = planned(tokens=100, stages=[3]).timing(3, prefetch="speed-first")
+    few = planned(tokens=100, stages=[3], hardware=replace(H100, unit=0.0)).timing(3, prefetch="speed-first")
     assert few.exposed_ms > 0.4 * few.step_ms
 
 
@@ -158,6 +160,9 @@ def test_what_prepares_a_transfer_runs_on_its_stream():
         packed.copy_(gradient)
         gradient.add_(1)
         trace.launch("reduce", [packed], packed.nbytes, Group(2))
+        for part, source in zip(packed.split(2), gradient.split(2), strict=True):
+            part.copy_(source)
+        trace.launch("reduce", [packed], packed.nbytes, Group(2))
     assert [(task.name, task.queue) for task in trace.tasks[2:]] == [
         ("mul_", COMPUTE),
         ("copy_", GATHER),
@@ -166,8 +171,11 @@ def test_what_prepares_a_transfer_runs_on_its_stream():
         ("copy_", COMPUTE),
         ("add_", COMPUTE),
         ("reduce", REDUCE),
+        *[("copy_", REDUCE)] * 2,
+        ("reduce", REDUCE),
     ]
-    assert trace.tasks[-1].after == (6,)  # what wrote into it last
+    assert trace.tasks[8].after == (6,)  # what wrote into it last
+    assert [task.launches for task in trace.tasks[-3:]] == [1, 0, 1], "zero copies all gradients by one operator"
 
 
 @pytest.mark.parametrize(("hardware", "backend"), [("h100-8", "nccl"), ("cpu", "gloo")])
@@ -236,8 +244,17 @@ def transfer(kind: Any, queue: str, **more: Any) -> Task:
     return Task(kind, queue, 9 * 10**8, kind=kind, group=Group(2), **more)
 
 
-FAST = replace(H100, launch=0.0, collective=0.0, within=Link(0.0, 0.45e9))
+FAST = replace(H100, launch=0.0, unit=0.0, collective=0.0, within=Link(0.0, 0.45e9))
 """On which that takes a second."""
+
+
+def test_the_device_waits_unit_by_unit_for_a_host_that_takes_longer():
+    """A step is not the longer of both totals: 1 s of computing is not hidden behind the host's later 2 s."""
+    second = Task("mm", COMPUTE, 1, flops=round(67e12 * 0.6))
+    tasks = [*[transfer("gather", GATHER)] * 2, replace(second, after=(1,))]
+    slow = replace(FAST, launch=0.5, unit=1.0, within=Link(0.0, 9e9))
+    ends = [span.end for span in play(tasks, slow).spans if span.queue in (GATHER, COMPUTE)]
+    assert ends == pytest.approx([1.55, 3.05, 4.5])
 
 
 def test_transfers_share_the_links():
@@ -247,17 +264,17 @@ def test_transfers_share_the_links():
 
 
 def test_what_was_launched_later_takes_what_time_is_left():
-    long = Task("mm", COMPUTE, 1, flops=round(0.5 * 67e12 * 0.65))
+    long = Task("mm", COMPUTE, 1, flops=round(0.5 * 67e12 * 0.6))
     tasks = [long, transfer("gather", GATHER, after=(0,)), transfer("reduce", REDUCE)]
     ends = {span.name: span.end for span in play(tasks, FAST).spans}
     assert (ends["gather"], ends["reduce"]) == pytest.approx((1.5, 2.0))
 
 
 def test_a_wait_is_exposed_as_far_as_nothing_is_computed_meanwhile():
-    half = Task("mm", COMPUTE, 1, flops=round(0.5 * 67e12 * 0.65))
+    half = Task("mm", COMPUTE, 1, flops=round(0.5 * 67e12 * 0.6))
     found = play([transfer("gather", GATHER), half, Task("wait", COMPUTE, after=(0,)), half], FAST)
     assert (found.exposed, found.seconds) == pytest.approx((0.5, 1.5))
-    assert found.used == pytest.approx(0.65 * 1 / 1.5)
+    assert found.used == pytest.approx(0.6 * 1 / 1.5)
 
 
 @pytest.mark.parametrize(
@@ -404,10 +421,15 @@ def test_what_is_measured_becomes_hardware(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import calibrate
 
-    hardware = calibrate.hardware_of(ranks.run(measured, 2)[0])
+    [hooks] = ranks.run(hooks_measured, 1, bare=True)
+    found = ranks.run(measured, 2)[0] | hooks
+    hardware = calibrate.hardware_of(found)
     assert hardware.within.bandwidth > 0 and hardware.between.reduce > 0 and hardware.flops["float32"] > 1e8
-    assert 1e-7 < hardware.launch < 1e-3
-    for one in (hardware, *PRESETS.values()):
+    assert 1e-7 < hardware.launch < 1e-3 and 0 < hardware.unit < 0.1
+    one_gpu, gpus = (calibrate.hardware_of({**found, "bfloat16": 6e14}, number) for number in (1, 2))
+    assert one_gpu.within == H100.within and gpus.within == hardware.within
+    assert one_gpu.overlaps and one_gpu.flops["bfloat16"] == 6e14 and one_gpu.unit == hardware.unit
+    for one in (hardware, one_gpu, gpus, *PRESETS.values()):
         calibrate.write_toml(one, tmp_path / "own.toml", "Two lines\nof it.")
         assert as_hardware(tmp_path / "own.toml").launch == pytest.approx(one.launch, rel=1e-3)
 
@@ -418,5 +440,15 @@ def measured(_: int, __: int) -> dict[str, float]:
     import calibrate
 
     calibrate.ROUNDS, calibrate.SIZES["large"] = 1, 1 << 19
-    comm = Comm()
-    return calibrate.computing(comm) | calibrate.sending(comm, "within") | calibrate.sending(comm, "between")
+    comm, device = Comm(), torch.device("cpu")
+    within = calibrate.sending(comm, "within", device)
+    return calibrate.computing(comm, device) | within | calibrate.sending(comm, "between", device)
+
+
+def hooks_measured(_: int, __: int) -> dict[str, float]:
+    sys.path.insert(0, str(BENCHMARKS))
+    import calibrate
+    from launch import Rank
+
+    dist.init_process_group("fake", rank=4, world_size=8, store=FakeStore())
+    return calibrate.hooks(1e-6, 4, 2, Rank(4, 8, torch.device("cpu"), tick=lambda: None))

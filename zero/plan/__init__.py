@@ -1,4 +1,12 @@
-"""What a stage costs before it is run: bytes a rank, bytes sent, time of a step, and which stage to take."""
+"""What a stage costs before it is run: bytes a rank, bytes sent, time of a step, and which stage to take.
+
+`zero.plan` is this package, and can be called: `zero.plan(...)` is `zero.plan.plan(...)`.
+"""
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
 
 from zero.plan.chrome_trace import write_trace
 from zero.plan.hardware import Hardware, Link, as_hardware
@@ -19,3 +27,15 @@ __all__ = [
     "plan",
     "write_trace",
 ]
+
+
+class _CallablePackage(ModuleType):
+    """`zero.plan` can be only one object: the package, of a class that can be called."""
+
+    __signature__ = inspect.signature(plan)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Plan:
+        return plan(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from zero.fsdp import MixedPrecision
 from zero.plan.chrome_trace import write_trace
+from zero.plan.gpt import GPT, batch_of, gpt_of
 from zero.plan.planner import plan
 from zero.plan.rehearsal import misfit
 from zero.plan.result import Plan
-from zero.plan.sizes import Options, Sizes
+from zero.plan.sizes import Options
 from zero.plan.timeline import PREFETCHES
 
 PRECISIONS = {
@@ -27,24 +28,28 @@ PRECISIONS = {
     "bfloat16": (torch.bfloat16, MixedPrecision()),
     "mixed": (torch.float32, MixedPrecision(param_dtype=torch.bfloat16)),
 }
+COUNTS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = _read(arguments)
     try:
-        _show(given, _planned(given))
+        _show(given, *_planned(given))
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"zero.plan: {error}")
 
 
-def _planned(given: argparse.Namespace) -> Plan:
+def _planned(given: argparse.Namespace) -> tuple[Plan, str]:
+    """The plan, and what it is of."""
     dtype, precision = PRECISIONS[given.precision]
     if given.model:
         model = _built(given.model)
         model = model.to(dtype) if isinstance(model, nn.Module) else model
     else:
-        model = Sizes.of_count(given.parameters, given.layers, dtype, precision)
+        model = gpt_of(given.parameters, given.layers, dtype)
+    if given.tokens and isinstance(model, GPT):
+        given.batch, given.tokens = batch_of(given.tokens), None
     options = Options(
         partition=given.partition,
         precision=precision,
@@ -52,7 +57,7 @@ def _planned(given: argparse.Namespace) -> Plan:
         one_host=given.one_host,
         offload=given.offload or None,
     )
-    return plan(
+    result = plan(
         model,
         world_size=given.world,
         optimizer=getattr(torch.optim, given.optimizer),
@@ -63,16 +68,21 @@ def _planned(given: argparse.Namespace) -> Plan:
         hardware=given.hardware,
         tokens=given.tokens,
     )
+    title = f"{result.parameters:,} parameters"
+    if isinstance(model, GPT):
+        title += f" ({model.shape})"
+    return result, title
 
 
-def _show(given: argparse.Namespace, result: Plan) -> None:
+def _show(given: argparse.Namespace, result: Plan, title: str) -> None:
     if given.trace:
         write_trace(result, given.trace)
     if given.json:
         print(result.to_json())
         return
-    without = "" if result.activations else "; activations not counted (--batch)"
-    print(f"{result.parameters:,} parameters, {given.optimizer}, {given.precision}; GiB a rank and step{without}\n")
+    missing = "--batch" if given.model else "--tokens"
+    without = "" if result.activations else f"; activations not counted ({missing})"
+    print(f"{title}, {given.optimizer}, {given.precision}; {result.unit} a rank and step{without}\n")
     print(result.table() + "\n")
     if result.timings:
         print(f"steps on {given.hardware}\n\n{result.times()}\n")
@@ -87,8 +97,9 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     how = "a function that builds the model"
     add("model", nargs="?", metavar="MODULE:FACTORY", help=f"{how}, called on the meta device")
-    add("--parameters", type=float, metavar="N", help="instead of a model: so many parameters, such as 7e9 ...")
-    add("--layers", type=int, metavar="N", default=32, help="... in so many equal layers (default: %(default)s)")
+    how = "instead of a model: a GPT of so many parameters, such as 350M, 7B or 7e9 ..."
+    add("--parameters", type=_count, metavar="N", help=how)
+    add("--layers", type=int, metavar="N", help="... of so many blocks (default: by its size)")
     add("--world", type=_worlds, metavar="N,N", default=[8], help="numbers of ranks (default: 8)")
     add("--memory", type=_size, metavar="SIZE", help="what a rank has, such as 80GiB")
     add("--optimizer", choices=_optimizers(), default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
@@ -105,7 +116,8 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=how)
     add("--json", action="store_true", help="print JSON")
     add("--hardware", metavar="NAME", help="time steps, too: h100-8, a100-8, cpu, or a TOML file")
-    add("--tokens", type=int, metavar="N", help="of a rank's step, to be timed where there is no batch")
+    how = "of a rank's step. With --parameters its activations are measured; otherwise it is timed without a batch"
+    add("--tokens", type=int, metavar="N", help=how)
     how = "write when what is computed and sent, as Chrome trace events, for ui.perfetto.dev"
     add("--trace", type=Path, metavar="FILE", help=how)
     given = parser.parse_args(arguments)
@@ -137,6 +149,13 @@ def _optimizers() -> list[str]:
 
 def _worlds(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
+
+
+def _count(text: str) -> float:
+    match = re.fullmatch(r"([0-9.]+(?:[eE]\+?[0-9]+)?)([KMBT]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write it like 350M, 1.3B or 7e9")
+    return float(match[1]) * COUNTS[match[2]]
 
 
 def _size(text: str) -> int:

@@ -52,7 +52,9 @@ class Hardware:
     """flops: the peak FLOP/s by dtype. efficiency: the share of the peak that matrix multiplications attain.
     memory: bytes a second. cache, cached: operators on at most `cache` bytes move `cached` bytes a second.
     elements: results a second of operators that compute more than sums and products of each element.
-    launch: seconds of the host for each operator and transfer. collective: seconds of a transfer before its first hop.
+    launch: seconds of the host for each operator and transfer. unit: seconds of the host for each all-gather and each
+        reduction of a unit or bucket, besides its launches: zero's Python in the hooks around it.
+    collective: seconds of a transfer before its first hop.
     exchange: seconds a rank for comparing the ranks' operations. within, between: links within hosts and between them.
     overlaps: whether launching, computing and sending go on at the same time; otherwise one after another.
     """
@@ -69,6 +71,7 @@ class Hardware:
     cache: float = 0
     cached: float = float("inf")
     elements: float = float("inf")
+    unit: float = 0
     collective: float = 0
     exchange: float = 0
 
@@ -114,19 +117,22 @@ class Hardware:
 
 
 def _gpus(name: str, flops: dict[str, float], memory: float, within: float, between: float) -> Hardware:
-    """Eight GPUs a host. within, between: bytes a second by the data sheets, of which 0.8 are taken to be attained.
+    """Eight GPUs a host. memory, within, between: bytes a second by the data sheets; 0.8 are taken to be attained.
 
-    Latencies are those in NCCL's cost model (its src/graph/tuning.cc, rings, Simple protocol). Assumed, not measured:
-    the efficiency, 6 us a launch, 60 us a rank and exchange.
+    Latencies are those in NCCL's cost model (its src/graph/tuning.cc, rings, Simple protocol). The efficiency and the
+    share of the memory's speed are those of steps on one H100 (docs/plan.md); `unit` is what benchmarks/host.py
+    measured on an AMD EPYC, by transfer. Assumed, not measured: the share of the links, 6 us a launch, 60 us a rank and
+    exchange.
     """
     return Hardware(
         name,
         overlaps=True,
         ranks_a_host=8,
         flops=flops,
-        efficiency=0.65,
-        memory=memory,
+        efficiency=0.6,
+        memory=0.8 * memory,
         launch=6e-6,
+        unit=250e-6,
         collective=8.4e-6,
         exchange=60e-6,
         within=Link(3.4e-6, 0.8 * within),

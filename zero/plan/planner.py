@@ -80,7 +80,15 @@ def plan(
     options = replace(options, master_dtype=options.master_dtype or _stored(sizes(given)))
     job = Job(sizes(given), worlds[0], optimizer, options, given, batch, tokens, Trace(wanted=False))
     costs, timings = _rehearsed(job, sizes, [*product(worlds, wanted)], timed_on)
-    return Plan(job.sizes.numel, tuple(costs), memory, batch is not None, tuple(timings))
+    return _with_recomputing(job, Plan(job.sizes.numel, tuple(costs), memory, batch is not None, tuple(timings)))
+
+
+def _with_recomputing(job: Job, found: Plan) -> Plan:
+    """See Plan.recomputing. Nothing is rehearsed where something fits."""
+    possible = job.batch is not None and not job.options.offload
+    worlds = [world for world in found.worlds if possible and found.recommended(world) is None]
+    costs = [cost_of(replace(job, world=world, recompute=True), "3") for world in worlds]
+    return replace(found, recomputing=tuple(costs))
 
 
 def _rehearsed(

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields
 
 from zero.plan.timeline import Timing
 
+_BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
 TITLES = {
     "0": "DDP",
     "1": "DDP and OSS",
@@ -56,6 +58,8 @@ class Plan:
     memory: bytes that a rank has; None if not given.
     activations: whether the peaks include them.
     timings: of steps on the given hardware, at stage 3 with every prefetch; empty without hardware.
+    recomputing: the costs of stage 3 if each unit's activations are computed again in backward (activation
+        checkpointing), for numbers of ranks where nothing fits; empty without a batch.
     """
 
     parameters: int
@@ -63,6 +67,7 @@ class Plan:
     memory: int | None
     activations: bool
     timings: tuple[Timing, ...] = ()
+    recomputing: tuple[Cost, ...] = ()
 
     def cost(self, stage: str | int, world: int | None = None) -> Cost:
         """The cost of a stage: 0, 1, 2, 3 or "3 kept". world: may be left out if only one was planned."""
@@ -87,35 +92,85 @@ class Plan:
         return self.memory is None or cost.peak <= self.memory
 
     def recommended(self, world: int) -> Cost | None:
-        """The lowest stage that fits, or None."""
-        return next((cost for cost in self._at(world) if self.fits(cost)), None)
+        """The lowest stage that fits, but 2 where 1 and 2 do; None if nothing fits."""
+        fitting = [cost for cost in self._at(world) if self.fits(cost)]
+        if [cost.stage for cost in fitting[:2]] == ["1", "2"]:
+            return fitting[1]
+        return next(iter(fitting), None)
+
+    @property
+    def unit(self) -> str:
+        """In which the table and `why` say bytes: KiB, MiB or GiB, of which the largest peak has one at least."""
+        largest = max(cost.peak for cost in self.costs)
+        return next((unit for unit in ("GiB", "MiB") if largest >= _BYTES[unit]), "KiB")
 
     def why(self, world: int) -> str:
         """The recommendation in words."""
         ranks = "1 rank" if world == 1 else f"{world} ranks"
-        costs, chosen = self._at(world), self.recommended(world)
+        chosen = self.recommended(world)
         without = "" if self.activations else ", activations not counted"
         if self.memory is None:
-            return f"{ranks}: say how much memory a rank has, to see which stage fits"
-        available = f"{_gib(self.memory)} GiB"
+            return f"{ranks}: with memory= (--memory 80GiB) of a rank the plan says which stage to take"
+        available = f"{self._size(self.memory)} {self.unit}"
         if chosen is None:
-            least = min(costs, key=lambda cost: cost.peak)
-            return (
-                f"{ranks}: nothing fits in {available}; stage {least.stage} comes closest with {_gib(least.peak)} GiB"
-                f"{without}. Take more ranks, smaller units, or less precision"
-            )
-        below = costs[: costs.index(chosen)]
-        larger = [cost.stage for cost in costs if not self.fits(cost)]
-        reason = f"of the others {', '.join(larger)} do not fit" if larger else "everything fits"
-        if below:
-            reason = f"stage {below[-1].stage} would need {_gib(below[-1].peak)}"
+            return f"{ranks}: nothing fits in {available}; {self._closest(world, without)}"
+        lowest = "which" if self._instead_of_1(chosen) else "the lowest that"
         return (
-            f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), the lowest that fits in {available}: it needs "
-            f"{_gib(chosen.peak)} GiB{without}; {reason}"
+            f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), {lowest} fits in {available}: it needs "
+            f"{self._size(chosen.peak)} {self.unit}{without}; {self._reason(chosen)}"
         )
 
+    def _instead_of_1(self, chosen: Cost) -> Cost | None:
+        """The cost of stage 1, if that fits and the chosen one is 2."""
+        fitting = (cost for cost in self._at(chosen.world) if cost.stage == "1" and self.fits(cost))
+        return next(fitting, None) if chosen.stage == "2" else None
+
+    def _reason(self, chosen: Cost) -> str:
+        costs = self._at(chosen.world)
+        if first := self._instead_of_1(chosen):
+            sent = f" and sends {first.sent / chosen.sent:.2g} times as much" if chosen.sent else ""
+            return f"stage 1 would need {self._size(first.peak)}{sent}: take it for what needs DDP itself"
+        if below := costs[: costs.index(chosen)]:
+            return f"stage {below[-1].stage} would need {self._size(below[-1].peak)}"
+        larger = [cost.stage for cost in costs if not self.fits(cost)]
+        return f"of the others {', '.join(larger)} do not fit" if larger else "everything fits"
+
+    def _closest(self, world: int, without: str) -> str:
+        """What comes closest to fitting, and what would need less."""
+        least = min(self._at(world), key=lambda cost: cost.peak)
+        ways = []
+        recomputing = next((cost for cost in self.recomputing if cost.world == world), None)
+        if recomputing:
+            needed = f"{self._size(recomputing.peak)} {self.unit}"
+            ways.append(f"with activation checkpointing of each unit stage 3 needs {needed}")
+        if least.stage.startswith("3"):
+            there = f"{self._size(least.resident)} {self.unit}"
+            ways.append(
+                f"with offload=zero.CPUOffload() it needs at most {self._offloaded(least)} on the device "
+                f"({there} in the memory of the host, or with zero.DiskOffload in files)"
+            )
+            ways += [f"with both at most {self._offloaded(recomputing)}"] if recomputing else []
+        if not self.activations:
+            ways.append("what activation checkpointing saves is planned with a batch")
+        told = f"stage {least.stage} comes closest with {self._size(least.peak)} {self.unit}{without}"
+        more = [f"{way[0].upper()}{way[1:]}" for way in ways]
+        return ". ".join([told, *more, "Or take more ranks, smaller units, or less precision"])
+
+    def _offloaded(self, cost: Cost) -> str:
+        """The most that stays on the device at stage 3.
+
+        Without offload a settled step has all state there at any time, and all shards but those of unsharded units,
+        which are this rank's part of them. That offload takes gradients, too, is not counted.
+        """
+        rest = cost.peak - cost.parameters - cost.optimizer
+        return f"{self._size(rest + min(cost.parameters, rest / max(1, cost.world - 1)))} {self.unit}"
+
+    def _size(self, nbytes: float) -> str:
+        number = nbytes / _BYTES[self.unit]
+        return f"{number:.3g}" if number < 1 else f"{number:.1f}"
+
     def table(self) -> str:
-        """GiB a rank, by number of ranks and stage."""
+        """Bytes a rank in `unit`, by number of ranks and stage."""
         head = ["ranks", "stage", "params", "grads", "optim", "transient", "peak", "sent"]
         offloaded = any(cost.host for cost in self.costs)
         head += ["host"] * offloaded + ["fits"] * (self.memory is not None)
@@ -124,7 +179,7 @@ class Plan:
             sizes = [cost.parameters, cost.gradients, cost.optimizer, cost.transient, cost.peak, cost.sent]
             sizes += [cost.host] * offloaded
             fits = [] if self.memory is None else ["yes" if self.fits(cost) else "no"]
-            lines.append([str(cost.world), cost.stage, *map(_gib, sizes), *fits])
+            lines.append([str(cost.world), cost.stage, *map(self._size, sizes), *fits])
         return aligned(lines)
 
     def times(self) -> str:
@@ -146,6 +201,7 @@ class Plan:
             "memory": self.memory,
             "activations": self.activations,
             "costs": costs,
+            "recomputing": [asdict(cost) for cost in self.recomputing],
             "times": [{name: getattr(timing, name) for name in _TIMING_FIELDS} for timing in self.timings],
             "recommended": [{"world": world, "stage": chosen[world], "why": self.why(world)} for world in self.worlds],
         }
@@ -162,7 +218,3 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     """A table, whose columns are as wide as their longest entries."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3g}" if nbytes < 2**30 else f"{nbytes / 2**30:.1f}"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from zero.comm import Comm
 from zero.comm.packing import batches
@@ -46,6 +47,7 @@ class Job:
     """batch: positional arguments of a forward; None if activations are not measured.
     tokens: that each parameter is multiplied with, if there is no batch and the step is traced.
     trace: records the step of the first rank.
+    recompute: whether each unit but the root computes its activations again in backward.
     """
 
     sizes: Sizes
@@ -56,6 +58,7 @@ class Job:
     batch: Sequence[Any] | None
     tokens: int | None
     trace: Trace
+    recompute: bool = False
 
     @property
     def device(self) -> str:
@@ -78,7 +81,8 @@ class Job:
     def optimizer(self) -> Callable[..., Optimizer]:
         """The optimizer's class; with the backend "nccl" as on CUDA, where torch's step all parameters at once."""
         parameters = inspect.signature(self.optim).parameters
-        with_all = self.options.backend == "nccl" and "foreach" in parameters
+        fused = "fused" in parameters and parameters["fused"].default  # which torch takes alone
+        with_all = self.options.backend == "nccl" and "foreach" in parameters and not fused
         return partial(self.optim, foreach=True) if with_all else self.optim
 
 
@@ -171,6 +175,9 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
             inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
+        if job.recompute:
+            for unit in [unit for name, unit in sizes.unit_modules.items() if name]:
+                unit.forward = partial(checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False)
         built = _built(job, stage, rank)
         if not stage.startswith("3"):
             inputs = sizes.precision.cast_inputs(module, inputs, root=True)

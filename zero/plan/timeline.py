@@ -1,8 +1,9 @@
 """When each task of a trace begins and ends on some hardware, and how long the step takes that they make up.
 
-Streams and the host run at the same time, and each computes as fast as if alone. Transfers share the links: the one
-that was launched first goes first, and later ones take the time that is left. If the hardware overlaps nothing, tasks
-run one after another.
+Streams and the host run at the same time, and each computes as fast as if alone. A task begins once the host has
+launched it and its stream is free: where the host takes longer for a unit than the device, the device waits for it.
+Transfers share the links: the one that was launched first goes first, and later ones take the time that is left. If the
+hardware overlaps nothing, tasks run one after another.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _in_turn(tasks: Sequence[Task], hardware: Hardware) -> tuple[list[Span], flo
     spans, now, exposed = [], 0.0, 0.0
     for task in tasks:
         fixed, sending = _seconds(task, hardware)
-        taken = task.launches * hardware.launch + fixed + sending
+        taken = _on_host(task, hardware) + fixed + sending
         exposed += taken if task.kind else 0
         spans.append(Span(task.name, task.queue if task.kind else COMPUTE, now, now + taken))
         now += taken
@@ -90,7 +91,7 @@ def _overlapping(tasks: Sequence[Task], hardware: Hardware) -> tuple[list[Span],
     exposed = 0.0
     for task in tasks:
         if task.queue != HOST:
-            spans.append(Span(task.name, HOST, free[HOST], free[HOST] + task.launches * hardware.launch))
+            spans.append(Span(task.name, HOST, free[HOST], free[HOST] + _on_host(task, hardware)))
             free[HOST] = spans[-1].end
         could = max(free[task.queue], free[HOST])
         begin = max([could, *(ended[other] for other in task.after)])
@@ -121,6 +122,12 @@ def _sent(busy: list[tuple[float, float]], begin: float, seconds: float) -> floa
     for one in taken:
         insort(busy, one)
     return taken[-1][1]
+
+
+def _on_host(task: Task, hardware: Hardware) -> float:
+    """Seconds in which the host launches the task."""
+    of_a_unit = task.kind is not None and task.queue != HOST
+    return task.launches * hardware.launch + of_a_unit * hardware.unit
 
 
 def _seconds(task: Task, hardware: Hardware) -> tuple[float, float]:

@@ -52,7 +52,8 @@ Storage = ref[torch.UntypedStorage]
 @dataclass(slots=True)
 class Task:
     """nbytes: the bytes that an operator reads and writes, or those of a transfer. after: tasks that must have ended,
-    besides those before it in its queue. kind, group: of a transfer, otherwise None."""
+    besides those before it in its queue. kind, group: of a transfer, otherwise None. joined: launched with the task
+    before it."""
 
     name: str
     queue: str
@@ -63,11 +64,12 @@ class Task:
     after: tuple[int, ...] = ()
     kind: Kind | None = None
     group: Group | None = None
+    joined: bool = False
 
     @property
     def launches(self) -> int:
         """The number of launches by the host; none for a wait of one stream for another."""
-        return int(self.nbytes > 0 and self.queue != HOST)
+        return int(self.nbytes > 0 and self.queue != HOST and not self.joined)
 
 
 class Trace:
@@ -152,14 +154,20 @@ class Trace:
         return partial(self._wait, place)
 
     def _prepare(self, queue: str, own: set[Storage], free: tuple[int, ...]) -> None:
-        """Moves the latest tasks that write only into these buffers to the transfer's stream."""
-        place = len(self.tasks)
+        """Moves the latest tasks that write only into these buffers to the transfer's stream.
+
+        Of copies one after another the first launches all: on tensors with values zero calls one operator for them.
+        """
+        place, later = len(self.tasks), None
         while place and self.tasks[place - 1].queue == COMPUTE and self._written[place - 1]:
             if not self._written[place - 1] <= own:
                 break
             place -= 1
             task = self.tasks[place]
             task.queue, task.after = queue, (*task.after, *free)
+            if later is not None and later.name == task.name == "copy_":
+                later.joined = True
+            later = task
 
     def _free_memory(self) -> tuple[int, ...]:
         gone = {one for one in self._gathered if (storage := one()) is None or not storage.nbytes()}
