@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
-from accelerate.utils.deepspeed import DummyOptim
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -569,13 +568,17 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int, world: int) -> None:
     def wrapping(**plugin: Any) -> str:
         return trying(lambda: Script(build(3, zero_plugin=ZeroPlugin(stage=3, **plugin))))
 
+    def optimizer_first() -> None:
+        accelerator, model = build(2, zero_plugin=in_sixteen_bits(2)), GPT()
+        accelerator.prepare(AdamW(model.parameters()))
+        accelerator.prepare(model)
+
     loader = DataLoader(range(8), batch_size=2)
     transformer = "TRANSFORMER_BASED_WRAP"
-    model = GPT()
     hook = DistributedDataParallelKwargs(comm_hook="fp16")
     found = {
         "Prepare both in one call": trying(lambda: build(2).prepare(GPT())),
-        "DummyOptim is a placeholder": trying(lambda: build(2).prepare(model, DummyOptim(model.parameters()))),
+        "an optimizer was prepared before its model": trying(optimizer_first),
         "no stage to shard at was given": trying(lambda: build(2, zero_plugin=None)),
         "parallelism_config is not available": trying(lambda: build(2, parallelism_config=object())),
         "'fp8' is not available": trying(lambda: build(2, mixed_precision="fp8")),

@@ -317,8 +317,11 @@ def test_the_rest_of_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch: p
         assert from_yaml(tmp_path, mixed_precision="fp16", deepspeed_config=in_yaml) == expected
     for key, value, told in [
         ("train_batch_size", 25, "train_batch_size=25"),
-        ("optimizer", {"type": "AdamW"}, "build the optimizer in the script"),
-        ("scheduler", {"type": "WarmupLR"}, "build the scheduler in the script"),
+        ("optimizer", {"type": "Lamb"}, "type='Lamb' is not available: build the optimizer in the script"),
+        ("optimizer", {"type": "SGD", "params": {"betas": "auto"}}, "SGD has no 'betas' here"),
+        ("scheduler", {"type": "OneCycle"}, "type='OneCycle' is not available: build the scheduler in the script"),
+        ("scheduler", {"type": "WarmupDecayLR"}, "needs total_num_steps"),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1]}}, "warmup_max_lr is a list"),
         ("amp", {"enabled": True}, "amp"),
         ("tensor_parallel", {"autotp_size": 2}, "data-parallel training only"),
         ("bf16", {"enabled": True}, "both enabled"),

@@ -39,7 +39,8 @@ _GIVEN = "the models given to FSDP"
 
 NO_COPIES = (
     "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or copy "
-    "the module before wrapping it."
+    "the module before wrapping it. For averages build AveragedModel(module) before, and then wrap the copy, "
+    "too: average.module = zero.FSDP(average.module)."
 )
 
 

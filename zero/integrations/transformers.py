@@ -19,6 +19,7 @@ from zero.fsdp import FSDP
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
 from zero.integrations.accelerate.choosing import chosen_plugin, hidden_environment
 from zero.integrations.accelerate.fsdp_keys import fields
+from zero.integrations.accelerate.sections import of_trainer
 from zero.wrappers import Wrapped
 
 
@@ -43,6 +44,7 @@ class ZeroTrainerMixin:
     model: nn.Module
     model_wrapped: nn.Module
     optimizer: Any
+    lr_scheduler: Any
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         self._zero_plugin = zero_plugin
@@ -55,12 +57,20 @@ class ZeroTrainerMixin:
                 "Pass the plain model and zero_plugin."
             )
         super().__init__(*args, **kwargs)
+        for section, given in zip(self._sections, (self.optimizer, self.lr_scheduler), strict=True):
+            if section is not None and given is not None:
+                raise ValueError(
+                    f"the Trainer was given a {type(given).__name__}, and the configuration of zero has a section "
+                    f"{section.name!r}. Keep one of them."
+                )
 
     # ----------------------------------------------------------------------------------------- construction
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own, whose Accelerator then becomes zero's."""
         plugin = plugin_for(self.args, self._zero_plugin)
+        self._sections = plugin.optimizer, plugin.scheduler
+        plugin = replace(plugin, optimizer=None, scheduler=None)  # the Trainer builds both itself
         asked, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
         try:
             with hidden_environment():
@@ -74,6 +84,23 @@ class ZeroTrainerMixin:
         if self._full_numel is None and isinstance(self.model, PreTrainedModel):
             self._full_numel = self.model.num_parameters(exclude_embeddings=True)
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The Trainer's own, or that of the configuration, which has all parameters in one group, as DeepSpeed's."""
+        section, trained = self._sections[0], (self.model if model is None else model).parameters()
+        if section is not None and self.optimizer is None:
+            params = [param for param in trained if param.requires_grad]
+            self.optimizer = section.optimizer(params, of_trainer(self.args, 0), must_match="TrainingArguments")
+        return super().create_optimizer(model)  # type: ignore[misc]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The Trainer's own, or that of the configuration."""
+        section = self._sections[1]
+        if section is not None and self.lr_scheduler is None:
+            values = of_trainer(self.args, num_training_steps)
+            stepped = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = section.scheduler(stepped, values, must_match="TrainingArguments")
+        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """The Trainer's own, with the number of full parameters."""

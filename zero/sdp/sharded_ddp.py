@@ -240,7 +240,10 @@ class ShardedDDP(Wrapper):
         return self.module.state_dict(*args, **kwargs)
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("a ShardedDDP cannot be copied or pickled. Copy or pickle its .module, and wrap the copy.")
+        raise TypeError(
+            "a ShardedDDP cannot be copied or pickled. Copy or pickle its .module, and wrap the copy. For averages of "
+            "weights pass the module: AveragedModel(model.module)."
+        )
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads into the module, by its names with or without `_orig_mod.` in them.

@@ -12,6 +12,7 @@ from weakref import WeakSet
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend, compile_regions
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from zero._torch import follow
-from zero.integrations.accelerate import choosing, states
+from zero.integrations.accelerate import choosing, sections, states
 from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
@@ -72,6 +73,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if narrow is not None:
             self.native_amp = False  # which is autocast
         self._unscaled: WeakSet[Optimizer] = WeakSet()
+        self._engine_steps: WeakSet[LRScheduler] = WeakSet()
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = GradScaler(self.device.type, **{**plugin.scaler, **handler})
@@ -82,11 +84,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Collective. As Accelerate's. A model and its optimizer belong in one call."""
-        choosing.refuse_dummies(args)
-        self._check_batches(args)
+        plugin, ranks = self.zero_plugin, 1 if self.split_batches else self.num_processes
+        given, schedulers = sections.without_placeholders(args, (plugin.optimizer, plugin.scheduler), ranks)
+        self._engine_steps.update(schedulers)
+        self._check_batches(given)
         if self.zero_plugin.stage == 0:
-            return super().prepare(*args, device_placement=device_placement)
-        return super().prepare(*self._sharded(args, device_placement), device_placement=device_placement)
+            return super().prepare(*given, device_placement=device_placement)
+        return super().prepare(*self._sharded(given, device_placement), device_placement=device_placement)
 
     def _sharded(self, args: Sequence[Any], device_placement: Sequence[bool] | None) -> list[Any]:
         """The objects, with models and optimizers replaced by sharded ones."""
@@ -159,6 +163,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         optimizer = self.sharding.shard(optimizer)
         prepared = states.ShardedAcceleratedOptimizer(optimizer, self)
         self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """As Accelerate's. Those of DeepSpeed's configurations count steps of the optimizer, whatever the ranks."""
+        prepared = super().prepare_scheduler(scheduler)
+        if scheduler in self._engine_steps:
+            prepared.split_batches = True  # else it counts each of them once a rank
         return prepared
 
     def _check_batches(self, args: Iterable[Any]) -> None:

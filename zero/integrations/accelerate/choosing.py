@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils import DistributedType
-from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
 from zero.comm.comm import launched_ranks
 from zero.integrations.accelerate.plugin import ZeroPlugin
@@ -130,13 +129,3 @@ def refuse_ranks_apart(distributed_type: DistributedType) -> None:
             "false` in the configuration, and start where torch.cuda.is_available(). For a process that is to train "
             "alone, set `num_processes: 1`."
         )
-
-
-def refuse_dummies(prepared: Iterable[Any]) -> None:
-    """Raises ValueError for placeholders of optimizers and schedulers that DeepSpeed would build."""
-    for one in prepared:
-        if isinstance(one, (DummyOptim, DummyScheduler)):
-            raise ValueError(
-                f"accelerate.utils.{type(one).__name__} is a placeholder that DeepSpeed would replace. Build an "
-                "optimizer, such as torch.optim.AdamW, and a scheduler in the script."
-            )

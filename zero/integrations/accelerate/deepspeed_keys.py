@@ -14,6 +14,7 @@ import zero
 from zero._torch import warn_user
 from zero.fsdp import SPEED_FIRST, BackwardPrefetch, Prefetch
 from zero.integrations.accelerate.keys import DTYPES, Keys, count, flag, names, one_of
+from zero.integrations.accelerate.sections import section
 
 _FLAT = "parameters, gradients and state are in flat buffers"
 _ENGINE = "zero has no engine that measures or logs"
@@ -61,8 +62,6 @@ _WITHOUT_EFFECT = {
     "seq_parallel_communication_data_type",
 }
 _REFUSED = {
-    "optimizer": "build the optimizer in the script, such as torch.optim.AdamW, and remove the section.",
-    "scheduler": "build the scheduler in the script and remove the section.",
     "amp": "use mixed_precision of the Accelerator and remove the section.",
     "torch_autocast data_types": "pass ZeroPlugin(stage=...) itself, with which mixed_precision is autocast.",
     "sparse_gradients sparse_attention": "gradients are dense. Remove it.",
@@ -83,21 +82,22 @@ _BF16_WITHOUT_EFFECT = {
 
 
 def fields(
-    given: Mapping[str, Any], section: str = "DeepSpeed", *, init_flag: bool = False, as_one_unit: tuple[str, ...] = ()
+    given: Mapping[str, Any], title: str = "DeepSpeed", *, init_flag: bool = False, as_one_unit: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The fields of a ZeroPlugin for a DeepSpeed configuration. Raises ValueError for values that are not available.
 
     init_flag, as_one_unit: `zero3_init_flag` and the classes of experts, which only Accelerate's own keys have.
     """
-    keys = Keys(given, section)
+    keys = Keys(given, title)
     found = _zero(keys.section("zero_optimization", _OTHER_NAMES))
     stage = found["stage"]
     found["as_one_unit"] = (*found.get("as_one_unit", ()), *as_one_unit)
     if init_flag and stage != 3:
-        warn_user(f"{section}: zero3_init_flag is for stage 3, and without an effect at {stage}.")
+        warn_user(f"{title}: zero3_init_flag is for stage 3, and without an effect at {stage}.")
     found["cpu_ram_efficient_loading"] = init_flag and stage == 3
     found |= _precision(keys)
     found["master_dtype"] = torch.float32 if stage else None
+    found["optimizer"], found["scheduler"] = section(keys, "optimizer"), section(keys, "scheduler")
     found["gradient_clipping"] = keys.take("gradient_clipping", float) or None
     found["gradient_accumulation_steps"] = keys.take("gradient_accumulation_steps", count)
     found["micro_batch_size"] = _micro_batch_size(keys, found["gradient_accumulation_steps"])
@@ -107,9 +107,9 @@ def fields(
     return found
 
 
-def of_flat(given: Mapping[str, Any], section: str = "deepspeed_config") -> dict[str, Any]:
+def of_flat(given: Mapping[str, Any], title: str = "deepspeed_config") -> dict[str, Any]:
     """The same for Accelerate's own keys, as in its YAML."""
-    keys = Keys(given, section)
+    keys = Keys(given, title)
     init_flag = keys.take("zero3_init_flag", flag, False)
     as_one_unit = keys.take("deepspeed_moe_layer_cls_names", names, ())
     keys.without_effect(
@@ -128,7 +128,7 @@ def of_flat(given: Mapping[str, Any], section: str = "deepspeed_config") -> dict
     zero["stage3_gather_16bit_weights_on_model_save"] = keys.take("zero3_save_16bit_model", flag, False)
     rest = {name: keys.take(name) for name in ("gradient_accumulation_steps", "gradient_clipping")}
     keys.done()
-    return fields({"zero_optimization": zero, **rest}, section, init_flag=init_flag, as_one_unit=as_one_unit)
+    return fields({"zero_optimization": zero, **rest}, title, init_flag=init_flag, as_one_unit=as_one_unit)
 
 
 LAUNCHED = {

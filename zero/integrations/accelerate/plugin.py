@@ -19,6 +19,7 @@ from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
 from zero.integrations.accelerate import deepspeed_keys, fsdp_keys
 from zero.integrations.accelerate.keys import STATE_DICT_TYPES, WRAPPING, Keys
+from zero.integrations.accelerate.sections import Section
 from zero.shards.home import take_home
 from zero.shards.partition import Partition, partition_problem
 
@@ -66,6 +67,7 @@ class ZeroPlugin:
     gradient_clipping: each step of an optimizer clips to this norm first.
     micro_batch_size: the batch size that data loaders must have.
     scaler: arguments of zero.GradScaler.
+    optimizer, scheduler: what stands in for DummyOptim and DummyScheduler, from sections of DeepSpeed's configurations.
 
     Raises ValueError for options that are not available.
     """
@@ -97,6 +99,8 @@ class ZeroPlugin:
     gradient_clipping: float | None = None
     micro_batch_size: int | None = None
     scaler: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Section | None = None
+    scheduler: Section | None = None
 
     def __post_init__(self) -> None:
         problem = self._problem() or take_home({"offload": self.offload})[1]
