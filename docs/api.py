@@ -58,13 +58,6 @@ SECTIONS = {
     "Plans": ("zero.plan", import_module("zero.plan").__all__),
     "Settings": ("zero.comm", ["configure"]),
 }
-OF_OTHER_FOLDERS = {
-    "OSS": "cuts_parameters finish_gathers gradients_arrive_sharded join_hook places set_bucket_size "
-    "shard_groups take_shards",
-    "ShardedDDP": "join_hook",
-    "FSDP": "buffer_dtypes comms join_hook shard_groups",
-}
-"""Methods and properties by class that other folders of zero call, and users need not."""
 
 
 # The blocks are marked `py` and not `python`: the tests run those.
@@ -109,9 +102,7 @@ def members(cls: type) -> dict[str, Any]:
                 described = isinstance(value, (property, classmethod, staticmethod)) or inspect.isfunction(value)
                 if described and value.__doc__ and not name.startswith("_"):
                     found.setdefault(name, value)
-    hidden = OF_OTHER_FOLDERS.get(cls.__name__, "").split()
-    assert {*hidden} <= {*found}, f"{cls.__name__} no longer has one of {hidden}"
-    return {name: value for name, value in found.items() if name not in hidden}
+    return found
 
 
 def of_class(cls: type, name: str, defined: Any) -> Iterator[str]:

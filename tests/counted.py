@@ -309,7 +309,7 @@ def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, *, back
 
 def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     inner = optimizer.optim if isinstance(optimizer, zero.OSS) else optimizer
-    buffers = [flat.full for flat in optimizer.shard_groups] if isinstance(optimizer, zero.OSS) else []
+    buffers = [flat.full for flat in optimizer.shards.shard_groups] if isinstance(optimizer, zero.OSS) else []
     params = [*model.parameters(), *buffers]
     both = [*params, *(param for group in inner.param_groups for param in group["params"])]
     state = [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]

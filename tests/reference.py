@@ -211,7 +211,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def own_elements(optimizer: zero.OSS, param: nn.Parameter) -> Tensor:
     """True at the elements of a parameter that this rank owns, in the parameter's shape."""
-    for flat in optimizer.shard_groups:
+    for flat in optimizer.shards.shard_groups:
         for index, each in enumerate(flat.params):
             if each is param:
                 mask = torch.zeros_like(param, dtype=torch.bool)

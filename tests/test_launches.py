@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
 import zero
+from zero.fsdp.fsdp import running_model
 
 BLOCKS, WIDTH, WORDS = 6, 64, 100
 
@@ -102,7 +103,8 @@ def launched(_: int, __: int, build: Callable[[nn.Module], tuple[nn.Module, Any]
         with Count() as count:
             model(tokens).backward()
             optimizer.step()
-    groups = optimizer.shard_groups if isinstance(optimizer, zero.OSS) else getattr(model, "shard_groups", ())
+    of_optimizer = optimizer.shards.shard_groups if isinstance(optimizer, zero.OSS) else ()
+    groups = running_model(model).index.groups if isinstance(model, zero.FSDP) else of_optimizer
     return Launched(count.kernels, count.collectives), len(groups)
 
 

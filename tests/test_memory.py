@@ -49,7 +49,7 @@ def accounting() -> ModuleType:
 
 def largest_group(optimizer: zero.OSS) -> int:
     """Bytes: the size of a transfer."""
-    return max(group.full.nbytes for group in optimizer.shard_groups)
+    return max(group.full.nbytes for group in optimizer.shards.shard_groups)
 
 
 def at_stage(stage: str) -> tuple[nn.Module, Any, int]:

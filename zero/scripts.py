@@ -18,12 +18,15 @@ from torch.optim import Optimizer
 from zero._torch import children_of, name_without_compile, named_as_compiled, uncompiled, warn_user
 from zero.comm import Comm
 from zero.fsdp import FSDP
+from zero.fsdp.fsdp import running_model
 from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.sdp.sharded_ddp import sharding_of
 from zero.state.from_first import first_alone, load_state, load_weights
-from zero.state.optimizer_state import SteppedShards, refuse_no_rank
+from zero.state.optimizer_state import refuse_no_rank
+from zero.state.stepped_shards import SteppedShards
 from zero.state.weights import Recipient, full_weights
 from zero.wrappers import Wrapped, prepared, unwrapped
 
@@ -152,9 +155,9 @@ def _comms_of(wrappers: Sequence[nn.Module]) -> list[Comm]:
     """The groups of ranks over which a model is spread, one after another."""
     for one in wrappers:
         if isinstance(one, ShardedDDP):
-            return [one.comm]
+            return [sharding_of(one)[0].comm]
         if isinstance(one, FSDP):
-            return one.comms
+            return running_model(one).comms
         if isinstance(one, DistributedDataParallel) and dist.is_initialized():
             return [Comm(one.process_group)]
     return [Comm.default()]  # after destroy_process_group() a rank has its own weights

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 import zero
 from models import CASES, OPTIMIZERS, Batch, take_step, train_step
+from zero.fsdp.fsdp import running_model
 
 CASE = CASES["mlp"]  # frozen, tied, unused, empty, 0-dim and non-contiguous parameters
 
@@ -91,8 +92,8 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def gathered_state(model: zero.FSDP, optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
     """Collective. The state at stage 3, whole: every rank's shards put where the layout has them."""
-    comm, found = model.comms[0], {}
-    for group in model.shard_groups:
+    comm, found = running_model(model).comm, {}
+    for group in running_model(model).index.groups:
         for index, param in enumerate(group.params):
             mine = (group.spans.get(index), optimizer.state.get(param, {}))
             told = [mine] * comm.world

@@ -130,7 +130,7 @@ def mastered(dtype):
 
 def test_masters_are_those_that_were_saved_whatever_16_bits_the_parameters_have(tmp_path):
     model, optimizer = mastered(torch.float16)
-    [flat] = optimizer.shard_groups
+    [flat] = optimizer.shards.shard_groups
     flat.master.add_(torch.randn_like(flat.master) * 1e-5)
     with torch.no_grad():
         flat.shard.copy_(flat.master)
@@ -140,7 +140,7 @@ def test_masters_are_those_that_were_saved_whatever_16_bits_the_parameters_have(
     zero.checkpoint.load(tmp_path, model, optimizer)
     model(torch.ones(1, 64).bfloat16()).sum().backward()
     optimizer.step()  # at a learning rate of nothing
-    assert torch.equal(optimizer.shard_groups[0].master, saved)
+    assert torch.equal(optimizer.shards.shard_groups[0].master, saved)
 
 
 def keep_nan(rank, world, path):

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 import ranks
 import zero
 from stacks import Stack, batch
+from zero.fsdp.fsdp import running_model
 
 GIVEN: dict[str, tuple[Callable[[Any], object], list[str]]] = {
     "state_dict": (lambda model: model.module.state_dict(), ["Linear 'first'", "zero.full_state_dict"]),
@@ -60,7 +61,7 @@ def test_full_weights_of_a_module_inside_are_gathered(rank, world):
         found = zero.full_state_dict(inner)
         assert list(found) == list(expected.state_dict())
         assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
+    assert all(group.full.untyped_storage().nbytes() == 0 for group in running_model(model).index.groups)
 
 
 def without_bias(module: torch.nn.Module, found: dict[str, Any], prefix: str, _: object) -> None:

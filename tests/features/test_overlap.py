@@ -91,7 +91,7 @@ def trained(rank, steps=(0, 1), **options):
     net = Net()
     model, optimizer = sharded(net, "sgd", **options)
     train(model, optimizer, rank, steps)
-    assert in_flight(optimizer) == sum(flat.params[0].requires_grad for flat in optimizer.shard_groups) > 3
+    assert in_flight(optimizer) == sum(flat.params[0].requires_grad for flat in optimizer.shards.shard_groups) > 3
     return net, model, optimizer
 
 
@@ -107,7 +107,7 @@ def beside(test):
 
 
 def in_flight(optimizer):
-    return sum(flat.gathering for flat in optimizer.shard_groups)
+    return sum(flat.gathering for flat in optimizer.shards.shard_groups)
 
 
 # ------------------------------------------------------------------------------------------------ the same training

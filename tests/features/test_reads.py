@@ -17,6 +17,7 @@ import ranks
 import zero
 from sidebyside import SideBySide, data, sgd, stage_3
 from transports import overlapping
+from zero.fsdp.fsdp import running_model
 
 WIDTH, WORDS = 8, 31
 
@@ -98,7 +99,7 @@ def train(rank: int, world: int, optim: Any, options: dict[str, Any], evaluate_f
             model.train()
     for step in range(3):
         both.step(lambda model: model(tokens(rank, step)).square().mean())  # noqa: B023
-        assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.shard_groups)
+        assert all(group.full.untyped_storage().nbytes() == 0 for group in running_model(both.model).index.groups)
     both.step(*(lambda model, step=step: model(tokens(rank, step)).square().mean() for step in (3, 4)), unsent=1)
 
 
@@ -123,7 +124,7 @@ def test_other_methods_than_forward_find_the_parameters_of_the_modules_that_they
         assert torch.equal(
             model.blocks[1].look(model.words(tokens(rank))), plain.blocks[1].look(plain.words(tokens(rank)))
         )
-        assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
+        assert all(group.full.untyped_storage().nbytes() == 0 for group in running_model(model).index.groups)
         for param in (*model.parameters(), *plain.parameters()):
             param.mul_(1.5)
         assert torch.equal(model(tokens(rank)), plain(tokens(rank)))

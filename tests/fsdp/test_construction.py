@@ -21,6 +21,7 @@ from torch.optim import AdamW
 import ranks
 import zero
 from sidebyside import SideBySide, data, sgd
+from zero.fsdp.fsdp import running_model
 from zero.shards.placement import Placement
 
 WIDTH, BLOCKS = 8, 3
@@ -344,7 +345,7 @@ def test_values_go_unit_by_unit_and_all_are_gone_at_the_end(rank, world, tmp_pat
 
     with mock.patch.object(Placement, "broadcast", count_and_broadcast):
         wrapped = zero.FSDP(model, **({"offload": zero.DiskOffload(tmp_path)} if offloads else {}))
-    assert wrapped.shard_groups
+    assert running_model(wrapped).index.groups
     found.append(sum(value() is not None for value in values))
     assert found == sorted(found, reverse=True)
     assert found[0] > found[1] > found[2] > found[3] == 2 and found[-1] == 0

@@ -16,6 +16,7 @@ import ranks
 import zero
 from models import CASES, GPT, OddMLP
 from sidebyside import SideBySide, close, data, stage_3
+from zero.fsdp.fsdp import running_model
 
 
 def odd_batch(rank: int, step: int) -> tuple[Tensor, bool]:
@@ -188,7 +189,7 @@ def test_apply_sees_whole_parameters_and_leaves_what_it_did_on_rank_0(rank, worl
     plain.apply(initialise)
     found = zero.full_state_dict(model)
     assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
+    assert all(group.full.untyped_storage().nbytes() == 0 for group in running_model(model).index.groups)
 
 
 @ranks.on(2)

@@ -14,6 +14,7 @@ import ranks
 import zero
 from sidebyside import SideBySide, data, sgd
 from stacks import WIDTH, Block
+from zero.fsdp.fsdp import running_model
 
 
 class Net(nn.Module):
@@ -65,7 +66,7 @@ def test_units_chosen_by_hand_train_exactly_and_keep_the_models_own_names(rank, 
         both.step(lambda model: model(data(4, WIDTH, rank=rank, step=step)).square().mean())  # noqa: B023
     inputs = data(4, WIDTH, rank=rank), data(4, WIDTH, rank=rank, step=9)
     both.step(*(lambda model, x=x: model(x).square().mean() for x in inputs), unsent=1)
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in both.model.shard_groups)
+    assert all(group.full.untyped_storage().nbytes() == 0 for group in running_model(both.model).index.groups)
     units = {unit.name for unit in both.model._units}
     assert units == UNITS[build]
 

@@ -26,6 +26,7 @@ from models import CASES, GPT, OPTIMIZERS, Record, reference, train
 from sidebyside import close
 from zero.comm import Comm
 from zero.comm.link import orders_groups
+from zero.fsdp.fsdp import running_model
 
 TORCHS = torch.distributed.fsdp.ShardingStrategy
 
@@ -346,7 +347,7 @@ COUNTED: list[tuple[Placed, int]] = [
 @ranks.on("world")
 def test_a_step_gathers_and_reduces_as_often_as_its_strategy_says(rank, world, placed, micro, sync):
     model = zero.FSDP(CASES["gpt"].model(), **options(placed))
-    assert len(model.shard_groups) == UNITS
+    assert len(running_model(model).index.groups) == UNITS
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     steps = []
     for step in range(3):

@@ -67,6 +67,7 @@ import sys
 import torch
 from models import CONTEXT, GPT, VOCABULARY
 
+from zero.fsdp.fsdp import running_model
 from zero.integrations.accelerate import Accelerator, ZeroPlugin
 
 
@@ -96,7 +97,7 @@ def train(accelerator):
 
 
 model = train(Accelerator(cpu=True))
-show("UNITS", len({unit for unit in model.shard_groups}))
+show("UNITS", len(running_model(model).index.groups))
 train(Accelerator(cpu=True, zero_plugin=ZeroPlugin.from_yaml(sys.argv[1])))
 """
 

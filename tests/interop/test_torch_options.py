@@ -17,6 +17,7 @@ import zero
 from reference import same
 from sidebyside import data
 from zero.features.offload import home_of
+from zero.fsdp.fsdp import running_model
 from zero.fsdp.options import GivenOptions
 from zero.fsdp.prefetch import as_prefetch
 from zero.interop.torch_options import from_torch
@@ -180,7 +181,7 @@ def test_names_of_fsdp1_say_where_shards_lie():
 def test_ignored_states_are_modules_or_parameters(rank, world):
     net = Net()
     model = zero.FSDP(net, ignored_states=[net.head, net.blocks[0].norm.weight])
-    sharded = {param for group in model.shard_groups for param in group.params}
+    sharded = {param for group in running_model(model).index.groups for param in group.params}
     assert [param in sharded for param in (net.head.weight, net.blocks[0].norm.weight, net.blocks[0].norm.bias)] == [
         False,
         False,

@@ -11,6 +11,7 @@ import ranks
 import zero
 from models import take_step
 from reference import FEATURES, MOMENTUM, Net, at_stage, batch, built, loss_of, own_elements, same
+from zero.oss.optimizer import set_bucket_size
 from zero.plan.meter import Meter
 
 DTYPES = {"fp16": (True, torch.float16), "bf16": (torch.bfloat16, torch.bfloat16)}
@@ -112,7 +113,7 @@ def taken_for_a_moment(option):
     with Meter() as memory:
         model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
         optimizer = zero.OSS(model.parameters(), SGD, broadcast_fp16=option, lr=0.1)
-        optimizer.set_bucket_size(0)
+        set_bucket_size(optimizer, 0)
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         taken = []

@@ -16,6 +16,7 @@ import ranks
 import zero
 from models import take_step
 from reference import FEATURES, at_stage, batch, built, same
+from zero.oss.optimizer import set_bucket_size
 
 OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
@@ -360,7 +361,7 @@ def test_masters_come_along_into_other_buckets(rank, world, name):
     expected, model, optimizer = start(world, 1, "even", name)
     for number in range(4):
         if number == 2:
-            optimizer.set_bucket_size(250)
+            set_bucket_size(optimizer, 250)
         expected.step(number)
         step(rank, number, model, optimizer)
         assert_by_hand(model, optimizer, expected, f"step {number}")
@@ -441,6 +442,6 @@ def test_masters_wait_for_weights_that_are_loaded_after_them(rank, world):
     restored.load_state_dict(saved)
     restored.state_dict()
     restored.consolidate_state_dict(to=None)
-    restored.set_bucket_size(250)
+    set_bucket_size(restored, 250)
     again.module.load_state_dict(model.module.state_dict())
     assert_by_hand(again, restored, expected, "after the weights were loaded")

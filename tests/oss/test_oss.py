@@ -58,7 +58,7 @@ MODELS = {"Adafactor": filled, "Muon": matrices}  # what these cannot take is le
 
 def is_cut(optimizer):
     """Whether any parameter has shards on several ranks."""
-    for flat in optimizer.shard_groups:
+    for flat in optimizer.shards.shard_groups:
         if any(0 < span.numel < flat.layout.numels[span.index] for span in flat.spans.values()):
             return True
     return False
@@ -116,7 +116,7 @@ def test_trains_the_same_in_several_flat_groups_and_other_precisions(rank, world
         return nn.Sequential(nn.Linear(24, 20_000), nn.Linear(20_000, 3), nn.Linear(3, 5)).to(dtype)
 
     (model, plain), (sharded_model, sharded) = pair(AdamW, partition, make, lr=0.01)
-    assert len(sharded.shard_groups) > 1
+    assert len(sharded.shards.shard_groups) > 1
     for step in range(3):
         for each, optimizer in ((model, plain), (sharded_model, sharded)):
             take_step(optimizer, each(batch(rank, step).to(dtype)).square().mean())
@@ -137,7 +137,7 @@ def test_trains_the_same_with_several_dtypes_in_one_model(rank, world):
             return hidden @ self.transposed.t() + self.nothing.sum() + self.conv(hidden.unsqueeze(1)).mean()
 
     plain, sharded = pair(SGD, make=Mixed, **MOMENTUM)
-    assert len({flat.full.dtype for flat in sharded[1].shard_groups}) == 3
+    assert len({flat.full.dtype for flat in sharded[1].shards.shard_groups}) == 3
     assert_equal_training(rank, plain, sharded)
 
 

@@ -22,6 +22,7 @@ import ranks
 import zero
 from counted import OPTIMIZERS, Block, Model, nbytes
 from processes import ROOT, python
+from zero.fsdp.fsdp import running_model
 from zero.plan import Options, Sizes, stages
 from zero.plan.command import _count, main
 from zero.plan.gpt import GPT, batch_of, gpt_of
@@ -93,9 +94,9 @@ def in_a_fake_world(rank: int, _: int, world: int) -> list[int]:
     dist.init_process_group("fake", rank=world // 2, world_size=world, store=FakeStore())
     model = Model(96, 1, 70)
     optimizer = zero.OSS(model.named_parameters(), torch.optim.Adam)
-    whole = nbytes(group.full for group in optimizer.shard_groups)
+    whole = nbytes(group.full for group in optimizer.shards.shard_groups)
     sharded = zero.FSDP(Model(96, 1, 70), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    return [whole, nbytes(group.shard for group in sharded.shard_groups)]
+    return [whole, nbytes(group.shard for group in running_model(sharded).index.groups)]
 
 
 def test_units_are_those_that_fsdp_wraps():

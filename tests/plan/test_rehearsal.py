@@ -41,7 +41,7 @@ def test_a_comm_stands_for_a_process_group():
     comm = rehearsed(1, 4, "gloo")
     optimizer = zero.OSS([torch.nn.Parameter(torch.zeros(64))], torch.optim.Adam, comm)
     assert (optimizer.comm.rank, optimizer.comm.world) == (1, 4)
-    assert len(optimizer.shard_groups[0].shard) == 16
+    assert len(optimizer.shards.shard_groups[0].shard) == 16
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,6 @@ def test_conjugated_gradients_arrive_as_they_are(rank, world):
     average_gradients(plain)
     wrapped(inputs).backward()
     whole = plain.weight.grad.flatten()
-    [span] = optimizer.shard_groups[0].spans.values()
+    [span] = optimizer.shards.shard_groups[0].spans.values()
     shard = optimizer.part(model.weight).grad.flatten()
     assert torch.equal(shard, whole[span.start : span.stop].resolve_conj())

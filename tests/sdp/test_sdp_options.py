@@ -71,7 +71,7 @@ def test_whatever_the_size_numbers_are_the_same_and_gradients_take_their_share(r
     shards = [side.optimizer.part(param) for param in model.parameters()]
     storages = {shard.grad.untyped_storage() for shard in shards if shard.grad is not None}
     assert sum(storage.nbytes() for storage in storages) == pytest.approx(whole / world, rel=0.03)
-    buckets = [[param.numel() for param in flat.params] for flat in side.optimizer.shard_groups]
+    buckets = [[param.numel() for param in flat.params] for flat in side.optimizer.shards.shard_groups]
     if size is not None:
         assert all(sum(numels) <= size or len(numels) == 1 for numels in buckets)
     assert (max(map(len, buckets)) == 1) == (size == 0)
@@ -93,7 +93,7 @@ def test_sizes_count_elements_of_whatever_dtype(rank, world):
 
     model = built(Mixed)
     wrapped, optimizer = sharded(model, OPTIMIZERS["sgd"], reduce_buffer_size=2 * WIDTH * WIDTH)
-    assert [len(flat.params) for flat in optimizer.shard_groups] == [2] * 4
+    assert [len(flat.params) for flat in optimizer.shards.shard_groups] == [2] * 4
     squares(wrapped, rank, 0).backward()
     optimizer.step()
 

@@ -28,6 +28,7 @@ from reference import (
     train,
 )
 from zero import FSDP, OSS, ShardedDDP, full_state_dict, traffic
+from zero.oss.optimizer import set_bucket_size
 from zero.plan.meter import Meter
 
 CASES = {
@@ -169,7 +170,7 @@ def _taken(rank, world):
     with Meter() as memory:
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
         sharded = OSS(model.parameters(), Adam)
-        sharded.set_bucket_size(256 * 256)
+        set_bucket_size(sharded, 256 * 256)
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         sharded.step()
@@ -177,7 +178,7 @@ def _taken(rank, world):
         memory.reset_peak()
         sharded.consolidate_state_dict(to=0)
         peak = memory.peak() - before
-    largest = max(group.full.nbytes for group in sharded.shard_groups)
+    largest = max(group.full.nbytes for group in sharded.shards.shard_groups)
     return peak, largest, sum(2 * param.nbytes for param in model.parameters())
 
 

@@ -27,9 +27,11 @@ from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, Part, geometry_of, is_extra_state, memory_order, tensor_problem
 from zero.comm import Comm
 from zero.fsdp import FSDP
+from zero.fsdp.fsdp import running_model
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.masters import settled as settled_master
 from zero.shards.partition import Place, places_in
 from zero.wrappers import unwrapped
@@ -91,12 +93,12 @@ class Training:
         self._names: dict[Tensor, str] = {}
         self._own_dtypes: dict[Tensor, torch.dtype] = {}
         unnamed = self._name_tensors(module)
-        self._groups = [group for one in self._sharding for group in one.shard_groups]
+        self._groups = [group for one in self._sharding for group in one.shards.shard_groups]
         for one in wrappers:
             if isinstance(one, FSDP):
                 one.reshard()
-                self._groups += one.shard_groups
-                self._own_dtypes |= one.buffer_dtypes
+                self._groups += running_model(one).index.groups
+                self._own_dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
         self._places: dict[Any, Place] = {**places_in(self._groups)}
         self.problem = unnamed or self._misfit(wrappers)
 
@@ -189,7 +191,7 @@ class Training:
 
     def masters(self, *, settled: bool) -> Iterator[Held]:
         """This rank's shards of masters. settled: as the next step uses them, to be read; otherwise to be filled."""
-        for group in (group for one in self._sharding for group in one.shard_groups):
+        for group in (group for one in self._sharding for group in one.shards.shard_groups):
             if group.master is not None:
                 master = settled_master(group.master, group.shard) if settled else group.master
                 for index in group.spans:
@@ -241,9 +243,10 @@ def _comms(
 ) -> list[Comm]:
     for one in [*wrappers, *sharding]:
         if isinstance(one, FSDP):
-            return one.comms
+            placement = running_model(one).placement
+            return [placement.comm, *([placement.replicas] if placement.replicas else [])]
         if isinstance(one, ShardedDDP | OSS):
-            return [one.comm]
+            return [one.comm if isinstance(one, OSS) else sharding_of(one)[0].comm]
         if isinstance(one, DistributedDataParallel):
             return [Comm(one.process_group)]
     return [Comm.default() if process_group is None else Comm(process_group)]

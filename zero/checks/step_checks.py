@@ -22,7 +22,7 @@ class Moved(StepCheck):
     optimizer: OSS
 
     def changed(self) -> str | None:
-        for group in self.optimizer.shard_groups:
+        for group in self.optimizer.shards.shard_groups:
             name = group.reclaim()
             if name is not None:
                 return (
@@ -40,7 +40,8 @@ class Moved(StepCheck):
         ):
             return None
         kept = {param for params in found for param in params}
-        named = (pair for flat in self.optimizer.shard_groups for pair in zip(flat.params, flat.names, strict=True))
+        flats = self.optimizer.shards.shard_groups
+        named = (pair for flat in flats for pair in zip(flat.params, flat.names, strict=True))
         gone = next((name for param, name in named if param not in kept), None)
         return (
             f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
@@ -63,7 +64,7 @@ class Gradients(StepCheck):
         self._steps_without = 0 if found else self._steps_without + 1
         if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
             warn_user(f"In two steps one after another {NO_GRADIENT}")
-        return self._wrapped() if self.optimizer.gradients_arrive_sharded and not self._looked_around else None
+        return self._wrapped() if self.optimizer.gradients.arrive_sharded and not self._looked_around else None
 
     def _wrapped(self) -> str | None:
         """Returns an error message for an optimizer around OSS that keeps state of parameters. Looks once."""

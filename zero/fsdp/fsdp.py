@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import children_of
-from zero.comm import Comm
 from zero.fsdp.build import Builder, Options, restore_module, values
 from zero.fsdp.choice import Choice
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
@@ -145,7 +143,7 @@ class FSDP(Weights):
         units = f"{number} unit{'s' if number > 1 else ''}, the largest {largest.title} with {share} of all"
         title = f"FSDP({type(self.module).__name__}, {strategy}, {units})"
         left_out = f"{ignored} parameters, ignored as the caller asked" if ignored else ""
-        announce(title, self._model.comm, self.shard_groups, left_out, sharded="parameters and gradients")
+        announce(title, self._model.comm, self._model.index.groups, left_out, sharded="parameters and gradients")
 
     def _runner(self) -> Callable[..., Any]:
         """Returns what runs in forward."""
@@ -231,17 +229,6 @@ class FSDP(Weights):
     def require_backward_grad_sync(self) -> bool:
         """False within no_sync, as with DistributedDataParallel."""
         return self._model.backward.reduces
-
-    @property
-    def comms(self) -> list[Comm]:
-        """The group that shards the master weights, then the group that replicates them, if there is one."""
-        placement = self._model.placement
-        return [placement.comm, *([placement.replicas] if placement.replicas else [])]
-
-    @property
-    def buffer_dtypes(self) -> dict[Tensor, torch.dtype]:
-        """The dtype in which each buffer that MixedPrecision.buffer_dtype has cast is saved."""
-        return {cast.tensor: cast.dtype for cast in self._model.cast_buffers}
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As nn.Module.named_parameters, which `parameters()` calls too. Yields this rank's shards at rest."""

@@ -14,7 +14,6 @@ from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 from zero.oss.saved import Missing
 from zero.sdp.wrapper import Wrapper
-from zero.shards.shard_group import ShardGroup
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,11 +60,6 @@ class Weights(Wrapper):
     @property
     def _units(self) -> Sequence[Unit]:
         return self._model.units
-
-    @property
-    def shard_groups(self) -> list[ShardGroup]:
-        """The shard groups of all units, which hold the parameters."""
-        return self._model.index.groups
 
     def reshard(self) -> None:
         """Reshards units that a forward without backward may have left unsharded. Call it between steps."""

@@ -12,7 +12,7 @@ from zero._torch import call_stepped
 from zero.comm import Comm
 from zero.measure.built import argument_names
 from zero.measure.param_groups import called
-from zero.oss.optimizer import from_others
+from zero.oss.optimizer import OSS, from_others
 
 _Sharded = TypeVar("_Sharded", bound=Optimizer)
 
@@ -42,7 +42,7 @@ def from_optimizer(
     problem = None
     if not isinstance(optimizer, Optimizer):
         problem = f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
-    elif hasattr(optimizer, "shard_groups"):
+    elif isinstance(optimizer, OSS):
         problem = "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
     elif optim is None:
         kept, missing = arguments(optimizer)

@@ -37,8 +37,8 @@ class GradScaler(TorchGradScaler):
         steps_of(optimizer).refuse("a GradScaler", "Compute in bfloat16, which needs no scale.")
         comm, stepped = self._comm, optimizer
         if isinstance(optimizer, OSS):
-            comm, stepped = optimizer.comm, optimizer.optim if optimizer.gradients_arrive_sharded else optimizer
-            allow_fp16 = allow_fp16 or optimizer.keeps_masters  # float16 gradients are widened before the step
+            comm, stepped = optimizer.comm, optimizer.optim if optimizer.gradients.arrive_sharded else optimizer
+            allow_fp16 = allow_fp16 or bool(optimizer.shards.masters)  # float16 gradients are widened before the step
         found = super().unscale_gradients(stepped, inv_scale, found_inf, allow_fp16)
         # A rank that owns no gradient must skip or take the step as the other ranks do.
         overflows = [one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]

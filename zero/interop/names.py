@@ -102,16 +102,26 @@ FAIRSCALE_OSS_OPTIONS = {
 }
 """Options of its OSS."""
 
-names_of_others["FSDP"] = FSDP1 | FSDP2 | FSDP2_OPTIONS | FAIRSCALE_FSDP | FAIRSCALE_OPTIONS
-names_of_others["ShardedDDP"] = FAIRSCALE_SDP | FAIRSCALE_SDP_OPTIONS
-names_of_others["OSS"] = FAIRSCALE_SDP | FAIRSCALE_OSS_OPTIONS
+JOIN = {
+    "join_hook": "`with zero.join(model, optimizer):` in place of torch's Join, or equally many batches on every rank "
+    "(DistributedSampler gives these, drop_last=True drops the rest)"
+}
+"""What torch's Join asks every object for, on every rank before it sends anything."""
+
+names_of_others["FSDP"] = FSDP1 | FSDP2 | FSDP2_OPTIONS | FAIRSCALE_FSDP | FAIRSCALE_OPTIONS | JOIN
+names_of_others["ShardedDDP"] = FAIRSCALE_SDP | FAIRSCALE_SDP_OPTIONS | JOIN
+names_of_others["OSS"] = FAIRSCALE_SDP | FAIRSCALE_OSS_OPTIONS | JOIN
 
 
 class OfTheClass:
-    """Stands for a method that users call on the class. It raises AttributeError, as a name that is not there does."""
+    """Stands for a method that users call on the class. It raises AttributeError, as a name that is not there does.
+
+    help() and dir() show it: only a metaclass could hide it, which would conflict with those of users' subclasses.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.__doc__ = f"Raises AttributeError. Instead: {FSDP1[name]}."
 
     def __get__(self, instance: Any, owner: type) -> NoReturn:
         raise AttributeError(f"FSDP has no {self._name}.{instead_of(self._name, of='FSDP')}", name=self._name)

@@ -147,8 +147,8 @@ def _followed_by_gather(oss: OSS, method: Callable[..., Any]) -> Callable[..., A
         oss.shards.refresh()
         result = method(*args, **kwargs)
         oss.stepper.share_options(oss.optim.param_groups, oss.param_groups)
-        oss.stepper.gather(oss.shard_groups)
-        oss.finish_gathers()
+        oss.stepper.gather(oss.shards.shard_groups)
+        oss.stepper.finish_gathers()
         return result
 
     return call

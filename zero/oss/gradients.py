@@ -83,7 +83,7 @@ class OwnedGradients:
 
     def arrive(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""
-        for group in self._oss.shard_groups:
+        for group in self._oss.shards.shard_groups:
             group.arrive()
 
     def show(self, params: Iterable[tuple[nn.Parameter, str]]) -> None:
@@ -120,12 +120,12 @@ class OwnedGradients:
         them. Raises RuntimeError for gradients that no_sync left unreduced, and for sparse ones."""
         self.drop_cleared()
         if self.arrive_sharded and not self._oss.saved.asked_for_full:  # who then steps with gradients of its own
-            refuse_unreduced(self._oss.shard_groups)
+            refuse_unreduced(self._oss.shards.shard_groups)
             return True
         shards = self._oss.shards
         for shard in shards.values():
             shard.grad = None
-        for group, index, share in _shares(self._oss.shard_groups):
+        for group, index, share in _shares(self._oss.shards.shard_groups):
             shards[group.params[index]].grad = group.bring(share)
         return any(param.grad is not None for param in shards)
 
@@ -133,12 +133,12 @@ class OwnedGradients:
         """Collective. Returns the norm of all gradients, 0-dim."""
         if self.arrive_sharded:
             self.drop_cleared()
-            refuse_unreduced(self._oss.shard_groups)
+            refuse_unreduced(self._oss.shards.shard_groups)
             owned = self._oss.shards.gradients()
         else:
-            owned = [share for _, _, share in _shares(self._oss.shard_groups)]
+            owned = [share for _, _, share in _shares(self._oss.shards.shard_groups)]
         dtypes = {shard.dtype for shard in self._oss.shards.values()}
-        return norm.total_norm(owned, self._oss.comm, norm_type, self._oss.shard_groups[0].full.device, dtypes)
+        return norm.total_norm(owned, self._oss.comm, norm_type, self._oss.shards.shard_groups[0].full.device, dtypes)
 
     def clip(self, max_norm: float, total: Tensor) -> Tensor:
         """Scales all gradients, whose norm is `total`, to at most max_norm. Returns the norm before."""

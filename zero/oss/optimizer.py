@@ -5,7 +5,7 @@ It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast, overload
 
 import torch
@@ -19,11 +19,10 @@ from zero.oss.choices import Choices, build_inner
 from zero.oss.gradients import OwnedGradients
 from zero.oss.saved import saved_states
 from zero.oss.step import Step
-from zero.shards.arguments import NO_JOIN, instead_of
+from zero.shards.arguments import instead_of
 from zero.shards.log import announce
 from zero.shards.masters import differs
-from zero.shards.partition import Partition, Place
-from zero.shards.shard_group import ShardGroup
+from zero.shards.partition import Partition
 from zero.shards.steps import NO_STEPS, Steps, checks
 
 from_others: list[Callable[..., OSS]] = []
@@ -104,7 +103,7 @@ class OSS(Optimizer):
         self.defaults = dict(self.optim.defaults)
         self.stepper.share_options(self.optim.param_groups, self.param_groups)
         self._built = True
-        announce(f"OSS({called(optim)})", self.comm, self.shard_groups, sharded="optimizer state")
+        announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, sharded="optimizer state")
 
     # -------------------------------------------------------------------------------------- construction
 
@@ -145,35 +144,7 @@ class OSS(Optimizer):
             raise AttributeError(problem, name=name, obj=self)
         return value
 
-    def set_bucket_size(self, numel: int) -> None:
-        """Collective. Lays the parameters out again, in shard groups of at most `numel` elements, or of one parameter.
-
-        Keeps the optimizer state, and clears gradients. Raises RuntimeError if param_groups were edited.
-        """
-        self.stepper.refuse_changes()
-        # Some ranks may own no shard that has state; before the first step no rank does.
-        some_state = self.optim.state or any(map(differs, self.shards.masters))
-        somewhere = any(self.comm.all_gather_text("some" if some_state else ""))
-        full = self.saved.gathered() if somewhere else None
-        self.shards = self._how.lay_out(self.param_groups, numel)
-        self.gradients.forget()
-        self.optim.state.clear()
-        for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
-            inner["params"] = self.shards.group(outer)["params"]
-        if full is not None:
-            self.saved.restore(full)
-
     # ---------------------------------------------------------------------------------------------- shards
-
-    @property
-    def shard_groups(self) -> list[ShardGroup]:
-        """The shard groups of the parameters, in the order in which backward is expected to reach them."""
-        return self.shards.shard_groups
-
-    @property
-    def places(self) -> Mapping[nn.Parameter, Place]:
-        """The group of each parameter, and its position there."""
-        return self.shards.places
 
     def part(self, param: nn.Parameter) -> nn.Parameter:
         """This rank's shard of a parameter, which the inner optimizer steps.
@@ -183,21 +154,7 @@ class OSS(Optimizer):
         """
         return self.shards[param]
 
-    @property
-    def keeps_masters(self) -> bool:
-        return bool(self.shards.masters)
-
-    @property
-    def cuts_parameters(self) -> bool:
-        """Whether parameters are cut inside, as with partition "even"."""
-        return self._how.cut == "even"
-
     # ------------------------------------------------------------------------------------------ gradients
-
-    @property
-    def gradients_arrive_sharded(self) -> bool:
-        """Whether ShardedDDP sets the gradients of shards; otherwise steps take them from `param.grad`."""
-        return self.gradients.arrive_sharded
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's shards."""
@@ -240,18 +197,6 @@ class OSS(Optimizer):
         """
         return cast("float | None", self.steps.step(self.stepper.run, closure, options))
 
-    def finish_gathers(self, groups: Sequence[ShardGroup] | None = None) -> None:
-        """Waits for all-gathers that outlived the step, of these shard groups or of all.
-
-        Raises RuntimeError if parameters were moved or replaced since the step.
-        """
-        gathering = [group for group in self.shard_groups if group.gathering and (groups is None or group in groups)]
-        problem = self.stepper.changed() if gathering else None
-        if problem is not None:
-            raise RuntimeError(problem)
-        for group in gathering:
-            group.finish_unshard()
-
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """See torch.optim.Optimizer. With ShardedDDP the hook is called with the inner optimizer, whose `param_groups`
         hold this rank's shards with their gradients: `param.grad` is None.
@@ -261,16 +206,12 @@ class OSS(Optimizer):
         self.steps.refuse("a hook before the step", "Register it on the parameters, or step after backward.")
 
         def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
-            if not self.gradients_arrive_sharded:
+            if not self.gradients.arrive_sharded:
                 return hook(self, args, kwargs)
             with self.stepper.around_hook():
                 return hook(self.optim, args, kwargs)
 
         return super().register_step_pre_hook(with_gradients)
-
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Raises RuntimeError. torch's Join calls it on every rank before it sends anything."""
-        raise RuntimeError(NO_JOIN.format("OSS"))
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -327,15 +268,27 @@ class OSS(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def take_shards(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
-
-        Keeps the tensors without copying them. Master weights are not among them: write into `ShardGroup.master`.
-        """
-        self.saved.take(taken, groups)
-
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "an OSS cannot be copied or pickled: its state is spread over the ranks. Save state_dict() after "
             "consolidate_state_dict(), and build another OSS to load it into."
         )
+
+
+def set_bucket_size(optimizer: OSS, numel: int) -> None:
+    """Collective. Lays the parameters out again, in shard groups of at most `numel` elements, or of one parameter.
+
+    Keeps the optimizer state, and clears gradients. Raises RuntimeError if param_groups were edited.
+    """
+    optimizer.stepper.refuse_changes()
+    # Some ranks may own no shard that has state; before the first step no rank does.
+    some_state = optimizer.optim.state or any(map(differs, optimizer.shards.masters))
+    somewhere = any(optimizer.comm.all_gather_text("some" if some_state else ""))
+    full = optimizer.saved.gathered() if somewhere else None
+    optimizer.shards = optimizer._how.lay_out(optimizer.param_groups, numel)
+    optimizer.gradients.forget()
+    optimizer.optim.state.clear()
+    for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
+        inner["params"] = optimizer.shards.group(outer)["params"]
+    if full is not None:
+        optimizer.saved.restore(full)

@@ -33,7 +33,10 @@ class SavedState(Protocol):
     def restore(self, full: Any) -> None: ...
 
     def take(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Loads this rank's shards of a state, by `part(param)`, and the options of the groups."""
+        """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
+
+        Keeps the tensors without copying them. Master weights are not among them: write into `ShardGroup.master`.
+        """
 
 
 class Missing:

@@ -30,8 +30,8 @@ _COMPRESSED_AT_ONCE = 2
 class Step:
     """The steps of one OSS. checks: what is checked around them.
 
-    `leaves_in_flight`: whether all-gathers that overlap with computing outlive the step; `OSS.finish_gathers` then
-        waits for them. Until then parameters are NaN.
+    `leaves_in_flight`: whether all-gathers that overlap with computing outlive the step; `finish_gathers` then waits
+        for them. Until then parameters are NaN.
     writes_frozen: whether the optimizer may write into parameters without gradients.
     """
 
@@ -92,11 +92,11 @@ class Step:
         oss.saved.forget()
         try:
             # In the order in which forward reads them.
-            groups = oss.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups()
+            groups = oss.shards.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups()
             self.gather(groups, by_group=by_group)
         finally:
             oss.shards.stepped(oss.optim)
-        if not oss.gradients_arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
+        if not oss.gradients.arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
             oss.shards.drop_gradients()
 
     def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
@@ -116,6 +116,19 @@ class Step:
             if not (self.leaves_in_flight and group.overlaps):
                 group.finish_unshard()
 
+    def finish_gathers(self, groups: Sequence[ShardGroup] | None = None) -> None:
+        """Waits for all-gathers that outlived the step, of these shard groups or of all.
+
+        Raises RuntimeError if parameters were moved or replaced since the step.
+        """
+        groups = self._oss.shards.shard_groups if groups is None else groups
+        gathering = [group for group in groups if group.gathering]
+        problem = self.changed() if gathering else None
+        if problem is not None:
+            raise RuntimeError(problem)
+        for group in gathering:
+            group.finish_unshard()
+
     # --------------------------------------------------------------------------------------------------- checks
 
     def refuse_changes(self) -> None:
@@ -124,7 +137,7 @@ class Step:
         problem = self.changed()
         if problem is not None:
             self._raise(problem)
-        self._oss.finish_gathers()
+        self.finish_gathers()
 
     def changed(self) -> str | None:
         """Returns an error message if the optimizer or its parameters were changed so that it cannot step."""
@@ -192,8 +205,8 @@ class Step:
         def evaluate() -> float:
             nonlocal called
             if called:  # the optimizer may have changed its shards since
-                self.gather(oss.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups())
-                oss.finish_gathers()
+                self.gather(oss.shards.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups())
+                self.finish_gathers()
             called = True
             loss = self._evaluate(closure)
             self.refuse_changes()

@@ -19,9 +19,11 @@ from zero.comm import Comm
 from zero.comm.packing import batches
 from zero.comm.traffic import traffic
 from zero.fsdp import FSDP, Prefetch
+from zero.fsdp.fsdp import running_model
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.oss.gradients import full_gradient
+from zero.oss.optimizer import set_bucket_size
 from zero.plan.averaging import Averaged
 from zero.plan.hardware import Group
 from zero.plan.meter import nbytes
@@ -94,8 +96,9 @@ class Built:
     @property
     def groups(self) -> list[ShardGroup]:
         """The parameters' shard groups."""
-        sharding = (one for one in (self.model, self.optimizer) if isinstance(one, FSDP | OSS))
-        return next((one.shard_groups for one in sharding), [])
+        if isinstance(self.model, FSDP):
+            return running_model(self.model).index.groups
+        return self.optimizer.shards.shard_groups if isinstance(self.optimizer, OSS) else []
 
 
 def _built(job: Job, stage: str, rank: int) -> Built:
@@ -128,7 +131,7 @@ def _oss(job: Job, comm: Any) -> OSS:
     )
     if options.bucket_bytes is not None:
         longest = max(param.itemsize for param in job.sizes.module.parameters())
-        optimizer.set_bucket_size(options.bucket_bytes // longest)
+        set_bucket_size(optimizer, options.bucket_bytes // longest)
     return optimizer
 
 

@@ -86,7 +86,7 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
     stage = _stage(units, sharding)
     comms = held[0][0].placement.all_groups() if held else [sharding[0].comm] if sharding else [Comm.default()]
     device = next((param.device for param in inner.parameters()), torch.device("cpu"))
-    found = resident(inner, [group for one in sharding for group in one.shard_groups], optimizers)
+    found = resident(inner, [group for one in sharding for group in one.shards.shard_groups], optimizers)
     del found["host"]  # plans alone tell it apart
     return Report(
         stage,
@@ -102,7 +102,7 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
 def _stage(units: Sequence[Unit], sharding: Sequence[OSS]) -> str:
     if units:
         return "3 kept" if units[0].stays else "3"
-    if any(one.gradients_arrive_sharded for one in sharding):
+    if any(one.gradients.arrive_sharded for one in sharding):
         return "2"
     return "1" if sharding else "0"
 

@@ -83,6 +83,6 @@ def _without_values(units: Sequence[Unit], inner: nn.Module) -> Sizes:
 
 
 def _master_dtype(optimizer: Optimizer) -> torch.dtype | None:
-    if not isinstance(optimizer, OSS) or not optimizer.keeps_masters:
+    if not isinstance(optimizer, OSS) or not optimizer.shards.masters:
         return None
     return optimizer.part(params_of(optimizer)[0]).dtype

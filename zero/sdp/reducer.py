@@ -64,7 +64,7 @@ class Reducer:
 
     def _update_buckets(self) -> None:
         """Makes a bucket for each shard group, if the groups have changed (add_param_group, set_bucket_size)."""
-        owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shard_groups}
+        owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shards.shard_groups}
         if [bucket.group for bucket in self._buckets] == list(owners):
             return
         self._buckets = [
@@ -73,7 +73,7 @@ class Reducer:
         ]
         self._owners = [*owners.values()]
         self._numbers = {group: number for number, group in enumerate(owners)}
-        self._places = {param: place for optimizer in self._optimizers for param, place in optimizer.places.items()}
+        self._places = {param: place for one in self._optimizers for param, place in one.shards.places.items()}
         self._streams = ModelStreams(group.streams for group in owners)
         self._largest_bucket = max(group.full.nbytes for group in owners)
         self._largest_param = max(param.nbytes for param in self._places)
@@ -159,7 +159,7 @@ class Reducer:
     def _begin(self) -> None:
         if not self._in_backward:
             for optimizer in self._optimizers:
-                optimizer.finish_gathers()  # the graph may be older than the last step
+                optimizer.stepper.finish_gathers()  # the graph may be older than the last step
             self._begin_reducing()
             self._in_backward = True
             self._streams.compute_here()
@@ -215,7 +215,7 @@ class Reducer:
         self._end.reach(self._buckets)
         for optimizer in self._optimizers:
             optimizer.gradients.arrive()
-            optimizer.steps.end(optimizer.shard_groups)
+            optimizer.steps.end(optimizer.shards.shard_groups)
         for bucket, owner in zip(self._buckets, self._owners, strict=True):
             params, names = bucket.group.params, bucket.group.names
             owner.gradients.show((params[index], names[index]) for index in bucket.reduced)

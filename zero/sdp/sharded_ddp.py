@@ -17,7 +17,7 @@ from torch import nn
 
 from zero._torch import children_of, named_as_compiled
 from zero.comm import Comm, Wire
-from zero.oss.optimizer import OSS
+from zero.oss.optimizer import OSS, set_bucket_size
 from zero.sdp.buffers import BufferSync
 from zero.sdp.reducer import Reducer
 from zero.sdp.wrapper import UNWRAPPED, Wrapper, attribute_of, refuse_steps
@@ -111,7 +111,7 @@ class ShardedDDP(Wrapper):
         for optimizer in self._optimizers:
             optimizer.gradients.arrive_sharded = True
             if reduce_buffer_size is not None:
-                optimizer.set_bucket_size(reduce_buffer_size)
+                set_bucket_size(optimizer, reduce_buffer_size)
             optimizer.shards.rename(optimizer.param_groups, names)
         self._reducer = Reducer(module, self._optimizers, self._comm, wire)
         if overlap_param_gather:
@@ -130,9 +130,9 @@ class ShardedDDP(Wrapper):
                 )
             if optimizer.comm.group is not self._comm.group:
                 return "ShardedDDP and its optimizers were given different process groups. Pass the same group to both."
-            if optimizer.gradients_arrive_sharded:
+            if optimizer.gradients.arrive_sharded:
                 return "this OSS already belongs to another ShardedDDP. Build one OSS for each ShardedDDP."
-            foreign = [place.name for param, place in optimizer.places.items() if param not in names]
+            foreign = [place.name for param, place in optimizer.shards.places.items() if param not in names]
             if foreign:
                 return (
                     f"the optimizer has {len(foreign)} parameters that are not in the module, such as {foreign[0]}. "
@@ -141,7 +141,7 @@ class ShardedDDP(Wrapper):
         problem = refusal(Wrapping(self._inner))
         if problem is not None:
             return problem
-        held = {param for optimizer in self._optimizers for param in optimizer.places}
+        held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         missing = [name for param, name in names.items() if param.requires_grad and param not in held]
         if missing:
             return (
@@ -151,15 +151,11 @@ class ShardedDDP(Wrapper):
         return None
 
     def _announce(self, names: dict[nn.Parameter, str]) -> None:
-        groups = [group for optimizer in self._optimizers for group in optimizer.shard_groups]
+        groups = [group for optimizer in self._optimizers for group in optimizer.shards.shard_groups]
         frozen = len(names) - sum(len(group.params) for group in groups)
         left_out = f"{frozen} parameters that are frozen and in no optimizer" if frozen else ""
         title = f"ShardedDDP({type(self._inner).__name__})"
         announce(title, self._comm, groups, left_out, sharded="gradients")
-
-    @property
-    def comm(self) -> Comm:
-        return self._comm
 
     @property
     def require_backward_grad_sync(self) -> bool:

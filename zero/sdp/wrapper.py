@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero.shards.arguments import NO_JOIN, instead_of
+from zero.shards.arguments import instead_of
 
 
 class Wrapper(nn.Module):
@@ -33,10 +33,6 @@ class Wrapper(nn.Module):
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells torch.distributed.checkpoint.state_dict that the child `module` is not part of any name."""
         return {"": "module"}
-
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Raises RuntimeError. torch's Join calls it on every rank before it sends anything."""
-        raise RuntimeError(NO_JOIN.format(type(self).__name__))
 
     # The methods of a module that is a container, such as nn.Sequential. For other modules they raise as these do.
 

@@ -175,11 +175,3 @@ def instead_of(name: str, *, of: str) -> str:
     """Returns what to write instead of such a name, as a sentence after an error message; else nothing."""
     text = names_of_others.get(of, {}).get(name)
     return "" if text is None else f" Instead: {text}."
-
-
-NO_JOIN = (
-    "{} cannot be used with torch's Join, by which ranks whose data has ended wait for the others. Write "
-    "`with zero.join(model, optimizer):`, or give all ranks equally many batches (DistributedSampler does, "
-    "drop_last=True drops the rest)."
-)
-"""Formatted with the name of the class that cannot be used so."""

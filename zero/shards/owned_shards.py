@@ -25,7 +25,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     """Maps each parameter to the shard that this rank steps: a view of its shard group, or of the group's stepped
     tensor (masters.py). A shard is empty if this rank owns nothing of the parameter.
 
-    `shard_groups`: in the order in which backward is expected to reach them.
+    `shard_groups`: in the order in which backward is expected to reach them. `places`: each parameter's, in these.
+    `cut`: "even" where parameters are cut inside. `given`: the parameters of each group, as they were laid out.
     """
 
     def __init__(
@@ -38,10 +39,9 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         home: Home = DEVICE,
     ) -> None:
         super().__init__()
-        self._comm, self._cut, self._granularity = comm, cut, granularity
+        self._comm, self.cut, self._granularity = comm, cut, granularity
         self._loads = [0] * comm.world
         self.given: list[list[nn.Parameter]] = []
-        """The parameters of each group, as they were laid out."""
         self._owned: set[nn.Parameter] = set()
         self._trained: set[ShardGroup] = set()
         self.shard_groups: list[ShardGroup] = []
@@ -60,7 +60,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             params,
             [name for group in param_groups for name in names(group)][::-1],
             Placement(self._comm),
-            cut=self._cut,
+            cut=self.cut,
             granularity=self._granularity,
             loads=self._loads,
             limit=bucket_limit(params, overlaps=any(map(self._comm.overlaps, params))) if numel is None else None,

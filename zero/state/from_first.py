@@ -21,7 +21,8 @@ from zero.fsdp.unit import Unit
 from zero.measure import param_groups
 from zero.measure.param_groups import params_of
 from zero.state import leaves
-from zero.state.optimizer_state import Sharded, cut, fitting, hand_over
+from zero.state.optimizer_state import cut, fitting, hand_over
+from zero.state.stepped_shards import Sharded, groups_of
 from zero.state.weights import summoned
 
 
@@ -117,7 +118,8 @@ def load_state(optimizer: Sharded, comms: Sequence[Comm], state_dict: dict[str, 
     like = {key: _without_data(entries) for key, entries in told["state"]}
     groups = [leaves.closed(_without_data(entries)) for entries in told["param_groups"]]
     fitting(optimizer, {"state": {key: leaves.closed(state) for key, state in like.items()}, "param_groups": groups})
-    device = optimizer.shard_groups[0].full.device if optimizer.shard_groups else params_of(optimizer)[0].device
+    sharded = groups_of(optimizer)
+    device = sharded[0].full.device if sharded else params_of(optimizer)[0].device
     keys = [key for group in groups for key in group["params"]]
 
     def received() -> Iterator[tuple[int, dict[str, Any]]]:

@@ -14,7 +14,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -22,39 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.comm import COLLECTION, Comm
+from zero.comm import COLLECTION
 from zero.measure import param_groups
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.shards.masters import settled
-from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
 from zero.state.param_shard import ParamShard
 from zero.state.shard_mark import ShardMark, texts_of
-
-
-@dataclass
-class SteppedShards:
-    """The user's optimizer of an FSDP, whose parameters are shards in the shard groups. An OSS has the same attributes.
-
-    A parameter in no shard group is unsharded, and the same on every rank.
-    """
-
-    optim: Optimizer
-    shard_groups: list[ShardGroup]
-    comm: Comm
-    granularity: None = None
-    keeps_masters: bool = False
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optim.param_groups
-
-    def part(self, param: nn.Parameter) -> nn.Parameter:
-        return param
-
-
-Sharded = OSS | SteppedShards
+from zero.state.stepped_shards import Sharded, groups_of
 
 
 def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
@@ -209,7 +184,7 @@ def refuse_other_shard(
 def _refuse_other_shapes(optimizer: Sharded, states: dict[int, dict[str, Any]]) -> None:
     """Raises ValueError on every rank alike. Where no parameter is cut, state may have any shape."""
     all_owned = [*_shards_of(optimizer)]
-    cuts = optimizer.cuts_parameters if isinstance(optimizer, OSS) else any(owned.cut for owned in all_owned)
+    cuts = optimizer.shards.cut == "even" if isinstance(optimizer, OSS) else any(owned.cut for owned in all_owned)
     for owned in all_owned if cuts else ():
         for key, leaf in leaves.opened(states.get(owned.number, {})).items():
             cuttable = isinstance(leaf, Tensor) and leaf.dim() > 0
@@ -223,9 +198,8 @@ def _refuse_other_shapes(optimizer: Sharded, states: dict[int, dict[str, Any]]) 
 
 def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Loads this rank's shards of a state, by `part(param)`, and the options of the groups."""
-    masters = {
-        shard: state.pop("master") for shard, state in taken.items() if optimizer.keeps_masters and "master" in state
-    }
+    keeps_masters = isinstance(optimizer, OSS) and optimizer.shards.masters
+    masters = {shard: state.pop("master") for shard, state in taken.items() if keeps_masters and "master" in state}
     options = [deepcopy(param_groups.options(group)) for group in groups]
     restore(optimizer.optim, taken, options)
     for option, group in zip(options, optimizer.param_groups, strict=True):
@@ -262,7 +236,7 @@ def numbered(
 def _shards_of(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamShard]:
     """Yields the shards of all ranks (or of `rank`), in the same order on all ranks."""
     numbers = {param: number for number, param in enumerate(params_of(optimizer))}
-    for group in optimizer.shard_groups:
+    for group in groups_of(optimizer):
         for owner in range(group.layout.world) if rank is None else [rank]:
             for span in group.layout.spans(owner):
                 number = numbers.get(group.params[span.index])
@@ -272,7 +246,7 @@ def _shards_of(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamSha
 
 def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
     """Yields the parameters in no shard group, with their numbers."""
-    sharded = {param for group in optimizer.shard_groups for param in group.params}
+    sharded = {param for group in groups_of(optimizer) for param in group.params}
     yield from ((number, param) for number, param in enumerate(params_of(optimizer)) if param not in sharded)
 
 
@@ -345,6 +319,6 @@ def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
 
 def fingerprint(optimizer: Sharded) -> str:
     """The mark of this rank's shard: rank, world size and a digest of the layout."""
-    bounds = [list(group.layout.bounds) for group in optimizer.shard_groups]
+    bounds = [list(group.layout.bounds) for group in groups_of(optimizer)]
     layout = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()[:12]
     return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}"

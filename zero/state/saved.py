@@ -19,8 +19,8 @@ from zero.fsdp.weights import OptimizerState, states
 from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.oss.saved import saved_states
 from zero.state import optimizer_state as state
-from zero.state.optimizer_state import SteppedShards
 from zero.state.shard_mark import ShardMark, texts_of
+from zero.state.stepped_shards import SteppedShards
 
 
 class Saved:

@@ -86,7 +86,7 @@ class _Guard:
         _finish_all(self._optimizers)
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
-        if any(group.gathering for optimizer in self._optimizers for group in optimizer.shard_groups):
+        if any(group.gathering for optimizer in self._optimizers for group in optimizer.shards.shard_groups):
             raise RuntimeError(
                 "the module was copied or pickled while its parameters were gathered (overlap_param_gather=True). Copy "
                 "or pickle the .module of the ShardedDDP: reading that attribute waits for the parameters."
@@ -96,7 +96,7 @@ class _Guard:
 
 def _finish_all(optimizers: Sequence[OSS]) -> None:
     for optimizer in optimizers:
-        optimizer.finish_gathers()
+        optimizer.stepper.finish_gathers()
 
 
 class _FinishAsRead(TorchFunctionMode):
@@ -107,7 +107,7 @@ class _FinishAsRead(TorchFunctionMode):
         self._pending: dict[Tensor, tuple[OSS, ShardGroup]] = {
             param: (optimizer, group)
             for optimizer in optimizers
-            for group in optimizer.shard_groups
+            for group in optimizer.shards.shard_groups
             if group.gathering
             for param in group.params
         }
@@ -119,7 +119,7 @@ class _FinishAsRead(TorchFunctionMode):
         for value in leaves((args, kwargs)) if self._pending else ():
             if isinstance(value, Tensor) and value in self._pending:
                 optimizer, group = self._pending[value]
-                optimizer.finish_gathers([group])
+                optimizer.stepper.finish_gathers([group])
                 for param in group.params:
                     self._pending.pop(param)
         return function(*args, **kwargs)

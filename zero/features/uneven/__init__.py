@@ -18,6 +18,7 @@ from zero.features.uneven.messages import Ranks
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.sdp import ShardedDDP
+from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.placement import Placement
 
 Followed = Optimizer | LRScheduler | torch.amp.GradScaler
@@ -57,7 +58,8 @@ def join(
     if isinstance(model, FSDP):
         placement = running_model(model).placement
     else:
-        placement = Placement(model.comm if isinstance(model, ShardedDDP) else Comm(model.process_group))
+        comm = sharding_of(model)[0].comm if isinstance(model, ShardedDDP) else Comm(model.process_group)
+        placement = Placement(comm)
     options = f"divide {divide_by_initial_world_size}, throw {throw_on_early_termination}, enable {enable}"
     given = [options, *(type(one).__name__ for one in (model, *others))]
     placement.compare("the arguments of zero.join", given, _unknown(others))

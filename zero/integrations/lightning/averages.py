@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 
 import zero
 from zero.fsdp import FSDP
+from zero.fsdp.fsdp import running_model
 
 _CURRENT = "current_model_state"
 """Where WeightAveraging keeps the weights of the model in a checkpoint, whose "state_dict" has their averages."""
@@ -66,7 +67,7 @@ def _refuse_other_shards(name: str, model: FSDP, average: FSDP) -> None:
         if differs
         else None
     )
-    model.comms[0].compare(f"the averages of {name}", [], problem)
+    running_model(model).comm.compare(f"the averages of {name}", [], problem)
 
 
 def refuse_directories(trainer: pl.Trainer) -> None:
