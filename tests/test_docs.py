@@ -150,6 +150,7 @@ WITHOUT_A_SCRIPT = (
     "from_deepspeed",
     "integrations",
     "api",
+    "cuda_graphs",
     "gpus",
     "how_it_is_built",
     "measurements",

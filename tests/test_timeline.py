@@ -103,6 +103,22 @@ def test_kept_parameters_are_waited_for_once():
     assert stage_3(blocks(), reshard_after_forward=False) == ["gather", "reduce"]
 
 
+@pytest.mark.parametrize("seconds_a_byte", [1 / 16384, 1 / 2048, 1 / 512])
+def test_kept_parameters_expose_no_more_than_resharding(seconds_a_byte):
+    """In mixed precision, with fast links and with such that take longer than the computing."""
+
+    def exposed(**options: Any) -> float:
+        half = zero.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+        with simulated(compute=seconds, transfer=lambda nbytes: nbytes * seconds_a_byte) as there:
+            comm = there.comm(RANK, WORLD)
+            policy = ModuleWrapPolicy({Block})
+            model = zero.FSDP(WithRoot(), process_group=comm, auto_wrap_policy=policy, mixed_precision=half, **options)
+            stalls_of_a_step(there, model, SGD(model.parameters(), 1e-3, foreach=True))
+            return sum(stall.seconds for stall in there.device.stalls)
+
+    assert 0 < exposed(reshard_after_forward=False) <= exposed()
+
+
 def test_gathers_do_not_wait_for_computing_where_no_memory_is_freed_for_them():
     """The last takes longer than the block before it, but not than all that is computed before."""
     uneven = nn.Sequential(Block(times=5), Block(), Block(), Block(size=4))

@@ -69,7 +69,6 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("fsdp/backward.py", "_finish", "unit.settle()"): "3 offloaded",
     ("comm/streams.py", "begin", "one.begin()"): "3, no parameters in the root",
     ("checks/guard.py", "_reshard_idle", "unit.settle()"): "3 offloaded, interrupted",
-    ("features/step_in_backward/__init__.py", "_step", "unit.settle()"): "3 offloaded, stepped in backward",
     (STREAMS, "_rounded", "self._sent.pop(0).synchronize()"): "2 offloaded in 16 bits",
     ("shards/owned_shards.py", "stepped", "flat.settle()"): "2 offloaded, written after the step",
     ("shards/shard_group.py", "arrive", "departure.synchronize()"): "2 offloaded",

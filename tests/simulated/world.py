@@ -20,6 +20,7 @@ from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
 from zero.comm.transport import Local, Transport
 from zero.features import offload
+from zero.features.step_in_backward.worker import Worker, _without_gradients
 from zero.features.streams import Streams
 from zero.plan.transport import Rehearsal
 from zero.shards import masters
@@ -144,3 +145,5 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
     stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
     stack.enter_context(mock.patch.object(Streams, "host_buffer", staticmethod(host_buffer)))
     stack.enter_context(mock.patch("torch.tensor", tensor))
+    # Here the order of what the host does is told, not that of threads.
+    stack.enter_context(mock.patch.object(Worker, "run", lambda worker, step, beside: _without_gradients(step)))

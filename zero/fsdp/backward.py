@@ -158,6 +158,7 @@ class Backward:
                 unit.gradients.hand_over_leftovers()
                 self._launch_reduce(unit)
         self._finish_reduce()
+        self._model.steps.join()
         self._end.reach([bucket for unit in self._units for bucket in unit.gradients.buckets])
         for unit in self._units:
             unit.end_backward()

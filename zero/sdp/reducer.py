@@ -210,6 +210,8 @@ class Reducer:
             self._refuse_replaced()
         self._launch(incomplete=True)
         self._finish_in_flight()
+        for optimizer in self._optimizers:
+            optimizer.steps.join()
         self._end.reach(self._buckets)
         for optimizer in self._optimizers:
             optimizer.gradients.arrive()

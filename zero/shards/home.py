@@ -6,8 +6,7 @@ and puts a maker into `homes`, under the name of the option by which users ask f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,9 +48,9 @@ class Home:
         return None
 
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Steps only these parameters, which lie here. The optimizer treats each element by itself."""
-        with only(optimizer, params):
-            unhooked(optimizer)()
+        """Steps only these parameters, which lie here. The optimizer treats each element by itself. May be called in
+        another thread."""
+        unhooked(part_of(optimizer, params))()
 
     def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
         """Called before the user steps these parameters, and perhaps others. May step some of them already."""
@@ -79,17 +78,15 @@ def take_home(options: dict[str, Any]) -> tuple[Home, str | None]:
     return next((home for home in found if home.apart), DEVICE), None
 
 
-@contextmanager
-def only(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A context in which the optimizer has only these parameters."""
-    given, chosen = [group["params"] for group in optimizer.param_groups], {*params}
-    try:
-        for group in optimizer.param_groups:
-            group["params"] = [param for param in group["params"] if param in chosen]
-        yield
-    finally:
-        for group, everything in zip(optimizer.param_groups, given, strict=True):
-            group["params"] = everything
+def part_of(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Optimizer:
+    """Returns an optimizer with the state and options of this one, and of its parameters only these."""
+    chosen = {*params}
+    part: Optimizer = object.__new__(type(optimizer))
+    vars(part).update(vars(optimizer))
+    part.param_groups = [
+        {**group, "params": [param for param in group["params"] if param in chosen]} for group in optimizer.param_groups
+    ]
+    return part
 
 
 def unhooked(optimizer: Optimizer) -> Callable[..., Any]:

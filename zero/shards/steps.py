@@ -31,6 +31,9 @@ class Steps:
     def reduced(self, unit: Any) -> None:
         """The gradients of a unit or shard group are reduced, except of parameters that not all ranks have used."""
 
+    def join(self) -> None:
+        """Waits for the steps so far. Gradients that only other ranks have are added next."""
+
     def end(self, units: Collection[Any]) -> None:
         """The backward has ended, and all gradients are reduced."""
 

@@ -26,7 +26,7 @@ from zero._torch import has_values
 from zero.features.offload.memory import digest, pinned
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import params_of
-from zero.shards.home import DEVICE, Home, homes, only, unhooked
+from zero.shards.home import DEVICE, Home, homes, part_of, unhooked
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,7 @@ class Disk(Home):
             pages.madvise(mmap.MADV_DONTNEED)
 
     def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        with only(optimizer, params):
-            self.before_step(optimizer, params, closure=False)
+        self.before_step(part_of(optimizer, params), params, closure=False)
         self.stepped(optimizer, params)
 
     def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:

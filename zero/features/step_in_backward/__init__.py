@@ -4,11 +4,14 @@ only for optimizers whose step treats each element by itself).
 
 StepsOfOSS       shard groups of an OSS, at stage 2
 StepsOfUnits     units, by the user's optimizer, at stage 3
+
+Shards in the memory of the CPU are stepped in a thread beside backward (worker.py), which goes on launching kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, NoReturn
 from weakref import proxy, ref
 
@@ -19,6 +22,7 @@ from torch.optim import Optimizer
 
 from zero._torch import uncompiled
 from zero.checks.guard import guard_of
+from zero.features.step_in_backward.worker import Worker
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.fsdp.model import Model
@@ -95,11 +99,17 @@ class StepsInBackward(Steps):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.stepped = self._partly = False
+        self._worker = Worker()
         stepped_by[optimizer] = self
+
+    def join(self) -> None:
+        self._worker.join()
 
     def begin(self) -> None:
         """Begins a backward. Raises RuntimeError for a second one before step(), and after an interrupted one."""
         if self._partly:
+            with suppress(Exception):  # of steps beside the last backward
+                self.join()
             raise RuntimeError(
                 "an error ended the last backward after zero.step_in_backward had stepped some parameters. Load a "
                 "checkpoint to go on."
@@ -133,15 +143,20 @@ class StepsOfOSS(StepsInBackward):
 
     def reduced(self, group: ShardGroup) -> None:
         self._partly = True
-        with torch.no_grad():
-            self._oss.shards.step_group(self._oss.optim, group)
-        self._oss.shards.drop_gradients([group])
+        shards, optimizer = self._oss.shards, self._oss.optim
+
+        def step() -> None:
+            shards.step_group(optimizer, group)
+            shards.drop_gradients([group])
+
+        self._worker.run(step, beside=group.home.apart)
         increment_version([*group.params])  # so that autograd refuses tensors that it saved of them
 
     def end(self, units: Collection[ShardGroup]) -> None:
         for group in units:
             if any(self._oss.part(param).grad is not None for param in group.params):
                 self.reduced(group)
+        self.join()
         super().end(units)
 
     def step(self, run: Callable[..., Any], closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
@@ -203,17 +218,24 @@ class StepsOfUnits(StepsInBackward):
 
     def _step(self, unit: Unit) -> None:
         with_gradients = [param for param in unit.params if param.grad is not None]
-        if with_gradients:
-            unit.settle()
-            self._partly = True
-            with torch.no_grad():
-                self._guard.step(self._optimizer, with_gradients)
+        if not with_gradients:
+            return
+        self._partly = True
+        guard, optimizer = self._guard, self._optimizer
+
+        def step() -> None:
+            for group in unit.groups:
+                group.arrive()
+            guard.step(optimizer, with_gradients)
             for param in with_gradients:
                 param.grad = None
+
+        self._worker.run(step, beside=any(group.home.apart for group in unit.groups))
 
     def end(self, units: Collection[Unit]) -> None:
         """Steps the remaining parameters, when all units are at rest."""
         for unit in units:
             self._step(unit)
+        self.join()
         self._done.clear()
         super().end(units)
