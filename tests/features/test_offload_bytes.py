@@ -1,23 +1,28 @@
-"""Bytes between device and CPU in a settled step with CPUOffload, counted on the simulated GPU: those that the table in
-docs/memory.md has for this rank's shards, and nothing else."""
+"""Bytes between device and CPU in a settled step with CPUOffload, and bytes that the CPU then holds, counted on the
+simulated GPU: those that the tables in docs/memory.md have for this rank's shards, and nothing else."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.optim.adam as adam
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import Adam
 
 import zero
 from simulated.memory import AN_OPERATOR, FROM_CPU, NUMBERS, TO_CPU
 from simulated.scenarios import HALF, RANK, WORLD, sgd, step
 from simulated.world import Simulated, simulated
 
-WIDTH = 16
+WIDTH = 64
 NUMEL = WIDTH * WIDTH
 """Of each of the four parameters. Nothing is padded: a quarter of it ends where a shard may end."""
+OWNED = 4 * NUMEL // WORLD
 
 
 class Block(nn.Linear):
@@ -36,7 +41,7 @@ class Net(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.blocks(x.repeat(1, 2)))
+        return self.last(self.blocks(x.repeat(1, WIDTH // 8)))
 
 
 def crossed(there: Simulated, model: nn.Module, optimizer: Any) -> dict[str, int]:
@@ -57,8 +62,7 @@ def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_th
         optimizer = zero.OSS(module.parameters(), sgd, there.comm(RANK, WORLD), offload=zero.CPUOffload())
         model = zero.ShardedDDP(module, optimizer) if stage == 2 else module
         found, buckets = crossed(there, model, optimizer), len(optimizer.shard_groups)
-    owned = 4 * NUMEL // WORLD
-    assert found == {TO_CPU: 4 * owned, FROM_CPU: dtype.itemsize * owned, NUMBERS: buckets}
+    assert found == {TO_CPU: 4 * OWNED, FROM_CPU: dtype.itemsize * OWNED, NUMBERS: buckets}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options
         comm, offload = there.comm(RANK, WORLD), zero.CPUOffload()
         model = zero.FSDP(Net(), process_group=comm, auto_wrap_policy=policy, offload=offload, **options)
         found = crossed(there, model, sgd(model.parameters()))
-    assert found == {TO_CPU: 4 * 4 * NUMEL // WORLD, FROM_CPU: 4 * gathered * NUMEL // WORLD}
+    assert found == {TO_CPU: 4 * OWNED, FROM_CPU: 4 * gathered * NUMEL // WORLD}
 
 
 def test_an_operator_on_both_is_noticed():
@@ -91,3 +95,41 @@ def test_an_operator_on_both_is_noticed():
             param.data.mul_(0.9)
         step(module, optimizer)
         assert there.memory.crossed[AN_OPERATOR]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage):
+    """4 of what is stepped, 8 of Adam's state, and 4 of the gradient: at stage 1 only during the step."""
+    in_step: list[int] = []
+    optim = partial(Adam, foreach=True)
+
+    steps = adam.adam
+
+    def noted(*args: Any, **options: Any) -> None:
+        in_step.append(there.memory.on_cpu())
+        steps(*args, **options)
+
+    with simulated() as there, mock.patch.object(adam, "adam", noted):
+        comm, offload = there.comm(RANK, WORLD), zero.CPUOffload()
+        module: nn.Module = Net()
+        if stage == 3:
+            policy = ModuleWrapPolicy({Block})
+            model: nn.Module = zero.FSDP(module, process_group=comm, auto_wrap_policy=policy, offload=offload)
+            optimizer: Any = optim(model.parameters())
+        else:
+            optimizer = zero.OSS(module.parameters(), optim, comm, offload=offload)
+            model = zero.ShardedDDP(module, optimizer) if stage == 2 else module
+        step(model, optimizer)
+        optimizer.zero_grad()
+        at_rest = there.memory.on_cpu()
+        model(torch.ones(2, 8)).sum().backward()
+        before_step = there.memory.on_cpu()
+        in_step.clear()
+        optimizer.step()
+        after_step = there.memory.on_cpu()
+    few = 4096  # counts of steps, and a sample of gradients
+    assert 12 * OWNED <= at_rest < 12 * OWNED + few
+    gradients = 0 if stage == 1 else 4 * OWNED
+    for when in (before_step, after_step):
+        assert gradients <= when - at_rest < gradients + few
+    assert 16 * OWNED <= max(in_step) < 16 * OWNED + few

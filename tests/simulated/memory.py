@@ -93,6 +93,10 @@ class Memory(TorchDispatchMode):
     def is_in_host_memory(self, tensor: Tensor) -> bool:
         return self._block(tensor.untyped_storage()).home is None
 
+    def on_cpu(self) -> int:
+        """Returns the bytes of the tensors in the CPU's memory."""
+        return sum(block.nbytes for block in {*self._blocks.values()} if block.home is None)
+
     def access(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float, label: str) -> None:
         """Runs something on the current stream, or, where all is in the CPU's memory, on the host."""
         read, written = self._blocks_of(reads), self._blocks_of(writes)
