@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Empty: hundreds of processes need not compile zero and the tests again, whatever the user's own setting is.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help check test faults hosts fuzz matrix soak stages bench peers api clean
+.PHONY: help check test faults hosts gpu fuzz matrix soak stages bench peers api clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -40,6 +40,18 @@ hosts: $(READY)  ## Parity, faults and checkpoints as between hosts: no rank rea
 		tests/test_independent_weights.py tests/checkpoint tests/shards tests/oss tests/sdp tests/fsdp tests/checks tests/state \
 		tests/interop tests/features --ignore tests/features/test_host_memory.py --ignore tests/features/test_attach.py \
 		$(ARGS)
+
+# What a GPU may tell something about that the CPU does not, about 1,000 tests. READY= BIN=/usr/bin takes an installed
+# Python with torch and pytest-xdist instead of .venv.
+ON_GPUS := tests/comm/test_comm.py tests/test_parity.py tests/test_training.py tests/test_faults.py \
+	$(patsubst %,tests/oss/test_%.py,oss clip compressed scaler) \
+	$(patsubst %,tests/sdp/test_%.py,sharded_ddp sdp_options sdp_errors buffers indexed lifetimes) \
+	$(patsubst %,tests/fsdp/test_%.py,fsdp clip_grad_norm edges full_params mixed_precision prefetch reentry strategies \
+		summation) \
+	$(patsubst %,tests/features/test_%.py,offload oss_offload overlap penalty reads step_in_backward writes autocast int8 watchdog)
+
+gpu: $(READY)  ## The tests to which a GPU matters, on the GPUs of this machine, over NCCL; WORKERS=8 runs more at once
+	@ZERO_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -n $(or $(WORKERS),5) --dist worksteal $(ON_GPUS) $(ARGS)
 
 soak: $(READY)  ## 3,000 steps at every stage and transport: nothing grows; STEPS=10000 takes more
 	@ZERO_SOAK=$(or $(STEPS),3000) $(BIN)/pytest -q -s -p no:xdist tests/test_soak.py $(ARGS)

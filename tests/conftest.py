@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import gpus
 import ranks
 
 FOR_ALL = ["transformers.trainer", "peft", "accelerate", "sklearn.datasets", "torch._inductor.compile_fx"]
@@ -13,9 +14,12 @@ FOR_ALL = ["transformers.trainer", "peft", "accelerate", "sklearn.datasets", "to
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix: has more cases under `make matrix`, see matrix.py")
+    if gpus.problem():
+        raise pytest.UsageError(gpus.problem())
     if config.getoption("dist", "no") == "no":  # else xdist's workers run the tests
         whole = Path(__file__).parent in [Path(name).resolve() for name in config.args]
         ranks.start(*(FOR_ALL if whole else []))
+        gpus.take(0)
 
 
 def pytest_collection_finish() -> None:

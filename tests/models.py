@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+import gpus
 from zero.fsdp.fsdp import FSDP, running_model
 
 VOCABULARY, CONTEXT = 61, 12
@@ -70,7 +71,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(CONTEXT))
+        x = self.tokens(tokens) + self.positions(torch.arange(CONTEXT, device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -217,7 +218,7 @@ class Case:
         return self.build()
 
     def batch(self, rank: int, step: int) -> Batch:
-        return self.draw(torch.Generator().manual_seed(1000 * rank + step), rank, step)
+        return self.draw(gpus.generator(1000 * rank + step), rank, step)
 
 
 CASES = {

@@ -59,10 +59,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+import gpus
+
 SEED = 0
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # below a run's default timeout, so that Gloo gets to say whom it waited for
 REFUSALS = ("ValueError", "TypeError", "RuntimeError")  # where every rank was to raise it, nothing is under way,
 UNDER_WAY = ("out of step", "has stopped")  # but for errors that say this
+LONGEST = 90.0  # seconds that a run on GPUs may take, unless it asks for more
 GRACE = 5.0  # seconds left to the other ranks once one has failed: they most likely wait for it
 
 # torch imports _dynamo with the first optimizer, which takes longer than all the rest of a rank's start.
@@ -120,7 +123,8 @@ def run(
     bare: bool = False,
     fresh: bool = False,
 ) -> list[Any]:
-    """Calls `fn(rank, world, *args)` on every rank of a new Gloo group and returns the results by rank.
+    """Calls `fn(rank, world, *args)` on every rank of a new group and returns the results by rank: over Gloo, and over
+    NCCL for what is on a GPU (gpus.py).
 
     Tensors in arguments and results arrive as detached copies. With `bare`, one rank runs without any process group;
     with `fresh`, the processes are new ones and used for this run only. Raises RankError where a rank raised, died,
@@ -211,10 +215,11 @@ def refusal(call: Callable[[], Any]) -> str:
 class _Process:
     """One kept rank process, with the pipe to it and the file where it writes its stack."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, poses: bool) -> None:
+        """poses: as a host of its own (gpus.py)."""
         self.stack_file = _scratch(".stack")
         self.pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, self.stack_file), daemon=True)
+        self.process = _context.Process(target=_serve, args=(theirs, self.stack_file, poses), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -239,7 +244,8 @@ class _Process:
         return "\n".join(line for line in lines if not any(shard in line for shard in own))
 
 
-_kept: list[_Process] = []
+_kept: dict[bool, list[_Process]] = {False: [], True: []}
+"""By whether they pose as hosts of their own."""
 
 
 def _run(
@@ -257,8 +263,9 @@ def _run(
     store = None if bare else (_store().port, f"run {next(_serial)}")
     call = _dumps((fn, args))  # apart from the rest: to be read only once the rank has this process's sys.path
     start()
-    pool = [] if fresh else _kept
-    new = [_Process() for _ in range(world - len(pool))]
+    poses, timeout = gpus.shared(world), min(timeout * gpus.PATIENCE, max(timeout, LONGEST))
+    pool = [] if fresh else _kept[poses]
+    new = [_Process(poses=poses) for _ in range(world - len(pool))]
     pool += new
     processes = pool[:world]
     keep = False
@@ -325,7 +332,9 @@ def _scratch_folder() -> Path:
 # ------------------------------------------------------------------------------------------------- In a rank's process
 
 
-def _serve(pipe: Connection, stack_file: str) -> None:
+def _serve(pipe: Connection, stack_file: str, poses: bool) -> None:
+    if poses:
+        gpus.pose_as_a_host()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its ranks itself
     threading.Thread(target=_follow_parent, daemon=True).start()
     stack = open(stack_file, "w")  # noqa: SIM115 - the signal handlers write to it as long as the process lives
@@ -382,12 +391,13 @@ def _outcome(request: bytes) -> bytes:
         with warnings.catch_warnings():
             warnings.resetwarnings()
             warnings.filters.extend(filters)  # type: ignore[attr-defined]
+            gpus.take(rank)
             fn, args = pickle.loads(call)
             torch.manual_seed(SEED)
             if store is not None:
                 port, run = store
                 dist.init_process_group(
-                    "gloo",
+                    gpus.BACKEND,
                     store=dist.PrefixStore(run, _store_at(port)),
                     rank=rank,
                     world_size=world,
@@ -418,17 +428,18 @@ _SHORT.maxstring = _SHORT.maxother = 400
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as bytes: not as shared memory, without graph, and of a view no more than it shows."""
+    """Sends tensors as bytes: not as shared memory, without graph, and of a view no more than it shows. They come to
+    the receiver's own GPU if they were on a GPU."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             flat = value.detach().cpu().contiguous().reshape(-1)
-            return _tensor, (flat.view(torch.uint8).numpy(), value.dtype, value.shape)
+            return _tensor, (flat.view(torch.uint8).numpy(), value.dtype, value.shape, value.device.type)
         return NotImplemented
 
 
-def _tensor(data: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    return torch.from_numpy(data).view(dtype).reshape(shape)
+def _tensor(data: Any, dtype: torch.dtype, shape: torch.Size, device: str) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape).to(device)
 
 
 def _dumps(value: Any) -> bytes:

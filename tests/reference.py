@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+import gpus
 import zero
 from ranks import refusal as refusal
 
@@ -80,7 +81,7 @@ def built(make: Callable[[], nn.Module] = Net) -> nn.Module:
 
 def batch(rank: int, step: int) -> Tensor:
     """Different on every rank and in every step."""
-    generator = torch.Generator().manual_seed(1000 * rank + step)
+    generator = gpus.generator(1000 * rank + step)
     return torch.randn(6, FEATURES, generator=generator)
 
 
@@ -138,11 +139,15 @@ class MyAdam(torch.optim.Adam):
 
 
 def same(got: Any, expected: Any, where: str = "it") -> None:
-    """Asserts that two nests of dicts, lists, tensors and values are equal: types, dtypes, shapes, and every bit."""
+    """Asserts that two nests of dicts, lists, tensors and values are equal: types, dtypes, shapes, and every bit.
+
+    Tensors may be on different devices.
+    """
     if isinstance(expected, Tensor):
         assert isinstance(got, Tensor), f"{where} is a {type(got).__name__}, not a tensor"
         assert got.dtype == expected.dtype, f"{where} is {got.dtype}, not {expected.dtype}"
         assert got.shape == expected.shape, f"{where} is {list(got.shape)}, not {list(expected.shape)}"
+        got, expected = got.cpu(), expected.cpu()
         assert torch.equal(got, expected), f"{where} differs by at most {(got.float() - expected.float()).abs().max()}"
     elif isinstance(expected, dict):
         assert isinstance(got, dict), f"{where} is a {type(got).__name__}, not a dict"
@@ -157,6 +162,16 @@ def same(got: Any, expected: Any, where: str = "it") -> None:
     else:
         assert type(got) is type(expected), f"{where} is a {type(got).__name__}, not a {type(expected).__name__}"
         assert got == expected, f"{where} is {got}, not {expected}"
+
+
+def same_where_the_cpu_steps(got: Any, expected: Any, where: str = "it") -> None:
+    """As `same`; on GPUs within rounding, where the optimizer of one of the two steps on the CPU."""
+    if gpus.ON:
+        torch.testing.assert_close(
+            got, expected, rtol=1e-4, atol=1e-5, check_device=False, msg=lambda told: f"{where}: {told}"
+        )
+    else:
+        same(got, expected, where)
 
 
 def same_weights(got: nn.Module, expected: nn.Module) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+import gpus
 import zero
 
 Loss = Callable[[nn.Module], Tensor]
@@ -48,7 +49,8 @@ def on_mesh(world: int, options: dict[str, Any]) -> dict[str, Any]:
     if "replicas" not in options:
         return options
     replicas = options["replicas"]
-    told = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": init_device_mesh("cpu", (replicas, world // replicas))}
+    mesh = init_device_mesh(gpus.DEVICE, (replicas, world // replicas))
+    told = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}
     return told | {name: value for name, value in options.items() if name != "replicas"}
 
 
@@ -140,7 +142,8 @@ def side_by_side(model: nn.Module, options: dict[str, Any], optim: Any = sgd, *,
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """The same bits, or within `tolerance` of the largest value."""
+    """The same bits, or within `tolerance` of the largest value. Devices may differ."""
+    found = found.to(expected.device)
     if torch.equal(found, expected):
         return True
     return found.shape == expected.shape and bool((found - expected).abs().max() <= tolerance * expected.abs().max())
@@ -179,7 +182,7 @@ def average_gradients(model: nn.Module) -> None:
 
 def data(*shape: int, rank: int, step: int = 0, seed: int = 0) -> Tensor:
     """Normal numbers, others on each rank and at each step."""
-    generator = torch.Generator().manual_seed(10_000 * seed + 100 * rank + step)
+    generator = gpus.generator(10_000 * seed + 100 * rank + step)
     return torch.randn(*shape, generator=generator)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gpus
 import matrix
 import ranks
 from ranks import refusal
@@ -14,7 +15,7 @@ from transports import between_hosts, overlapping
 from zero.comm import Comm, Traffic, traffic
 
 WORLDS = [2, 3, 4]
-WAYS = ["reading", "gloo"]
+WAYS = ["nccl"] if gpus.ON else ["reading", "gloo"]
 LARGE = 70_000  # elements
 
 
@@ -34,7 +35,7 @@ def as_on(way):
 
 def numbers(rank, length, dtype, salt=0):
     """What rank `rank` has, on whatever rank it is asked for."""
-    generator = torch.Generator().manual_seed(100 * salt + rank)
+    generator = gpus.generator(100 * salt + rank)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(length, generator=generator, dtype=torch.complex64 if dtype.is_complex else None).to(dtype)
     return torch.randint(-1000, 1000, (length,), generator=generator).to(dtype)
@@ -95,6 +96,7 @@ def sent_to(rank, message, counts):
     return message.split(counts)[rank]
 
 
+@gpus.cpu_only("NCCL adds up in the order of its ring")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
 @ranks.on("world")
@@ -122,6 +124,7 @@ def test_reduce_gives_each_owner_the_sum_in_rank_order_and_leaves_what_was_sent(
                 assert_equal(message, original, f"{dtype} {lengths}: what was sent")
 
 
+@gpus.cpu_only("a kernel adds up in an order of its own")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @ranks.on(4)
@@ -447,6 +450,7 @@ def _host_group(rank, world):
     return told.item(), full.tolist(), own, refusal(lambda: comm.compare("the things", [f"a: {rank}"]))
 
 
+@gpus.cpu_only("Gloo stands for NCCL in this group, and sends nothing that is on a GPU")
 def test_ranks_of_a_group_for_gpus_alone_are_compared_all_the_same():
     first, second, outside = ranks.run(_host_group, 3)
     assert first == second == (1.0, [0.0, 1.0], ["0", "1"], first[3])

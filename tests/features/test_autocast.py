@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -50,7 +51,7 @@ def clip(model: nn.Module, optimizer: Any) -> None:
 
 
 def backwards(model: nn.Module, rank: int, step: int, order: str) -> None:
-    generator = torch.Generator().manual_seed(10 * step + rank)
+    generator = gpus.generator(10 * step + rank)
     dtype = next(model.parameters()).dtype
     batches = [torch.randn(4, 6, generator=generator).to(dtype) for _ in range(2)]
     with torch.no_grad():
@@ -67,15 +68,15 @@ def backwards(model: nn.Module, rank: int, step: int, order: str) -> None:
 
 
 def trained(rank: int, stage: int, dtype: torch.dtype, order: str) -> dict[str, Tensor]:
-    with torch.autocast("cpu", LOWER):
+    with torch.autocast(gpus.DEVICE, LOWER):
         model, optimizer = built(stage, dtype)
     for step in range(3):
-        with torch.autocast("cpu", LOWER):
+        with torch.autocast(gpus.DEVICE, LOWER):
             optimizer.zero_grad()
             backwards(model, rank, step, order)
             clip(model, optimizer)
             optimizer.step()
-    with torch.autocast("cpu", LOWER):
+    with torch.autocast(gpus.DEVICE, LOWER):
         if isinstance(optimizer, zero.OSS):
             optimizer.consolidate_state_dict(to=None)
         return zero.full_state_dict(model)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -133,7 +134,7 @@ def test_gradients_are_averages_of_what_was_quantised_and_a_quarter_of_the_bytes
     """Beside the average of all ranks' gradients in one process."""
     options: dict[str, Any] = {}
     if hybrid:
-        mesh = init_device_mesh("cpu", (2, world // 2))
+        mesh = init_device_mesh(gpus.DEVICE, (2, world // 2))
         options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}
     plain = blocks()
     for peer in range(world):
@@ -179,7 +180,7 @@ def test_half_the_bytes_of_16_bits_are_sent(rank, world):
 @ranks.on(2)
 def test_an_overflow_on_one_rank_skips_the_step_of_all(rank, world):
     model = wrapped(BOTH)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), zero.GradScaler("cpu", init_scale=4.0)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), zero.GradScaler(gpus.DEVICE, init_scale=4.0)
     before = zero.full_state_dict(model)
     scaler.scale(loss_of(model, rank) * (torch.inf if rank == 1 else 1)).backward()
     scaler.step(optimizer)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
+import gpus
 import matrix
 import ranks
 import zero
 from models import take_step
-from reference import at_stage, clip, same, weights
+from reference import at_stage, clip, same_where_the_cpu_steps, weights
 from sidebyside import data
 from zero.features.offload.memory import digest, pinned
 from zero.shards import masters
@@ -89,7 +90,7 @@ def beside_ddp(rank: int, world: int, stage: int, name: str, cut: str, offload: 
     expected = trained(rank, 0, optim)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         if number < 6:  # before clipping, which adds up the norm in another order
-            same(one, other, f"value {number}")
+            same_where_the_cpu_steps(one, other, f"value {number}")
         else:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -168,14 +169,15 @@ def test_parameters_of_16_bits_are_stepped_as_float32(rank, world, tmp_path, sta
             loss_of(model, rank, step).backward()
             clip(model, optimizer, 0.1)
             optimizer.step()
-        same(*(weights(model) for model, _ in pairs), f"step {step}")
+        same_where_the_cpu_steps(*(weights(model) for model, _ in pairs), f"step {step}")
     for _, optimizer in pairs:
         optimizer.consolidate_state_dict(to=None)
     states = [optimizer.state_dict()["state"] for _, optimizer in pairs]
     assert "master" in states[0][0] and states[0][0]["master"].dtype is torch.float32
-    same(*states, "the full state")
+    same_where_the_cpu_steps(*states, "the full state")
 
 
+@gpus.cpu_only("says what is without a GPU")
 @ranks.on(2)
 def test_without_a_gpu_shards_stay_where_they_are(rank, world):
     model = model_of()
@@ -201,7 +203,7 @@ def test_weights_that_are_written_between_steps_are_taken_over(rank, world, tmp_
                 for name, param in model.module.named_parameters():
                     param.data.copy_(other[name])
             take_step(optimizer, loss_of(model, rank, step))
-        same(*(weights(model) for model, _ in pairs), f"step {step}")
+        same_where_the_cpu_steps(*(weights(model) for model, _ in pairs), f"step {step}")
 
 
 @ranks.on(2)
@@ -211,7 +213,7 @@ def test_an_optimizer_that_is_not_elementwise_steps_all_at_once(rank, world, tmp
     for step in range(3):
         for model, optimizer in pairs:
             take_step(optimizer, loss_of(model, rank, step))
-        same(*(weights(model) for model, _ in pairs), f"step {step}")
+        same_where_the_cpu_steps(*(weights(model) for model, _ in pairs), f"step {step}")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -222,7 +224,7 @@ def test_losses_are_scaled_as_without(rank, world, tmp_path, stage):
         at_stage(stage, model_of(), OPTIMIZERS["sgd"], offload=offload)
         for offload in (zero.DiskOffload(tmp_path), None)
     ]
-    scalers = [zero.GradScaler("cpu", init_scale=4.0) for _ in pairs]
+    scalers = [zero.GradScaler(gpus.DEVICE, init_scale=4.0) for _ in pairs]
     for step in range(3):
         for (model, optimizer), scaler in zip(pairs, scalers, strict=True):
             optimizer.zero_grad()
@@ -232,7 +234,7 @@ def test_losses_are_scaled_as_without(rank, world, tmp_path, stage):
             optimizer.clip_grad_norm(0.1)
             scaler.step(optimizer)
             scaler.update()
-        same(*(weights(model) for model, _ in pairs), f"step {step}")
+        same_where_the_cpu_steps(*(weights(model) for model, _ in pairs), f"step {step}")
     assert [scaler.get_scale() for scaler in scalers] == [2.0, 2.0]
 
 
@@ -276,7 +278,8 @@ def test_checkpoints_go_from_files_to_memory_and_back(rank, world, tmp_path, bef
         zero.checkpoint.save(tmp_path / f"from {source}", *pairs[source])
         zero.checkpoint.load(tmp_path / f"from {source}", *pairs[target])
         for number in range(2, 5):
-            same(*(step(*pair, number) for pair in pairs.values()), f"from {source}: loss {number}")
+            losses = (step(*pair, number) for pair in pairs.values())
+            same_where_the_cpu_steps(*losses, f"from {source}: loss {number}")
 
 
 def resident(field: str) -> int:
@@ -299,6 +302,7 @@ def grown(rank: int, world: int, path: Path | None) -> float:
     return (resident("RssAnon") - before) / sum(param.numel() for param in model.parameters())
 
 
+@gpus.cpu_only("measures the memory of the host")
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc to see what is resident")
 def test_what_is_stepped_and_its_state_are_not_resident(tmp_path):
     """Parameters and gradients are, 8 bytes a parameter; Adam's state takes as much again in memory."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
+import gpus
 import ranks
 import zero
 from sidebyside import data
@@ -290,7 +291,7 @@ def test_kept_references_show_no_old_values(rank, world):
     for param in optimizer.param_groups[0]["params"]:
         if param.requires_grad:
             assert param.isnan().all() and param.data.isnan().all()
-            assert param.dtype == torch.float32 and param.device.type == "cpu"
+            assert param.dtype == torch.float32 and param.device.type == gpus.DEVICE
             if param.numel() > 1:
                 with pytest.raises(RuntimeError, match="single memory location"):
                     param.data.clamp_(-1, 1)
@@ -418,6 +419,7 @@ def test_nothing_is_left_on_the_module(rank, world):
     assert hooks == [own.id]
 
 
+@gpus.cpu_only("shows what is different over Gloo")
 @ranks.on(2)
 def test_over_gloo_the_step_waits(rank, world):
     """Where nothing is sent beside the computing, the step waits: what was kept can be read at once."""

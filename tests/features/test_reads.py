@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 import zero
 from sidebyside import SideBySide, data, sgd, stage_3
+from transports import overlapping
 
 WIDTH, WORDS = 8, 31
 
@@ -110,18 +112,23 @@ def test_reads_are_found_in_evaluation_too():
     ranks.run(train, args=(sgd, {}, True))
 
 
+@pytest.mark.parametrize("sends", [nullcontext, overlapping])
 @ranks.on(2)
-def test_other_methods_than_forward_find_the_parameters_of_the_modules_that_they_call(rank, world):
-    model, plain = zero.FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block})), Net()
-    with torch.no_grad():
+def test_other_methods_than_forward_find_the_parameters_of_the_modules_that_they_call(rank, world, sends):
+    """Also where units are gathered ahead: one that then does not run would not be what is written into it later."""
+    with sends(), torch.no_grad():
+        model, plain = zero.FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block})), Net()
         assert torch.equal(model.encode(tokens(rank)), plain.encode(tokens(rank)))
         assert torch.equal(model.generate(tokens(rank), 4), plain.generate(tokens(rank), 4))
         assert torch.equal(
             model.blocks[1].look(model.words(tokens(rank))), plain.blocks[1].look(plain.words(tokens(rank)))
         )
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
-    with model.summon_full_params(writeback=False), torch.no_grad():
-        assert torch.equal(model.generate(tokens(rank), 4), plain.generate(tokens(rank), 4))
+        assert all(group.full.untyped_storage().nbytes() == 0 for group in model.shard_groups)
+        for param in (*model.parameters(), *plain.parameters()):
+            param.mul_(1.5)
+        assert torch.equal(model(tokens(rank)), plain(tokens(rank)))
+        with model.summon_full_params(writeback=False):
+            assert torch.equal(model.generate(tokens(rank), 4), plain.generate(tokens(rank), 4))
 
 
 @ranks.on(2)

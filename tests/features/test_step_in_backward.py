@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Adafactor, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -251,7 +252,7 @@ def test_what_needs_all_gradients_is_refused(rank, world, stage):
 
     clip = model.clip_grad_norm_ if stage == "3" else optimizer.clip_grad_norm
     told["clip"] = ranks.refusal(lambda: clip(1.0))
-    scaler = zero.GradScaler("cpu")
+    scaler = zero.GradScaler(gpus.DEVICE)
     scaler.scale(torch.ones(()))
     told["scaler"] = ranks.refusal(lambda: scaler.unscale_(optimizer))
     told["no_sync"] = ranks.refusal(under_no_sync)

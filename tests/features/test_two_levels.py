@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Adam
 
+import gpus
 import ranks
 import zero
 from sidebyside import data
@@ -38,7 +39,7 @@ def net() -> nn.Sequential:
 def two_levels(inner: nn.Module, **options: Any) -> zero.FSDP:
     return zero.FSDP(
         inner,
-        device_mesh=init_device_mesh("cpu", (2, 2)),
+        device_mesh=init_device_mesh(gpus.DEVICE, (2, 2)),
         sharding_strategy="HYBRID_SHARD",
         optimizer_sharding="all",
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
@@ -240,7 +241,7 @@ def test_norms_are_of_all_gradients_once():
 
 @ranks.on(4, timeout=20)
 def test_what_has_no_two_levels_is_refused_on_every_rank(rank, world):
-    grid = init_device_mesh("cpu", (2, 2))
+    grid = init_device_mesh(gpus.DEVICE, (2, 2))
     tries: list[dict[str, Any]] = [
         {"optimizer_sharding": "all"},
         {"optimizer_sharding": "all", "sharding_strategy": "NO_SHARD"},

@@ -1,7 +1,7 @@
 """The watchdog: a rank that waits in vain, even in a wait for the device, is told within seconds who is missing.
 
 The first rank's view of all ranks is tested without any. On ranks, a wait for the device is an event that only aborting
-the transfers sets, as NCCL's abort ends the kernels that a host waits for.
+the transfers sets, as NCCL's abort ends the kernels that a host waits for. On GPUs (`make gpu`) NCCL itself is aborted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -21,8 +22,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import gpus
 import ranks
+import zero
 from transports import between_hosts, overlapping
 from zero.comm import Comm
 from zero.comm.order import Order
@@ -206,6 +211,7 @@ def outcomes(way: str) -> list[tuple[bool, str]]:
         return [outcome.value for rank, outcome in enumerate(error.outcomes) if rank != VICTIM]
 
 
+@gpus.cpu_only("an event stands for the wait for the device")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_host_that_waits_for_the_device_is_told_which_rank_is_missing(way):
     for ended, told in outcomes(way):
@@ -213,11 +219,61 @@ def test_a_host_that_waits_for_the_device_is_told_which_rank_is_missing(way):
         assert re.match(rf"RuntimeError: rank [02] failed in the gather of a unit: {WAYS[way][1]}", told), told
 
 
+@gpus.cpu_only("an event stands for the wait for the device")
 def test_a_host_that_waits_for_the_device_is_told_of_ranks_in_other_operations():
     for ended, told in outcomes("another operation"):
         assert ended, "the device still waits"
         assert re.search("rank 1 (is )?in another operation", told), told
         assert re.search("rank [02] (is )?in the gather of a unit", told), told
+
+
+SLIP = 4
+"""The step in which a rank goes wrong: those before have settled the schedule, so that no host waits for another."""
+
+SLIPS: dict[str, tuple[Any, str]] = {
+    "killed": (WAYS["killed"][0], r"rank [02] failed in .*unit.*: rank 1 of the group of 3 has stopped"),
+    "stopped": (WAYS["stopped"][0], r"rank [02] failed in .*unit.*: rank 1 of the group of 3 has not answered for"),
+    "skips a backward": (None, r"ranks are out of step: .*rank 1 (is )?in .*unit"),
+}
+
+
+def reads_its_losses(rank: int, world: int, way: str, timeout: float) -> None:
+    """Trains at stage 3. After each forward the host waits for the device, in which others may be waited for."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model = zero.FSDP(layers, process_group=group, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(SLIP + 3):
+        slips = rank == VICTIM and step == SLIP
+        if slips and way != "skips a backward":
+            SLIPS[way][0]()
+        loss = model(torch.randn(8, 64)).square().mean()
+        loss.item()
+        if slips:
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@gpus.gpu_only("over Gloo no host waits for a device")
+@pytest.mark.parametrize("way", SLIPS)
+def test_ranks_that_wait_for_the_gpu_end_with_an_error_that_names_rank_and_unit(way, monkeypatch):
+    """Not by SIGABRT: NCCL's own watchdog ends a process at the time-out."""
+    monkeypatch.setattr(ranks, "GRACE", 20.0)
+    with pytest.raises(ranks.RankError) as raised:
+        ranks.run(reads_its_losses, 3, args=(way, 10.0), fresh=True)
+    for rank, outcome in enumerate(raised.value.outcomes):
+        if rank != VICTIM:
+            assert "RuntimeError" in outcome.types, f"{outcome.verdict}\n{outcome.detail}"
+            assert re.search(SLIPS[way][1], outcome.message), outcome.message
+
+
+def within_five_seconds(condition: Callable[[], Any]) -> bool:
+    until = time.monotonic() + 5
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return bool(condition())
 
 
 @ranks.on(2)
@@ -227,15 +283,12 @@ def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
         comm = Comm(group)
         comm.agree(0)
         order = comm._order
-        assert loop.sockets
+        assert within_five_seconds(lambda: loop.sockets), "not connected"
         dist.barrier()
         dist.destroy_process_group(group)
         del group, comm
         gc.collect()
-    until = time.monotonic() + 5
-    while loop.sockets and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not loop.sockets
+    assert within_five_seconds(lambda: not loop.sockets), "still connected"
     assert order.broken is None
 
 
@@ -244,11 +297,8 @@ def test_a_forked_process_holds_no_connection_open(rank, world):
     """Such as a worker of a DataLoader, which may outlive a rank that was killed."""
     with between_hosts():
         Comm().agree(0)
-        until = time.monotonic() + 5
-        while not loop.sockets and time.monotonic() < until:
-            time.sleep(0.01)
+        assert within_five_seconds(lambda: loop.sockets), "not connected"
         numbers = [one.fileno() for one in loop.sockets]
-        assert numbers
         child = os.fork()
         if not child:
             held = [os.readlink(f"/proc/self/fd/{number}") for number in numbers]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
+import gpus
 import ranks
 import zero
 from models import OPTIMIZERS, take_step
@@ -184,7 +185,7 @@ def test_four_ranks_agree_with_one_process_on_the_whole_batch(rank, world):
     for step in range(4):
         take_step(optimizer, loss_on(model, batch(rank, step)))
     assert_weights(model, on_the_whole_batch(world, 4), 5e-6)
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(gpus.DEVICE, (2, 2))
     hybrid = zero.FSDP(Model(), as_one_unit=[Mixture], sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
     train(rank, world, hybrid, tolerance=2e-6)
 

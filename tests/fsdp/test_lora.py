@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
+import gpus
 import ranks
 import sidebyside
 import zero
@@ -79,7 +80,7 @@ STAGES: dict[str, dict[str, Any]] = {
 def side_by_side(model: nn.Module, stage: str, optim: Any = sgd, tolerance: float = 0.0) -> SideBySide:
     options = dict(STAGES[stage])
     if stage == "hybrid":
-        options["device_mesh"] = init_device_mesh("cpu", (1, 2))
+        options["device_mesh"] = init_device_mesh(gpus.DEVICE, (1, 2))
     return sidebyside.side_by_side(model, options, optim, tolerance=tolerance)
 
 

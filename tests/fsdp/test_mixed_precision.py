@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
+import gpus
 import ranks
 import zero
 from models import OPTIMIZERS, take_step
@@ -221,7 +222,7 @@ def test_with_every_strategy_and_partition(options):
 @ranks.on(4)
 def test_four_ranks_add_up_in_float32(rank, world):
     as_emulated(rank, world, POLICIES["bf16"], {}, optims=("sgd",))
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(gpus.DEVICE, (2, 2))
     hybrid = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}
     as_emulated(rank, world, POLICIES["bf16"], hybrid, optims=("sgd",), groups=2)
 
@@ -446,7 +447,7 @@ def scaled(rank: int, world: int, scaler_of: Any, how: str, optim: str) -> list[
     emulated = Emulated(world, precision, optim)
     model = zero.FSDP(Net(), mixed_precision=precision)
     optimizer = OPTIMIZERS[optim](model.parameters())
-    scaler = scaler_of("cpu", init_scale=SCALE, growth_interval=100)
+    scaler = scaler_of(gpus.DEVICE, init_scale=SCALE, growth_interval=100)
     scales = []
     for step in range(5):
         batches = [[loss_on(one, step)] for one in range(world)]
@@ -496,12 +497,12 @@ def under_autocast(rank: int, world: int) -> list[float]:
     torch.manual_seed(0)
     model = zero.FSDP(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    scaler = torch.amp.GradScaler(gpus.DEVICE, init_scale=2.0**24)
     before, scales = zero.full_state_dict(model), []
     while scaler.get_scale() not in scales:  # until a step is taken
         assert same(zero.full_state_dict(model), before)
         scales.append(scaler.get_scale())
-        with torch.autocast("cpu", FP16):
+        with torch.autocast(gpus.DEVICE, FP16):
             loss = (model(0.01 * data(4, 32, rank=rank)).float() - 1).square().mean()
         optimizer.zero_grad()
         scaler.scale(loss).backward()

@@ -16,6 +16,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import SGD
 
+import gpus
 import ranks
 from sidebyside import side_by_side
 from stacks import WIDTH, Block, Scenarios, Stack, batch, loss_on, steps
@@ -170,7 +171,7 @@ def under_autocast(rank, world, options):
     both = side_by_side(Twice(), options)
 
     def loss(model, step):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(gpus.DEVICE, torch.bfloat16):
             output = model(batch(rank, step))
         return output.float().square().mean()
 

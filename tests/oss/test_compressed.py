@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -48,7 +49,7 @@ def test_others_get_rounded_values_and_the_owner_keeps_its_precision(rank, world
     expected = optim(plain.parameters(), **options)
     frozen = model.frozen.detach().clone()
     for step in range(4):
-        generator = torch.Generator().manual_seed(step)
+        generator = gpus.generator(step)
         for param, other in zip(model.parameters(), plain.parameters(), strict=True):
             if param.requires_grad:
                 param.grad = torch.randn(param.shape, generator=generator)
@@ -280,7 +281,8 @@ def test_gradients_are_quantised_and_averaged_in_float32(rank, world, dtype, byt
 def test_an_overflow_survives_quantising_and_skips_the_step(rank, world):
     model = layers()
     optimizer = zero.OSS(model.parameters(), SGD, lr=0.1, broadcast_fp16=zero.Int8())
-    wrapped, scaler = zero.ShardedDDP(model, optimizer, reduce_fp16=zero.Int8()), zero.GradScaler("cpu", init_scale=4.0)
+    wrapped = zero.ShardedDDP(model, optimizer, reduce_fp16=zero.Int8())
+    scaler = zero.GradScaler(gpus.DEVICE, init_scale=4.0)
     before = [param.detach().clone() for param in model.parameters()]
     scaler.scale(loss_of(wrapped, rank, 0) * (torch.inf if rank == 1 else 1)).backward()
     scaler.step(optimizer)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -189,7 +190,7 @@ def test_float16_parameters_with_masters_are_trained_with_a_loss_scale(rank, wor
     With a scale of 1 the numbers are those without; an infinite gradient skips the step.
     """
     expected, model, optimizer = start(world, stage, "even", "sgd", torch.float16)
-    scaler = zero.GradScaler("cpu", init_scale=1.0)
+    scaler = zero.GradScaler(gpus.DEVICE, init_scale=1.0)
     for number in range(4):
         optimizer.zero_grad()
         loss = loss_of(model, rank, number)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -77,13 +78,13 @@ def _skips(rank, world, kind, stage, partition, make, name):
         unscaled = built_at(0, make, optim, partition, options)
         losses, _ = train(rank, *unscaled, skips=None if spoiler is None else BAD)
         plain = built_at(0, make, optim, partition, options)
-        assert train(rank, *plain, torch.amp.GradScaler("cpu", **SCALE), spoiler=spoiler)[0] == losses
+        assert train(rank, *plain, torch.amp.GradScaler(gpus.DEVICE, **SCALE), spoiler=spoiler)[0] == losses
         expected_scales = [256.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0]
         if spoiler is not None:
             expected_scales = [256.0, 512.0, 256.0, 256.0, 512.0, 512.0]
 
         model, optimizer = built_at(stage, make, optim, partition, options)
-        scaler = (zero if kind == "zero" else torch.amp).GradScaler("cpu", **SCALE)
+        scaler = (zero if kind == "zero" else torch.amp).GradScaler(gpus.DEVICE, **SCALE)
         told = train(rank, model, optimizer, scaler, spoiler=spoiler)
         assert told == (losses, expected_scales), f"with an infinite gradient on rank {spoiler}"
         same(zero.full_state_dict(model), zero.full_state_dict(plain[0]), "weights")
@@ -104,8 +105,8 @@ def test_a_rank_that_owns_no_gradient_skips_and_steps_as_the_others(kind, stage)
 def test_gradients_may_be_clipped_between_unscale_and_step(rank, world, stage):
     optim, options = OPTIMIZERS["sgd"]
     plain, sharded = (built_at(at, two_layers, optim, "even", options) for at in (0, stage))
-    expected = train(rank, *plain, torch.amp.GradScaler("cpu", **SCALE), spoiler=1, clipped=True)
-    losses, scales = train(rank, *sharded, zero.GradScaler("cpu", **SCALE), spoiler=1, clipped=True)
+    expected = train(rank, *plain, torch.amp.GradScaler(gpus.DEVICE, **SCALE), spoiler=1, clipped=True)
+    losses, scales = train(rank, *sharded, zero.GradScaler(gpus.DEVICE, **SCALE), spoiler=1, clipped=True)
     assert scales == expected[1]
     assert losses == pytest.approx(expected[0], rel=1e-6)
 
@@ -115,11 +116,11 @@ def test_its_state_is_that_of_torchs_own(rank, world):
     """What is saved loads into torch's own, and the other way round."""
     optim, options = OPTIMIZERS["sgd"]
     model, optimizer = built_at(2, two_layers, optim, "even", options)
-    scaler = zero.GradScaler("cpu", **SCALE)
+    scaler = zero.GradScaler(gpus.DEVICE, **SCALE)
     train(rank, model, optimizer, scaler, spoiler=0)
-    other = torch.amp.GradScaler("cpu")
+    other = torch.amp.GradScaler(gpus.DEVICE)
     other.load_state_dict(scaler.state_dict())
-    again = zero.GradScaler("cpu")
+    again = zero.GradScaler(gpus.DEVICE)
     again.load_state_dict(other.state_dict())
     assert again.state_dict() == scaler.state_dict()
     assert again.get_scale() == 512.0
@@ -131,7 +132,7 @@ def test_disabled_it_does_nothing(rank, world, stage):
     optim, options = OPTIMIZERS["sgd"]
     plain, sharded = (built_at(at, two_layers, optim, "even", options) for at in (0, stage))
     losses, _ = train(rank, *plain)
-    assert train(rank, *sharded, zero.GradScaler("cpu", enabled=False)) == (losses, [1.0] * STEPS)
+    assert train(rank, *sharded, zero.GradScaler(gpus.DEVICE, enabled=False)) == (losses, [1.0] * STEPS)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -140,7 +141,7 @@ def test_three_ranks_agree_on_what_is_skipped(rank, world, stage):
     """Gradients are added up in another order than by Gloo's all-reduce."""
     optim, options = OPTIMIZERS["sgd"]
     plain, sharded = (built_at(at, two_layers, optim, "even", options) for at in (0, stage))
-    expected = train(rank, *plain, torch.amp.GradScaler("cpu", **SCALE), spoiler=2)
-    losses, scales = train(rank, *sharded, zero.GradScaler("cpu", **SCALE), spoiler=2)
+    expected = train(rank, *plain, torch.amp.GradScaler(gpus.DEVICE, **SCALE), spoiler=2)
+    losses, scales = train(rank, *sharded, zero.GradScaler(gpus.DEVICE, **SCALE), spoiler=2)
     assert scales == expected[1]
     assert losses == pytest.approx(expected[0], rel=1e-5)

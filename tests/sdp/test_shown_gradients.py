@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gpus
 import matrix
 import ranks
 from models import OPTIMIZERS
@@ -56,7 +57,7 @@ def norm_of_data(model: nn.Module, optimizer: Any) -> None:
 
 
 def unscale_by_torch(model: nn.Module, optimizer: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(gpus.DEVICE)
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
 

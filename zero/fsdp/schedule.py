@@ -132,11 +132,16 @@ class Schedule:
             comm.begin_schedule(together=comm is self._model.comms[0])  # among the first all forwards gather
 
     def _note_order(self, unit: Unit) -> None:
-        """Remembers which unit follows which, and launches the all-gather of the one that followed last time."""
+        """Remembers which unit follows which, and launches the all-gather of the one that followed last time.
+
+        Only within a forward of the whole model, at whose end it is resharded if it did not run. After another method
+        it would stay, and a later forward would not read what was written into its shards meanwhile.
+        """
         if unit is not self._root and unit is not self._last_entered:
             self._last_entered.after, unit.before = unit, self._last_entered
         self._last_entered = unit
-        if unit.after is not None and self._model.prefetch.forward_prefetch:
+        whole = self._root in self.running and self._root.entry_module is None
+        if whole and unit.after is not None and self._model.prefetch.forward_prefetch:
             unit.after.unshard(ahead=True)
 
     def also_unshard(self, other: Unit) -> Unit:

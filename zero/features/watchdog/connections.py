@@ -63,12 +63,13 @@ class Connections:
         with suppress(OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError):
             opening = asyncio.open_connection(host, port, limit=_LONGEST)
             reader, writer = await asyncio.wait_for(opening, _SECONDS)
-            writer.write(f"{self._nonce} {self._rank}\n".encode())
-            answer = await asyncio.wait_for(reader.readline(), _SECONDS)
-            if answer.decode().strip() != self._nonce:
+            try:
+                writer.write(f"{self._nonce} {self._rank}\n".encode())
+                answer = await asyncio.wait_for(reader.readline(), _SECONDS)
+                if answer.decode().strip() == self._nonce:
+                    await self._follow(0, reader, writer)
+            finally:
                 writer.close()
-                return
-            await self._follow(0, reader, writer)
 
     def send(self, message: Message) -> None:
         """Sends a message to the first rank, or from it to all others that are connected."""
