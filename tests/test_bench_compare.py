@@ -131,11 +131,49 @@ def test_wires_take_as_long_as_their_bytes_at_the_bandwidth(tmp_path):
     assert (tmp_path / "wires.png").exists()
 
 
+def run_offload(rank: int, world: int, folder: str) -> dict[str, dict[str, float]]:
+    """The script, whose rank is this process, and one step of each that a GPU would train."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import launch
+    import offload
+    import offloaded
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    here = launch.Rank(0, 1, torch.device("cpu"), tick=lambda: None)
+    command = f"offload.py --parameters 3e3 --threads 1 --turns 2 --out {folder}"
+    with (
+        mock.patch.object(offload, "run_ranks", lambda work, world: [work(here)]),
+        mock.patch.object(sys, "argv", command.split()),
+        contextlib.redirect_stdout(None),
+        contextlib.suppress(SystemExit),  # it may be slow
+    ):
+        offload.main()
+    settings = offloaded.Settings(
+        1, 0.0, tokens=128, layers=1, width=32, compile=False, reduce_dtype="float32", steps=1
+    )
+    with offloaded.Crossings() as crossed:
+        torch.ones(4).to("meta").copy_(torch.ones(4))
+    assert (crossed.down, crossed.up) == (0, 32)
+    return {title: offloaded.measure_training(title, settings, here) for title in offloaded.CONTESTANTS}
+
+
+def test_the_step_of_offloaded_shards_is_measured_beside_a_copy(tmp_path):
+    [trained] = ranks.run(run_offload, 1, (str(tmp_path),), bare=True, fresh=True)
+    written = json.loads((tmp_path / "offload.json").read_text())
+    assert [*written["steps"]] == ["copy", "torch's fused AdamW", "zero, with casts", "zero, float32 gradients"]
+    for title, taken in written["taken_ms"].items():
+        assert len(taken) == 2 and written["steps"][title]["ms"] > 0
+    assert written["steps"]["copy"]["to_copy"] == 1
+    assert "training" not in written
+    assert len(trained) == 6
+    assert all(found["down"] == found["up"] == 0 < found["backward_ms"] for found in trained.values())
+
+
 def test_results_go_where_git_ignores_them():
     ignored = (BENCHMARKS.parent / ".gitignore").read_text().splitlines()
     assert "/benchmarks/out/" in ignored
     assert not any(line.startswith("!") for line in ignored)
-    for script in ("stages.py", "peers.py", "wires.py"):
+    for script in ("stages.py", "peers.py", "wires.py", "offload.py"):
         assert 'OUT = Path(__file__).parent / "out"' in (BENCHMARKS / script).read_text()
 
 

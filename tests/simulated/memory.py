@@ -9,6 +9,7 @@ A storage that was shrunk to nothing cannot be read or written, and once it has 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ Accesses = dict[Stream, int]
 
 READS_NOTHING = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 NO_ACCESS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "set_", "resize_", "is_pinned")
+
+TO_CPU, FROM_CPU, NUMBERS, AN_OPERATOR = "to the CPU", "from the CPU", "numbers read", "read by an operator on both"
 
 
 class Race(AssertionError):
@@ -46,7 +49,7 @@ class Block:
 
 
 class Memory(TorchDispatchMode):
-    """seconds: what an operator costs, given its arguments."""
+    """seconds: what an operator costs, given its arguments. `crossed`: bytes between device and CPU, by how."""
 
     def __init__(self, device: Device, seconds: Callable[[Any, Sequence[Any]], float] = lambda *_: 0.0) -> None:
         super().__init__()
@@ -54,6 +57,7 @@ class Memory(TorchDispatchMode):
         self._blocks: dict[ref[torch.UntypedStorage], Block] = {}
         self._freed: dict[Stream, list[Block]] = {}
         self._paused = False
+        self.crossed: Counter[str] = Counter()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -88,6 +92,10 @@ class Memory(TorchDispatchMode):
 
     def is_in_host_memory(self, tensor: Tensor) -> bool:
         return self._block(tensor.untyped_storage()).home is None
+
+    def on_cpu(self) -> int:
+        """Returns the bytes of the tensors in the CPU's memory."""
+        return sum(block.nbytes for block in {*self._blocks.values()} if block.home is None)
 
     def access(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float, label: str) -> None:
         """Runs something on the current stream, or, where all is in the CPU's memory, on the host."""
@@ -129,6 +137,7 @@ class Memory(TorchDispatchMode):
 
     def _note(self, name: str, reads: list[Tensor], writes: list[Tensor], args: Any, kwargs: Any, func: Any) -> None:
         waits = name in ("_local_scalar_dense", "equal") and not all(map(self.is_in_host_memory, reads))
+        self._count(name, reads, writes, number_is_read=waits)
         if name == "copy_" and self.is_in_host_memory(args[0]) and not self.is_in_host_memory(args[1]):
             if args[1].dim():
                 waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
@@ -137,6 +146,17 @@ class Memory(TorchDispatchMode):
         self.access(name, [*reads, *(one for one in writes if name != "copy_")], writes, self._seconds(func, args), "")
         if waits:
             self._device.host.join(self._device.current_stream().clock)
+
+    def _count(self, name: str, reads: list[Tensor], writes: list[Tensor], *, number_is_read: bool) -> None:
+        """A number in the CPU's memory goes along with a launch."""
+        on_host = self.is_in_host_memory
+        if number_is_read:
+            self.crossed[NUMBERS] += sum(tensor.nbytes for tensor in reads)
+        elif name == "copy_":
+            if reads[0].dim() and on_host(reads[0]) != on_host(writes[0]):
+                self.crossed[TO_CPU if on_host(writes[0]) else FROM_CPU] += reads[0].nbytes
+        elif len({on_host(tensor) for tensor in (*reads, *writes) if tensor.dim()}) > 1:
+            self.crossed[AN_OPERATOR] += sum(tensor.nbytes for tensor in reads)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

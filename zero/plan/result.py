@@ -27,8 +27,8 @@ class Cost:
         optimizer's state with masters.
     peak: the most bytes at any time.
     sent: the bytes that the rank sends. Buffers are counted as the first rank sends them, before each forward.
-    host: what offload keeps in the host's memory, or in files: shards, their gradients and the optimizer's state. The
-        other figures do not include it.
+    host: what offload keeps in the host's memory, or in files: shards, their gradients (at stage 1 only during a step)
+        and the optimizer's state. The other figures do not include it.
     """
 
     stage: str

@@ -202,10 +202,19 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
         loss.backward()
         del loss
     held = resident(built.model, built.groups, [built.optimizer])
+    held["host"] += _brought_by_step(built.optimizer)
     if held["gradients"] + held["host"]:
         built.optimizer.step()
     built.optimizer.zero_grad()
     return held
+
+
+def _brought_by_step(optimizer: Optimizer) -> int:
+    """Bytes of gradients that a step brings to the host: of shards at stage 1, where `param.grad` is full before."""
+    if not isinstance(optimizer, OSS) or optimizer.gradients_arrive_sharded:
+        return 0
+    brought = (shard for param, shard in optimizer.shards.items() if full_gradient(param) is not None)
+    return sum(shard.nbytes for shard in filter(on_host, brought))
 
 
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:

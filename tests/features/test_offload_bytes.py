@@ -1,0 +1,135 @@
+"""Bytes between device and CPU in a settled step with CPUOffload, and bytes that the CPU then holds, counted on the
+simulated GPU: those that the tables in docs/memory.md have for this rank's shards, and nothing else."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.optim.adam as adam
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import Adam
+
+import zero
+from simulated.memory import AN_OPERATOR, FROM_CPU, NUMBERS, TO_CPU
+from simulated.scenarios import HALF, RANK, WORLD, sgd, step
+from simulated.world import Simulated, simulated
+
+WIDTH = 64
+NUMEL = WIDTH * WIDTH
+"""Of each of the four parameters. Nothing is padded: a quarter of it ends where a shard may end."""
+OWNED = 4 * NUMEL // WORLD
+
+
+class Block(nn.Linear):
+    """A unit at stage 3."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+
+class Net(nn.Module):
+    """Three blocks, and a parameter of the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(x.repeat(1, WIDTH // 8)))
+
+
+def crossed(there: Simulated, model: nn.Module, optimizer: Any) -> dict[str, int]:
+    """Bytes of one step after three."""
+    for _ in range(3):
+        step(model, optimizer)
+    there.memory.crossed.clear()
+    step(model, optimizer)
+    return dict(there.memory.crossed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_the_parameters(stage, dtype):
+    """Gradients leave in float32 also where the parameters have 16 bits."""
+    with simulated() as there:
+        module = Net().to(dtype)
+        optimizer = zero.OSS(module.parameters(), sgd, there.comm(RANK, WORLD), offload=zero.CPUOffload())
+        model = zero.ShardedDDP(module, optimizer) if stage == 2 else module
+        found, buckets = crossed(there, model, optimizer), len(optimizer.shard_groups)
+    assert found == {TO_CPU: 4 * OWNED, FROM_CPU: dtype.itemsize * OWNED, NUMBERS: buckets}
+
+
+@pytest.mark.parametrize(
+    ("options", "gathered"),
+    [
+        ({}, 2 * 2 + 2),  # the block that ran last, and the root unit, stay unsharded for backward
+        ({"mixed_precision": HALF}, 2 * 2 + 2),
+        ({"reshard_after_forward": False}, 4),
+    ],
+    ids=["float32", "16 bits", "kept"],
+)
+def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options, gathered):
+    """In float32 also where the device computes in 16 bits. gathered: units, some of them twice."""
+    with simulated() as there:
+        policy = ModuleWrapPolicy({Block})
+        comm, offload = there.comm(RANK, WORLD), zero.CPUOffload()
+        model = zero.FSDP(Net(), process_group=comm, auto_wrap_policy=policy, offload=offload, **options)
+        found = crossed(there, model, sgd(model.parameters()))
+    assert found == {TO_CPU: 4 * OWNED, FROM_CPU: 4 * gathered * NUMEL // WORLD}
+
+
+def test_an_operator_on_both_is_noticed():
+    """On a GPU it would raise, or copy: what is compared after a step, as weights that were loaded."""
+    with simulated() as there:
+        module = Net()
+        optimizer = zero.OSS(module.parameters(), sgd, there.comm(RANK, WORLD), offload=zero.CPUOffload())
+        step(module, optimizer)
+        there.memory.crossed.clear()
+        for param in module.parameters():
+            param.data.mul_(0.9)
+        step(module, optimizer)
+        assert there.memory.crossed[AN_OPERATOR]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage):
+    """4 of what is stepped, 8 of Adam's state, and 4 of the gradient: at stage 1 only during the step."""
+    in_step: list[int] = []
+    optim = partial(Adam, foreach=True)
+
+    steps = adam.adam
+
+    def noted(*args: Any, **options: Any) -> None:
+        in_step.append(there.memory.on_cpu())
+        steps(*args, **options)
+
+    with simulated() as there, mock.patch.object(adam, "adam", noted):
+        comm, offload = there.comm(RANK, WORLD), zero.CPUOffload()
+        module: nn.Module = Net()
+        if stage == 3:
+            policy = ModuleWrapPolicy({Block})
+            model: nn.Module = zero.FSDP(module, process_group=comm, auto_wrap_policy=policy, offload=offload)
+            optimizer: Any = optim(model.parameters())
+        else:
+            optimizer = zero.OSS(module.parameters(), optim, comm, offload=offload)
+            model = zero.ShardedDDP(module, optimizer) if stage == 2 else module
+        step(model, optimizer)
+        optimizer.zero_grad()
+        at_rest = there.memory.on_cpu()
+        model(torch.ones(2, 8)).sum().backward()
+        before_step = there.memory.on_cpu()
+        in_step.clear()
+        optimizer.step()
+        after_step = there.memory.on_cpu()
+    few = 4096  # counts of steps, and a sample of gradients
+    assert 12 * OWNED <= at_rest < 12 * OWNED + few
+    gradients = 0 if stage == 1 else 4 * OWNED
+    for when in (before_step, after_step):
+        assert gradients <= when - at_rest < gradients + few
+    assert 16 * OWNED <= max(in_step) < 16 * OWNED + few
