@@ -61,7 +61,7 @@ def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_th
         module = Net().to(dtype)
         optimizer = zero.OSS(module.parameters(), sgd, there.comm(RANK, WORLD), offload=zero.CPUOffload())
         model = zero.ShardedDDP(module, optimizer) if stage == 2 else module
-        found, buckets = crossed(there, model, optimizer), len(optimizer.shard_groups)
+        found, buckets = crossed(there, model, optimizer), len(optimizer.shards.shard_groups)
     assert found == {TO_CPU: 4 * OWNED, FROM_CPU: dtype.itemsize * OWNED, NUMBERS: buckets}
 
 

@@ -211,7 +211,7 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
 
 def _brought_by_step(optimizer: Optimizer) -> int:
     """Bytes of gradients that a step brings to the host: of shards at stage 1, where `param.grad` is full before."""
-    if not isinstance(optimizer, OSS) or optimizer.gradients_arrive_sharded:
+    if not isinstance(optimizer, OSS) or optimizer.gradients.arrive_sharded:
         return 0
     brought = (shard for param, shard in optimizer.shards.items() if full_gradient(param) is not None)
     return sum(shard.nbytes for shard in filter(on_host, brought))
