@@ -3,13 +3,14 @@ FSDP2 on the same mesh and one process with the whole batch."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -17,6 +18,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel import loss_parallel as parallel_loss
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from tests import ranks
@@ -144,7 +147,7 @@ def with_fsdp2(rank: int, optimizer: str, *, clip: float | None = None, **how: A
     fully_shard(model, mesh=mesh["dp"])
     optim = OPTIMIZERS[optimizer](model.parameters())
     for tokens, targets in batches(mesh["dp"].get_local_rank()):
-        train_one(model, tokens, targets, loss=how.get("loss", False)).backward()
+        loss_of(model(tokens), targets).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optim.step()
@@ -152,5 +155,163 @@ def with_fsdp2(rank: int, optimizer: str, *, clip: float | None = None, **how: A
     return full(model.state_dict())
 
 
-def train_one(model: nn.Module, tokens: Tensor, targets: Tensor, *, loss: bool = False) -> Tensor:
-    return loss_of(model(tokens), targets)
+def train(model: nn.Module, optim: torch.optim.Optimizer, rank: int, *, steps: int = 3) -> None:
+    for tokens, targets in batches(rank, steps):
+        loss_of(model(tokens), targets).backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def whole_states(plain: dict[str, Any]) -> list[tuple[int, str, Tensor]]:
+    return [(n, key, value) for n, state in plain["state"].items() for key, value in sorted(state.items())]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=True), mesh, "Adam")
+    train(model, optim, dp)
+    plain = Model()
+    adam = OPTIMIZERS["Adam"](plain.parameters())
+    train(plain, adam, None)  # type: ignore[arg-type]
+    weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optim)
+    close(weights, plain.state_dict())
+    for (n, key, found), (m, other, expected) in zip(whole_states(state), whole_states(adam.state_dict()), strict=True):
+        assert (n, key) == (m, other)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+    assert bool(zero.full_state_dict(model, to=0)) == (dp == tp == 0)
+    assert bool(zero.full_optimizer_state_dict(model, optim, to=0)) == (dp == tp == 0)
+    assert zero.count_parameters(model).all == sum(param.numel() for param in plain.parameters())
+
+    again, optimizer = wrapped(
+        5 - stage, parallel(Model(), mesh["tp"], sequence=True), mesh, "Adam"
+    )  # at the other stage
+    zero.load_full_state_dict(again, weights)
+    zero.load_full_optimizer_state_dict(again, optimizer, state)
+    for one, its in ((model, optim), (again, optimizer), (plain, adam)):
+        train(one, its, None if one is plain else dp, steps=2)  # type: ignore[arg-type]
+    close(zero.full_state_dict(model), plain.state_dict())
+    close(zero.full_state_dict(again), plain.state_dict())
+    unwrapped = zero.unwrap(model)
+    assert isinstance(unwrapped.out.weight, DTensor)
+    close(full(unwrapped.state_dict()), plain.state_dict())
+    again.load_state_dict(unwrapped.state_dict())  # DTensors load as well
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0])
+@ranks.on(4)
+def test_norms_count_each_element_once(rank: int, world: int, stage: int, norm_type: float) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=True), mesh, "SGD")
+    plain = Model()
+    for (tokens, targets), (x, y) in zip(batches(mesh["dp"].get_local_rank()), batches(None), strict=True):
+        loss_of(model(tokens), targets).backward()
+        loss_of(plain(x), y).backward()
+        found = zero.clip_grad_norm_(model, optim, 0.1, norm_type)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(zero.grad_norm(model, optim, norm_type), torch.tensor(0.1), rtol=1e-4, atol=0)
+        optim.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4, fresh=True)  # torch keeps the groups of an earlier mesh
+def test_has_the_bits_of_fsdp2(rank: int, world: int, stage: int, sequence: bool) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, "Adam")
+    train(model, optim, mesh["dp"].get_local_rank())
+    found = zero.full_state_dict(model)
+    for name, expected in with_fsdp2(rank, "Adam", sequence=sequence).items():
+        assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_accumulates_without_sync_clips_and_recomputes_checkpoints(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Recomputing(), mesh["tp"], sequence=True), mesh, "SGD")
+    plain = Model()
+    sgd = OPTIMIZERS["SGD"](plain.parameters())
+    for _ in range(2):
+        for number, ((tokens, targets), (x, y)) in enumerate(
+            zip(batches(mesh["dp"].get_local_rank()), batches(None), strict=True)
+        ):
+            with zero.no_sync(model) if number < 2 else nullcontext():
+                loss_of(model(tokens), targets).backward()
+            loss_of(plain(x), y).backward()
+        zero.clip_grad_norm_(model, optim, 0.5)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optim.step()
+        sgd.step()
+        optim.zero_grad()
+        sgd.zero_grad()
+    close(zero.full_state_dict(model), plain.state_dict())
+
+
+class Recomputing(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.out(self.norm(x))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_tied_embeddings_and_loss_parallel(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Model(tied=True), mesh["tp"], loss=True), mesh, "SGD")
+    plain = Model(tied=True)
+    sgd = OPTIMIZERS["SGD"](plain.parameters())
+    for (tokens, targets), (x, y) in zip(batches(mesh["dp"].get_local_rank()), batches(None), strict=True):
+        with parallel_loss():
+            logits = model(tokens)
+            assert isinstance(logits, DTensor)
+            loss_of(logits, targets).backward()
+        loss_of(plain(x), y).backward()
+        optim.step()
+        sgd.step()
+        optim.zero_grad()
+        sgd.zero_grad()
+    found = zero.full_state_dict(model)
+    close(found, plain.state_dict())
+    assert found["out.weight"] is found["embed.weight"] or stage == 2
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@ranks.on(4, fresh=True)
+def test_computes_in_bfloat16_as_fsdp2_does(rank: int, world: int) -> None:
+    mesh, in_16_bits = mesh_of(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found, expected = parallel(Model(), mesh["tp"]), parallel(Model(), mesh["tp"])
+    for block in expected.blocks:
+        fully_shard(block, mesh=mesh["dp"], mp_policy=in_16_bits)
+    fully_shard(expected, mesh=mesh["dp"], mp_policy=in_16_bits)
+    model = zero.FSDP(found, device_mesh=mesh["dp"], mixed_precision=in_16_bits)
+    for one in (model, expected):
+        train(one, OPTIMIZERS["SGD"](one.parameters()), mesh["dp"].get_local_rank())
+    weights = zero.full_state_dict(model)
+    for name, value in full(expected.state_dict()).items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6, msg=name)
+
+
+@ranks.on(4)
+def test_modules_see_dtensors_in_forward_only(rank: int, world: int) -> None:
+    mesh = mesh_of()
+    seen = []
+
+    class Looks(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            seen.append((type(self.out.weight), self.out.weight.placements, self.out.weight.shape))
+            return super().forward(tokens)
+
+    model = zero.FSDP(parallel(Looks(), mesh["tp"]), device_mesh=mesh["dp"])
+    model(batches(0)[0][0])
+    assert seen == [(DTensor, (Shard(0),), torch.Size([10, 8]))]
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    assert isinstance(model.state_dict()["out.weight"], DTensor)

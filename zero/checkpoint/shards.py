@@ -32,6 +32,7 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.masters import settled as settled_master
 from zero.shards.partition import Place, places_in
+from zero.shards.parts import parts
 from zero.wrappers import unwrapped
 
 
@@ -98,7 +99,7 @@ class Training:
                 self._groups += one.shard_groups
                 self._own_dtypes |= one.buffer_dtypes
         self._places: dict[Any, Place] = {**places_in(self._groups)}
-        self.problem = unnamed or self._misfit(wrappers)
+        self.problem = unnamed or self._misfit(wrappers) or _in_parts(module)
 
     def _name_tensors(self, module: nn.Module) -> str | None:
         """Returns why not all can be named."""
@@ -246,3 +247,14 @@ def _comms(
         if isinstance(one, DistributedDataParallel):
             return [Comm(one.process_group)]
     return [Comm.default() if process_group is None else Comm(process_group)]
+
+
+def _in_parts(module: nn.Module) -> str | None:
+    """Returns why a model cannot be saved of which this rank has a part only, outside of its sharding."""
+    if not parts[-1].title(module.parameters()):
+        return None
+    return (
+        "the model is tensor parallel: zero.checkpoint has no format for parts of tensors. Save what "
+        "zero.full_state_dict(model, to=0) and zero.full_optimizer_state_dict(model, optimizer, to=0) return, and load "
+        "it by zero.load_full_state_dict and zero.load_full_optimizer_state_dict, with or without tensor parallelism."
+    )

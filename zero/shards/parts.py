@@ -69,3 +69,8 @@ class Parts:
 
 parts: list[Parts] = [Parts()]
 """The last one is asked."""
+
+
+def others_of(params: Iterable[nn.Parameter]) -> list[Comm]:
+    """Returns the ranks that have other elements of the tensors that these parameters are parts of, each group once."""
+    return [comm for comm in dict.fromkeys(map(parts[-1].others, params)) if comm is not None]

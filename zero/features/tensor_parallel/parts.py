@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero._torch import has_hooks, params_of, with_local
 from zero.comm import Comm
@@ -115,16 +116,16 @@ class TensorParallel(Parts):
         return numel if dtensor is None else dtensor.numel()
 
     def title(self, params: Iterable[Tensor]) -> str:
-        comm = self._comm(params)
-        return "" if comm is None else f"part {comm.rank} of {comm.world}"
+        mesh = self._mesh(params)
+        return "" if mesh is None else f"part {mesh.get_local_rank()} of {mesh.size()}"
 
     def receives(self, params: Iterable[Tensor]) -> bool:
-        comm = self._comm(params)
-        return comm is None or comm.rank == 0
+        mesh = self._mesh(params)
+        return mesh is None or mesh.get_local_rank() == 0
 
-    def _comm(self, params: Iterable[Tensor]) -> Comm | None:
-        found = (param if table.is_dtensor(param) else table.dtensor_of(param) for param in params)
-        return next((table.comm_of(one) for one in found if one is not None), None)  # type: ignore[arg-type]
+    def _mesh(self, params: Iterable[Tensor]) -> DeviceMesh | None:
+        found = (table.dtensor_of(param) for param in params)
+        return next((one.device_mesh for one in found if one is not None), None)
 
 
 def _problem(name: str, param: Any, ranks: Sequence[set[int]]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -55,6 +56,8 @@ class Shown:
             yield module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            _refuse()  # what it raises is not traced
         self._running += 1
         if self._running == 1:
             self._shown = [slot for slot in self._slots if self.readable(slot.param)]
@@ -70,6 +73,16 @@ class Shown:
         shown, self._shown, self._running = self._shown, [], 0
         for slot in shown:
             slot.hide()
+
+
+def _refuse_traced() -> None:
+    raise RuntimeError(
+        "torch.compile was called with a tensor parallel model that zero shards: DTensors take the place of its "
+        "parameters while modules run, which cannot be traced. Train it without torch.compile."
+    )
+
+
+_refuse = torch.compiler.disable(_refuse_traced)
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -97,7 +110,7 @@ class _OfUnit(Shown):
         self._index = model.index
 
     def readable(self, param: nn.Parameter) -> bool:
-        return param not in self._index or self._index.unit_of(param).unsharded
+        return param not in self._index or self._index.unit_of(param).readable
 
 
 class ShowsUnits(ModelEvents):

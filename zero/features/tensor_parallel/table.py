@@ -7,7 +7,7 @@ keep the plain one.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,14 +17,14 @@ from zero._torch import wraps_others
 from zero.comm import Comm
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _dtensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By plain parameter."""
 _plain: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By DTensor: a weak reference to the plain parameter."""
-_comms: WeakKeyDictionary[DeviceMesh, Comm] = WeakKeyDictionary()
+_comms: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By DeviceMesh: its ranks. Equal meshes may have other process groups."""
 _made = [0]
 
 
@@ -73,7 +73,8 @@ def comm_of(dtensor: DTensor) -> Comm:
     mesh = dtensor.device_mesh
     if mesh not in _comms:
         _comms[mesh] = Comm(mesh.get_group())
-    return _comms[mesh]
+    found: Comm = _comms[mesh]
+    return found
 
 
 def is_cut(dtensor: DTensor) -> bool:
