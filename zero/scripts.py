@@ -41,6 +41,8 @@ def full_state_dict(
         hybrid strategies ranks are numbered through the first replica first. By default every rank gets the weights.
     device: the weights' device, such as "cpu" for a model that is larger than a GPU; by default that of the parameters.
 
+    Weights of a tensor parallel model are whole tensors; `to` then means one of the ranks that have the parts.
+
     Raises ValueError where `to` is no rank of the group, RuntimeError within forward and backward.
     """
     inner, wrappers = unwrapped(model)

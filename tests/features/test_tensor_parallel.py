@@ -21,8 +21,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel import loss_parallel as parallel_loss
 from torch.utils.checkpoint import checkpoint
 
+import ranks
 import zero
-from tests import ranks
+from processes import ROOT, python
 
 OPTIMIZERS = {
     "Adam": lambda params: torch.optim.Adam(params, lr=0.05),
@@ -96,15 +97,9 @@ def full(weights: dict[str, Any]) -> dict[str, Tensor]:
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in weights.items()}
 
 
-def alone(optimizer: str, *, clip: float | None = None, **how: Any) -> dict[str, Tensor]:
-    model = Model(**how)
-    optim = OPTIMIZERS[optimizer](model.parameters())
-    for tokens, targets in batches(None):
-        loss_of(model(tokens), targets).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optim.step()
-        optim.zero_grad()
+def alone(optimizer: str) -> dict[str, Tensor]:
+    model = Model()
+    train(model, OPTIMIZERS[optimizer](model.parameters()), None)
     return model.state_dict()
 
 
@@ -125,37 +120,27 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+@pytest.mark.parametrize(("optimizer", "sequence"), [("Adam", True), ("SGD", False)])
 @ranks.on(4)
-def test_trains_as_one_process_does(rank: int, world: int, stage: int, sequence: bool, optimizer: str) -> None:
+def test_trains_as_one_process_does(rank: int, world: int, stage: int, optimizer: str, sequence: bool) -> None:
     mesh = mesh_of()
     model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, optimizer)
-    for tokens, targets in batches(mesh["dp"].get_local_rank()):
-        loss_of(model(tokens), targets).backward()
-        optim.step()
-        optim.zero_grad()
+    train(model, optim, mesh["dp"].get_local_rank())
     close(full(model.state_dict()), alone(optimizer))
 
 
-def with_fsdp2(rank: int, optimizer: str, *, clip: float | None = None, **how: Any) -> dict[str, Tensor]:
+def with_fsdp2(optimizer: str, *, sequence: bool) -> dict[str, Tensor]:
     """The same by FSDP2 over tensor parallelism."""
     mesh = mesh_of()
-    model = parallel(Model(), mesh["tp"], **how)
+    model = parallel(Model(), mesh["tp"], sequence=sequence)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    optim = OPTIMIZERS[optimizer](model.parameters())
-    for tokens, targets in batches(mesh["dp"].get_local_rank()):
-        loss_of(model(tokens), targets).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optim.step()
-        optim.zero_grad()
+    train(model, OPTIMIZERS[optimizer](model.parameters()), mesh["dp"].get_local_rank())
     return full(model.state_dict())
 
 
-def train(model: nn.Module, optim: torch.optim.Optimizer, rank: int, *, steps: int = 3) -> None:
+def train(model: nn.Module, optim: torch.optim.Optimizer, rank: int | None, *, steps: int = 3) -> None:
     for tokens, targets in batches(rank, steps):
         loss_of(model(tokens), targets).backward()
         optim.step()
@@ -175,7 +160,7 @@ def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank: in
     train(model, optim, dp)
     plain = Model()
     adam = OPTIMIZERS["Adam"](plain.parameters())
-    train(plain, adam, None)  # type: ignore[arg-type]
+    train(plain, adam, None)
     weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optim)
     close(weights, plain.state_dict())
     for (n, key, found), (m, other, expected) in zip(whole_states(state), whole_states(adam.state_dict()), strict=True):
@@ -191,7 +176,7 @@ def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank: in
     zero.load_full_state_dict(again, weights)
     zero.load_full_optimizer_state_dict(again, optimizer, state)
     for one, its in ((model, optim), (again, optimizer), (plain, adam)):
-        train(one, its, None if one is plain else dp, steps=2)  # type: ignore[arg-type]
+        train(one, its, None if one is plain else dp, steps=2)
     close(zero.full_state_dict(model), plain.state_dict())
     close(zero.full_state_dict(again), plain.state_dict())
     unwrapped = zero.unwrap(model)
@@ -201,13 +186,13 @@ def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank: in
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0])
 @ranks.on(4)
-def test_norms_count_each_element_once(rank: int, world: int, stage: int, norm_type: float) -> None:
+def test_norms_count_each_element_once(rank: int, world: int, stage: int) -> None:
     mesh = mesh_of()
     model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=True), mesh, "SGD")
     plain = Model()
-    for (tokens, targets), (x, y) in zip(batches(mesh["dp"].get_local_rank()), batches(None), strict=True):
+    of_both = zip(batches(mesh["dp"].get_local_rank()), batches(None), (2.0, float("inf"), 1.0), strict=True)
+    for (tokens, targets), (x, y), norm_type in of_both:
         loss_of(model(tokens), targets).backward()
         loss_of(plain(x), y).backward()
         found = zero.clip_grad_norm_(model, optim, 0.1, norm_type)
@@ -220,15 +205,15 @@ def test_norms_count_each_element_once(rank: int, world: int, stage: int, norm_t
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(4, fresh=True)  # torch keeps the groups of an earlier mesh
-def test_has_the_bits_of_fsdp2(rank: int, world: int, stage: int, sequence: bool) -> None:
+def test_has_the_bits_of_fsdp2(rank: int, world: int, sequence: bool) -> None:
+    expected = with_fsdp2("Adam", sequence=sequence)
     mesh = mesh_of()
-    model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, "Adam")
-    train(model, optim, mesh["dp"].get_local_rank())
-    found = zero.full_state_dict(model)
-    for name, expected in with_fsdp2(rank, "Adam", sequence=sequence).items():
-        assert torch.equal(found[name], expected), name
+    for stage in (2, 3):
+        model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, "Adam")
+        train(model, optim, mesh["dp"].get_local_rank())
+        for name, found in zero.full_state_dict(model).items():
+            assert torch.equal(found, expected[name]), name
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -315,3 +300,134 @@ def test_modules_see_dtensors_in_forward_only(rank: int, world: int) -> None:
     assert seen == [(DTensor, (Shard(0),), torch.Size([10, 8]))]
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
     assert isinstance(model.state_dict()["out.weight"], DTensor)
+
+
+@ranks.on(4)
+def test_what_cannot_be_sharded_is_refused_on_every_rank_with_the_remedy(rank: int, world: int) -> None:
+    mesh = mesh_of()
+
+    def made() -> Model:
+        return parallel(Model(), mesh["tp"])
+
+    same = ranks.refusal(lambda: zero.FSDP(made(), device_mesh=mesh["tp"]))
+    assert "'embed.weight' is a DTensor" in same and "another dimension of the mesh" in same
+    assert "another dimension of the mesh" in ranks.refusal(lambda: zero.FSDP(made()))
+    assert "another dimension of the mesh" in ranks.refusal(lambda: zero.OSS(made().parameters()))
+    other = fully_shard(Model(), mesh=mesh["dp"])
+    assert "another library (FSDP2)" in ranks.refusal(lambda: zero.FSDP(other, device_mesh=mesh["dp"]))
+    both = parallelize_module(Model(), mesh["tp"], {"out": ColwiseParallel()})
+    fully_shard(both.out, mesh=mesh["dp"])
+    assert "one dimension of a mesh" in ranks.refusal(lambda: zero.FSDP(both, device_mesh=mesh["dp"]))
+    with torch.device("meta"):
+        empty = Model()
+    assert "to_empty()" in ranks.refusal(lambda: zero.FSDP(parallel(empty, mesh["tp"]), device_mesh=mesh["dp"]))
+    group = mesh["dp"].get_group()
+    told = ranks.refusal(lambda: zero.setup(made(), torch.optim.SGD, stage=1, process_group=group, lr=0.1))
+    assert "Take stage 2 or 3" in told
+    model = made()
+    assert "partition" in ranks.refusal(lambda: zero.FSDP(model, device_mesh=mesh["dp"], partition="none"))
+    assert isinstance(model.out.weight, DTensor)  # a model that was refused is as it was
+    loss_of(model(batches(0)[0][0]), batches(0)[0][1]).backward()
+
+
+@ranks.on(4)
+def test_steps_that_would_be_wrong_are_refused_on_every_rank(rank: int, world: int) -> None:
+    mesh = mesh_of()
+    dp, (tokens, targets) = mesh["dp"], batches(0)[0]
+
+    alone = parallel(Model(), mesh["tp"])
+    oss = zero.OSS(alone.parameters(), group=dp.get_group(), lr=0.1)
+    loss_of(alone(tokens), targets).backward()
+    assert "no ShardedDDP has the model" in ranks.refusal(oss.step)
+
+    model = parallel(Model(), mesh["tp"])
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    fsdp = zero.FSDP(model, device_mesh=dp, partition="whole")
+    rows = torch.optim.Adafactor(fsdp.parameters())
+    loss_of(fsdp(tokens), targets).backward()
+    assert "Build the optimizer from the wrapped model" in ranks.refusal(before.step)
+    assert "does not treat each element by itself" in ranks.refusal(rows.step)
+    torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
+
+    oss = zero.OSS(parallel(again := Model(), mesh["tp"]).parameters(), torch.optim.Adafactor, dp.get_group())
+    sharded = zero.ShardedDDP(again, oss)
+    loss_of(sharded(tokens), targets).backward()
+    assert "does not treat each element by itself" in ranks.refusal(oss.step)
+
+    found = ranks.refusal(lambda: zero.checkpoint.save("nowhere", fsdp, rows))
+    assert "zero.full_state_dict(model, to=0)" in found
+
+
+@ranks.on(4)
+def test_units_that_read_one_anothers_dtensors_are_refused(rank: int, world: int) -> None:
+    mesh = mesh_of()
+
+    class Reads(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = super().forward(tokens)
+            return x + self.blocks[0].up.bias.sum()
+
+    model = zero.FSDP(parallel(Reads(), mesh["tp"]), device_mesh=mesh["dp"])
+    told = ranks.refusal(lambda: model(batches(0)[0][0]))
+    assert "'blocks.0' are read outside of its forward" in told and "as_one_unit" in told
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4, fresh=True)
+def test_whatever_shards_and_steps_takes_parts(rank: int, world: int, stage: int) -> None:
+    """Features that meet parts where they would meet parameters."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "dp", "tp"))
+    model: nn.Module
+    optim: torch.optim.Optimizer
+    for feature in ("offload", "steps", "hybrid" if stage == 3 else "offload"):
+        made = parallel(Model(), mesh["tp"], sequence=True)
+        more: dict[str, Any] = {"offload": zero.CPUOffload()} if feature == "offload" else {}
+        if feature == "hybrid":
+            model = zero.FSDP(made, device_mesh=mesh["replicas", "dp"], sharding_strategy="HYBRID_SHARD")
+            optim = OPTIMIZERS["SGD"](model.parameters())
+        elif stage == 3:
+            model = zero.FSDP(made, device_mesh=mesh["dp"], **more)
+            optim = OPTIMIZERS["SGD"](model.parameters())
+        else:
+            optim = zero.OSS(made.parameters(), torch.optim.SGD, mesh["dp"].get_group(), lr=0.1, momentum=0.9, **more)
+            model = zero.ShardedDDP(made, optim)
+        if feature == "steps":
+            zero.step_in_backward(model, optim)
+        train(model, optim, mesh["dp"].get_local_rank())
+        close(zero.full_state_dict(model), alone("SGD"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_an_overflow_in_one_part_skips_the_step_on_all_ranks(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Model(), mesh["tp"]), mesh, "SGD")
+    scaler = zero.GradScaler("cpu", process_group=mesh["dp"].get_group())
+    tokens, targets = batches(mesh["dp"].get_local_rank())[0]
+    before = zero.full_state_dict(model)
+    scaler.scale(loss_of(model(tokens), targets)).backward()
+    stepped = optim.optim if isinstance(optim, zero.OSS) else optim
+    gradients = [param.grad for group in stepped.param_groups for param in group["params"] if param.grad is not None]
+    if rank == 0:
+        next(one for one in gradients if one.numel()).view(-1)[0] = float("inf")
+    scaler.step(optim)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    close(zero.full_state_dict(model), before)
+
+
+@ranks.raises(4, RuntimeError, "torch.compile was called with a tensor parallel model")
+def test_compiling_is_refused(rank: int, world: int) -> None:
+    mesh = mesh_of()
+    model = zero.FSDP(parallel(Model(), mesh["tp"]), device_mesh=mesh["dp"])
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(batches(0)[0][0])
+
+
+def test_the_example_trains() -> None:
+    script = ROOT / "docs" / "examples" / "tensor_parallel.py"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    written = python(*launcher, script, "--steps", 10).stdout
+    assert "gate.weight {(64, 32)}" in written  # whole
+    assert float(written.split()[3].strip(",")) < 2.5  # of 4.2 at first
