@@ -22,7 +22,7 @@ from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.shards.parts import parts
+from zero.shards.parts import parts_here
 from zero.state.optimizer_state import refuse_no_rank
 from zero.state.weights import Recipient, full_weights
 from zero.wrappers import Wrapped, prepared, unwrapped
@@ -46,7 +46,7 @@ def full_state_dict(
     Raises ValueError where `to` is no rank of the group, RuntimeError within forward and backward.
     """
     inner, wrappers = unwrapped(model)
-    receives = to is None or parts[-1].receives(inner.parameters())
+    receives = to is None or parts_here().receives(inner.parameters())
     full = full_weights(inner, _comm_of(wrappers), Recipient(to, device))
     return {name_without_compile(name): value for name, value in full.items()} if receives else {}
 
@@ -92,7 +92,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | 
     refuse_no_rank(to, comm.world)
     if isinstance(optimizer, OSS):
         optimizer.consolidate_state_dict(to)
-    receives = to is None or (to == comm.rank and parts[-1].receives(params_of(optimizer)))
+    receives = to is None or (to == comm.rank and parts_here().receives(params_of(optimizer)))
     return optimizer.state_dict() if receives else {}
 
 
@@ -131,12 +131,12 @@ class ParameterCount(NamedTuple):
 def count_parameters(model: nn.Module) -> ParameterCount:
     """How many parameters a model has, at any stage; `param.numel()` would count a shard. Sends nothing."""
     inner = model.module if isinstance(model, FSDP) else model
-    counts = {param: (parts[-1].numel(param, param.numel()), param.numel()) for param in inner.parameters()}
+    counts = {param: (parts_here().numel(param, param.numel()), param.numel()) for param in inner.parameters()}
     for group in (group for _, units in models_of(inner) for unit in units for group in unit.groups):
         for index, (param, numel) in enumerate(zip(group.params, group.layout.numels, strict=True)):
             if param in counts:
                 here = group.spans[index].numel if index in group.spans else 0
-                counts[param] = parts[-1].numel(param, numel), here
+                counts[param] = parts_here().numel(param, numel), here
     return ParameterCount(
         sum(full for full, _ in counts.values()),
         sum(full for param, (full, _) in counts.items() if param.requires_grad),

@@ -20,7 +20,7 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.arguments import as_groups, parts_of
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
-from zero.shards.parts import parts
+from zero.shards.parts import parts_here
 
 
 def setup(
@@ -60,15 +60,13 @@ def setup(
     looks = stage and problem is None
     found, problem = _measured(comm, optim, defaults, groups or [{}], partition) if looks else (None, problem)
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
-    named = [*model.named_parameters()] if groups is None else []
+    named = [(name, parts_here().of(param)) for name, param in model.named_parameters()] if groups is None else []
     if stage == 3:
         cut: Partition = cut_for(partition, found)
         if cut == "even" and known(optim) is not None:
             cut = partition  # not the measured one: FSDP then checks other optimizers that step its parameters, too
         sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
-        given_groups = None if groups is None else parts_of(groups)
-        named = [(name, parts[-1].of(param)) for name, param in named]
-        return sharded, build(optim, given_groups or sharded.parameters(), named, defaults)[0]
+        return sharded, build(optim, parts_of(groups or []) or sharded.parameters(), named, defaults)[0]
     if stage == 0:
         plain = model if comm.group is None else DistributedDataParallel(model, process_group=process_group)
         return plain, build(optim, groups or model.parameters(), named, defaults)[0]
@@ -118,7 +116,7 @@ def _unusable(optim: object, stage: object, given: Mapping[str, Any]) -> str | N
 
 def _in_parts(model: nn.Module, stage: int) -> str | None:
     """Returns an error message for a tensor parallel model at a stage of DistributedDataParallel."""
-    if stage in (2, 3) or not any(map(parts[-1].takes, model.parameters())):
+    if stage in (2, 3) or not any(map(parts_here().takes, model.parameters())):
         return None
     return f"the model has DTensors, which DistributedDataParallel (stage {stage}) does not take. Take stage 2 or 3."
 

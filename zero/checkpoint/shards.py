@@ -32,7 +32,7 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.masters import settled as settled_master
 from zero.shards.partition import Place, places_in
-from zero.shards.parts import parts
+from zero.shards.parts import parts_here
 from zero.wrappers import unwrapped
 
 
@@ -251,7 +251,7 @@ def _comms(
 
 def _in_parts(module: nn.Module) -> str | None:
     """Returns why a model cannot be saved of which this rank has a part only, outside of its sharding."""
-    if not parts[-1].title(module.parameters()):
+    if not parts_here().title(module.parameters()):
         return None
     return (
         "the model is tensor parallel: zero.checkpoint has no format for parts of tensors. Save what "

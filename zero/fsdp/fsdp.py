@@ -29,7 +29,7 @@ from zero.shards.arguments import Wrapping, refusal
 from zero.shards.home import Home, homes, take_home
 from zero.shards.log import announce
 from zero.shards.partition import Partition, partition_problem
-from zero.shards.parts import parts
+from zero.shards.parts import parts_here
 from zero.shards.placement import Placement
 
 _GIVEN = "the models given to FSDP"
@@ -126,7 +126,7 @@ class FSDP(Weights):
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
         lines = [f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.signature()}", *choice.signature()]
         placement.compare(_GIVEN, lines, problem or _problem(choice, nested, options, placement))
-        parts[-1].put_into(module, choice.ignored)
+        parts_here().put_into(module, choice.ignored)
         builder = Builder(choice, placement, options, param_init_fn)
         units, self._hooks = builder.build(), builder.hooks  # nothing after this fails
         for name, fsdp in nested.items():
@@ -173,7 +173,7 @@ class FSDP(Weights):
         """Collective. Returns the plain module, with full parameters and without gradients; see zero.unwrap."""
         self._model.refuse_moved()
         restore_module(self._units, self._model.cast_buffers, self._hooks)
-        parts[-1].take_out_of(self.module)
+        parts_here().take_out_of(self.module)
         self._model.dismiss(unwrapped=True)
         self._run = refuse_forward
         return self.module
@@ -294,7 +294,7 @@ def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placemen
         partition_problem(options.partition)
         or _nesting_problem(nested, placement)
         or refusal(Wrapping(choice.module, choice.ignored, units, choice.devices() if frees else []))
-        or parts[-1].problem(choice.own(), placement.all_groups())
+        or parts_here().problem(choice.own(), placement.all_groups())
         or choice.unusable(synced=options.synced and values[-1].gives_memory, sharded=sharded_params())
         or choice.wire_problem(options.precision)
         or placement.comm.device_problem(choice.devices())

@@ -29,7 +29,7 @@ from zero.shards.arguments import (
 from zero.shards.home import take_home
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
-from zero.shards.parts import parts
+from zero.shards.parts import parts_here
 
 if TYPE_CHECKING:
     from zero.oss.optimizer import OSS
@@ -78,7 +78,7 @@ class Choices:
             f"parameters without gradients written by steps: {self.writes_frozen}",
         ]
         problem = problem or comm.device_problem(devices_of(self.groups)) or unfit
-        problem = problem or parts[-1].problem(named_params(self.groups), [comm])
+        problem = problem or parts_here().problem(named_params(self.groups), [comm])
         comm.compare("the parameters given to OSS", [*signature, *describe(self.groups)], problem)
         self.groups = parts_of(self.groups)
 
@@ -87,7 +87,7 @@ class Choices:
         groups, problem = as_groups([param_group], seen=set(seen))
         problem = problem or wire_problem(named_params(groups), self.wire, "broadcast_fp16")
         problem = problem or self._look_at(groups, cut=self.cut)[1]
-        problem = problem or parts[-1].problem(named_params(groups), [self._comm])
+        problem = problem or parts_here().problem(named_params(groups), [self._comm])
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
         return parts_of(groups)[0]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zero._torch import multiply_all, norms_of
 from zero.comm import Comm
-from zero.shards.parts import parts
+from zero.shards.parts import parts_here
 
 
 def total_norm(
@@ -28,14 +28,14 @@ def total_norm(
     """
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     infinite = math.isinf(norm_type)
-    shards: dict[Comm | None, list[Tensor]] = {}
+    shards: dict[Comm | None, list[Tensor]] = {None: []}
     for param, gradient in gradients:
-        shards.setdefault(parts[-1].others(param), []).extend([] if gradient is None else [gradient])
-    local = torch.zeros((), dtype=torch.float64, device=device)
+        shards.setdefault(parts_here().others(param), []).extend([] if gradient is None else [gradient])
+    local = _powers(shards.pop(None), norm_type, device)
     for others, own in shards.items():
+        assert others is not None
         powers = _powers(own, norm_type, device)
-        if others is not None:
-            others.all_reduce(powers, maximum=infinite)
+        others.all_reduce(powers, maximum=infinite)
         local = torch.maximum(local, powers) if infinite else local + powers
     comm.all_reduce(local, maximum=infinite)
     return (local if infinite else local.pow(1 / norm_type)).to(dtype)

@@ -71,6 +71,10 @@ parts: list[Parts] = [Parts()]
 """The last one is asked."""
 
 
+def parts_here() -> Parts:
+    return parts[-1]
+
+
 def others_of(params: Iterable[nn.Parameter]) -> list[Comm]:
     """Returns the ranks that have other elements of the tensors that these parameters are parts of, each group once."""
-    return [comm for comm in dict.fromkeys(map(parts[-1].others, params)) if comm is not None]
+    return [comm for comm in dict.fromkeys(map(parts_here().others, params)) if comm is not None]

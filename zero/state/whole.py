@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.partition import Place, places_in
-from zero.shards.parts import parts
+from zero.shards.parts import parts_here
 from zero.state import leaves
 from zero.state.optimizer_state import Sharded, consolidate
 
 
 def has_parts(optimizer: Sharded) -> bool:
-    return bool(parts[-1].title(params_of(optimizer)))
+    return bool(parts_here().title(params_of(optimizer)))
 
 
 def consolidate_whole(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
@@ -30,8 +30,8 @@ def consolidate_whole(optimizer: Sharded, to: int | None, *, settle: bool = True
     def whole(place: Place, key: str, param: nn.Parameter, value: Tensor) -> Tensor:
         shape = place.group.shapes.full[place.position]
         if value.shape == shape:
-            return parts[-1].whole(param, value)
-        if parts[-1].others(param) is None:
+            return parts_here().whole(param, value)
+        if parts_here().others(param) is None:
             return value
         raise ValueError(
             f"the state {leaves.entry_of(key)!r} of {place.name} has the shape {list(value.shape)}, but this rank's "
@@ -40,7 +40,7 @@ def consolidate_whole(optimizer: Sharded, to: int | None, *, settle: bool = True
         )
 
     full = _mapped(optimizer, full, whole)
-    return full if to is None or parts[-1].receives(params_of(optimizer)) else None
+    return full if to is None or parts_here().receives(params_of(optimizer)) else None
 
 
 def cut_whole(optimizer: Sharded, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def cut_whole(optimizer: Sharded, state_dict: dict[str, Any]) -> dict[str, Any]:
 
     def cut(place: Place, key: str, param: nn.Parameter, value: Tensor) -> Tensor:
         try:
-            return parts[-1].cut(param, value)
+            return parts_here().cut(param, value)
         except ValueError as error:
             raise ValueError(
                 f"the state {leaves.entry_of(key)!r} of {place.name} {error}. Load full state, such as "

@@ -29,15 +29,13 @@ class TensorParallel(Parts):
         ranks = [table.ranks_of(comm) for comm in comms]
         meshes: dict[Any, str] = {}
         for name, param in named:
-            if not table.is_dtensor(param):
-                found = table.dtensor_of(param) if isinstance(param, Tensor) else None
-                if found is not None:
-                    meshes.setdefault(found.device_mesh, name)
+            dtensor = param if table.is_dtensor(param) else table.dtensor_of(param)
+            if dtensor is None:
                 continue
-            problem = _problem(name, param, ranks)
+            problem = _problem(name, dtensor, ranks)
             if problem is not None:
                 return problem
-            meshes.setdefault(param.device_mesh, name)
+            meshes.setdefault(dtensor.device_mesh, name)
             if len(meshes) > 1:
                 (one, first), (other, second) = [*meshes.items()]
                 return (

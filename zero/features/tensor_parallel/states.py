@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from zero._torch import params_of
 from zero.features.tensor_parallel import table
 from zero.fsdp.precision import OwnHook
-from zero.shards.parts import parts
+from zero.shards.parts import parts_here
 
 _hooks: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
@@ -48,7 +48,7 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any)
         value = state_dict.get(prefix + name)
         if param is not None and isinstance(value, Tensor) and table.dtensor_of(param) is not None:
             try:
-                state_dict[prefix + name] = parts[-1].cut(param, value)
+                state_dict[prefix + name] = parts_here().cut(param, value)
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + name}, which is tensor parallel: it {error}.")
                 state_dict[prefix + name] = param.detach()
