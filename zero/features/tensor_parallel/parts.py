@@ -48,9 +48,9 @@ class TensorParallel(Parts):
         return table.made_plain(param) if table.is_dtensor(param) else param
 
     def put_into(self, module: nn.Module, without: Collection[nn.Parameter] = ()) -> None:
-        replaced = set()
+        replaced, left_out = set(), {*without}
         for holder in module.modules():
-            own = {name: param for name, param in params_of(holder).items() if param not in without}
+            own = {name: param for name, param in params_of(holder).items() if param not in left_out}
             found = {name: param for name, param in own.items() if table.is_dtensor(param)}
             for name, param in found.items():
                 params_of(holder)[name] = self.of(param)
