@@ -154,6 +154,7 @@ WITHOUT_A_SCRIPT = (
     "gpus",
     "how_it_is_built",
     "measurements",
+    "parallelism",
     "plan",
     "reliability",
 )

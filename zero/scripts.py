@@ -24,6 +24,7 @@ from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
+from zero.shards.parts import parts_here
 from zero.state.from_first import first_alone, load_state, load_weights
 from zero.state.optimizer_state import refuse_no_rank
 from zero.state.stepped_shards import SteppedShards
@@ -44,11 +45,14 @@ def full_state_dict(
         hybrid strategies ranks are numbered through the first replica first. By default every rank gets the weights.
     device: the weights' device, such as "cpu" for a model that is larger than a GPU; by default that of the parameters.
 
+    Weights of a tensor parallel model are whole tensors; `to` then means one of the ranks that have the parts.
+
     Raises ValueError where `to` is no rank of the group, RuntimeError within forward and backward.
     """
     inner, wrappers = unwrapped(model)
+    receives = to is None or parts_here().receives(inner.parameters())
     full = full_weights(inner, _comms_of(wrappers)[0], Recipient(to, device))
-    return {name_without_compile(name): value for name, value in full.items()}
+    return {name_without_compile(name): value for name, value in full.items()} if receives else {}
 
 
 def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any] | None, strict: bool = True) -> Any:
@@ -67,7 +71,7 @@ def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any] | None, st
     inner, wrappers = unwrapped(model)
     comms = _comms_of(wrappers)
     what = "the weights given to zero.load_full_state_dict"
-    if first_alone(comms, what, weights):
+    if first_alone(comms, what, weights, inner.parameters()):
         return load_weights(inner, comms, lambda: inner.load_state_dict(_of_first(inner, weights or {}), strict))
     weights = weights or {}
     shapes = [f"{name}: {list(value.shape)}" for name, value in weights.items() if isinstance(value, Tensor)]
@@ -114,7 +118,8 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | 
     refuse_no_rank(to, comm.world)
     if isinstance(optimizer, OSS):
         optimizer.consolidate_state_dict(to)
-    return optimizer.state_dict() if to in (None, comm.rank) else {}
+    receives = to is None or (to == comm.rank and parts_here().receives(params_of(optimizer)))
+    return optimizer.state_dict() if receives else {}
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any] | None) -> None:
@@ -130,7 +135,9 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     sharded = wrappers[0] if wrappers and isinstance(wrappers[0], FSDP) else None
     comms = [optimizer.comm] if isinstance(optimizer, OSS) else _comms_of(wrappers)
-    alone = first_alone(comms, "the state given to zero.load_full_optimizer_state_dict", state_dict)
+    alone = first_alone(
+        comms, "the state given to zero.load_full_optimizer_state_dict", state_dict, params_of(optimizer)
+    )
     state_dict = state_dict or {}
     if alone:
         if sharded is not None:
@@ -177,11 +184,12 @@ class ParameterCount(NamedTuple):
 def count_parameters(model: nn.Module) -> ParameterCount:
     """How many parameters a model has, at any stage; `param.numel()` would count a shard. Sends nothing."""
     inner = model.module if isinstance(model, FSDP) else model
-    counts = {param: (param.numel(), param.numel()) for param in inner.parameters()}
+    counts = {param: (parts_here().numel(param, param.numel()), param.numel()) for param in inner.parameters()}
     for group in (group for _, units in models_of(inner) for unit in units for group in unit.groups):
         for index, (param, numel) in enumerate(zip(group.params, group.layout.numels, strict=True)):
             if param in counts:
-                counts[param] = numel, group.spans[index].numel if index in group.spans else 0
+                here = group.spans[index].numel if index in group.spans else 0
+                counts[param] = parts_here().numel(param, numel), here
     return ParameterCount(
         sum(full for full, _ in counts.values()),
         sum(full for param, (full, _) in counts.items() if param.requires_grad),

@@ -18,8 +18,9 @@ from zero.measure.named import build
 from zero.measure.param_groups import options
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.shards.arguments import as_groups
+from zero.shards.arguments import as_groups, parts_of
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
+from zero.shards.parts import parts_here
 
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision
@@ -69,17 +70,17 @@ def setup(
     asked = {"offload": offload, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
     given = {name: value for name, value in asked.items() if value is not None}
     groups, problem = (None, None) if params is None else as_groups(params)
-    problem = _unusable(optim, stage, given) or problem or partition_problem(partition)
+    problem = _unusable(optim, stage, given) or _in_parts(model, stage) or problem or partition_problem(partition)
     looks = stage and problem is None
     found, problem = _measured(comm, optim, defaults, groups or [{}], partition) if looks else (None, problem)
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
-    named = [*model.named_parameters()] if groups is None else []
+    named = [(name, parts_here().of(param)) for name, param in model.named_parameters()] if groups is None else []
     if stage == 3:
         cut: Partition = cut_for(partition, found)
         if cut == "even" and known(optim) is not None:
             cut = partition  # not the measured one: FSDP then checks other optimizers that step its parameters, too
         sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
-        return sharded, build(optim, groups or sharded.parameters(), named, defaults)[0]
+        return sharded, build(optim, parts_of(groups or []) or sharded.parameters(), named, defaults)[0]
     if stage == 0:
         plain = model if comm.group is None else DistributedDataParallel(model, process_group=process_group)
         return plain, build(optim, groups or model.parameters(), named, defaults)[0]
@@ -125,6 +126,13 @@ def _unusable(optim: object, stage: object, given: Mapping[str, Any]) -> str | N
         )
     wrong = next((name for name in given if stage not in _STAGES[name]), None)
     return None if wrong is None else f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
+
+
+def _in_parts(model: nn.Module, stage: int) -> str | None:
+    """Returns an error message for a tensor parallel model at a stage of DistributedDataParallel."""
+    if stage in (2, 3) or not any(map(parts_here().takes, model.parameters())):
+        return None
+    return f"the model has DTensors, which DistributedDataParallel (stage {stage}) does not take. Take stage 2 or 3."
 
 
 def _averaged(model: nn.Module, comm: Comm) -> nn.Module:

@@ -33,6 +33,7 @@ from zero._torch.modules import classes_to_ignore as classes_to_ignore
 from zero._torch.modules import divides_by_ranks_with_data as divides_by_ranks_with_data
 from zero._torch.modules import forward_hooks_of as forward_hooks_of
 from zero._torch.modules import join_mark as join_mark
+from zero._torch.modules import params_of as params_of
 from zero._torch.modules import params_of_each as params_of_each
 from zero._torch.modules import recomputed_in_backward as recomputed_in_backward
 from zero._torch.modules import state_dict_hooks_of as state_dict_hooks_of
@@ -66,12 +67,14 @@ from zero._torch.tensors import NEEDS_VALUES as NEEDS_VALUES
 from zero._torch.tensors import add_all as add_all
 from zero._torch.tensors import copied_without_values as copied_without_values
 from zero._torch.tensors import copy_all as copy_all
+from zero._torch.tensors import has_hooks as has_hooks
 from zero._torch.tensors import has_values as has_values
 from zero._torch.tensors import is_of_two_devices as is_of_two_devices
 from zero._torch.tensors import leaves as leaves
 from zero._torch.tensors import load_plain_values as load_plain_values
 from zero._torch.tensors import multiply_all as multiply_all
 from zero._torch.tensors import norms_of as norms_of
+from zero._torch.tensors import with_local as with_local
 from zero._torch.tensors import without_memory as without_memory
 from zero._torch.tensors import without_values as without_values
 from zero._torch.tensors import wrap_others as wrap_others

@@ -40,6 +40,11 @@ def modules_in(root: nn.Module) -> Iterator[nn.Module]:
                 left.append(child)
 
 
+def params_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own dictionary of parameters, to be written; register_parameter takes no tensor with a graph."""
+    return module._parameters
+
+
 def params_of_each(root: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of all modules of `root`; one that several modules hold is there several times."""
     for module in modules_in(root):

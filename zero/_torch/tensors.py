@@ -87,6 +87,16 @@ def wraps_others(tensor: Tensor) -> bool:
     return _python_dispatch.is_traceable_wrapper_subclass(tensor)
 
 
+def with_local(tensor: Tensor, local: Tensor) -> None:
+    """Gives a DTensor another local tensor. DTensor.from_local would make another object."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def has_hooks(param: Tensor) -> bool:
+    """Whether a parameter has hooks on its gradient. There are public methods to register them, none to list them."""
+    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+
+
 def wrap_others(kinds: Iterable[type]) -> bool:
     """Whether any of the classes wraps other tensors."""
     return any(_python_dispatch.is_traceable_wrapper_subclass_type(kind) for kind in kinds)

@@ -34,6 +34,7 @@ from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.masters import settled as settled_master
 from zero.shards.partition import Place, places_in
+from zero.shards.parts import parts_here
 from zero.wrappers import unwrapped
 
 
@@ -100,7 +101,7 @@ class Training:
                 self._groups += running_model(one).index.groups
                 self._own_dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
         self._places: dict[Any, Place] = {**places_in(self._groups)}
-        self.problem = unnamed or self._misfit(wrappers)
+        self.problem = unnamed or self._misfit(wrappers) or _in_parts(module)
 
     def _name_tensors(self, module: nn.Module) -> str | None:
         """Returns why not all can be named."""
@@ -250,3 +251,14 @@ def _comms(
         if isinstance(one, DistributedDataParallel):
             return [Comm(one.process_group)]
     return [Comm.default() if process_group is None else Comm(process_group)]
+
+
+def _in_parts(module: nn.Module) -> str | None:
+    """Returns why a model cannot be saved of which this rank has a part only, outside of its sharding."""
+    if not parts_here().title(module.parameters()):
+        return None
+    return (
+        "the model is tensor parallel: zero.checkpoint has no format for parts of tensors. Save what "
+        "zero.full_state_dict(model, to=0) and zero.full_optimizer_state_dict(model, optimizer, to=0) return, and load "
+        "it by zero.load_full_state_dict and zero.load_full_optimizer_state_dict, with or without tensor parallelism."
+    )

@@ -24,6 +24,7 @@ from zero._torch import writes_so_far
 from zero.comm import Comm
 from zero.fsdp.events import ModelEvents
 from zero.fsdp.model import Model
+from zero.shards.parts import others_of
 from zero.shards.shard_group import ShardGroup
 
 _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
@@ -123,6 +124,7 @@ class Overflow(ModelEvents):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._comm, self._groups = model.comm, model.index.groups
+        self._others = others_of(model.index)
         self._in_float16: Sequence[ShardGroup] = [one for one in self._groups if one.full.dtype == torch.float16]
 
     def forward_begins(self) -> None:
@@ -133,7 +135,7 @@ class Overflow(ModelEvents):
 
     def backward_ends(self, reduced: bool) -> None:
         """Collective. If any rank has gradients that are not finite, writes an inf into a gradient of every rank."""
-        if not reduced or not self._in_float16 or self._comm.world == 1:
+        if not reduced or not self._in_float16 or (self._comm.world == 1 and not self._others):
             return
         params = [param for group in self._in_float16 for param in group.params]
         gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
@@ -141,7 +143,8 @@ class Overflow(ModelEvents):
         if gradients:
             sums = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients])
             overflow = 1 - sums.isfinite().all().float()
-        self._comm.all_reduce(overflow, maximum=True)
+        for comm in (self._comm, *self._others):
+            comm.all_reduce(overflow, maximum=True)
         if gradients:  # `overflow` is not read on the host, which would have to wait for a GPU
             first = gradients[0].view(-1)[:1]
             first.copy_(torch.where(overflow > 0, math.inf, first))

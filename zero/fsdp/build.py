@@ -17,6 +17,7 @@ from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import TrainingState, Unit
 from zero.shards.home import Home
 from zero.shards.partition import Partition, lay_out
+from zero.shards.parts import parts_here
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup
 
@@ -125,6 +126,7 @@ class Builder:
                 self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
         except ValueError:  # of all ranks
             restore_module(units, (), ())
+            parts_here().take_out_of(self._choice.module)
             self._values.undo()
             raise
         except BaseException:  # perhaps of this rank alone: the others cannot be asked for their shards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -84,8 +84,11 @@ class Choice:
                 return unusable(buffer, f"the buffer {name!r}")
         if not has_parameters:
             return "FSDP was given a module without parameters: there is nothing to shard."
-        own = ((name, param) for name, param in self.module.named_parameters() if param not in self._left_out)
-        return on_two_devices(own)
+        return on_two_devices(self.own())
+
+    def own(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters to shard, with their names."""
+        yield from ((name, param) for name, param in self.module.named_parameters() if param not in self._left_out)
 
     def mark_half_sharded(self) -> None:
         """Makes every later FSDP of these parameters raise ValueError: the construction was not undone."""
@@ -93,7 +96,7 @@ class Choice:
 
     def wire_problem(self, precision: MixedPrecision) -> str | None:
         """Returns an error message if parameters or gradients cannot be sent as `precision` says, else None."""
-        own = [(repr(name), param) for name, param in self.module.named_parameters() if param not in self._left_out]
+        own = [(repr(name), param) for name, param in self.own()]
         options = {"param_wire": precision.param_wire, "reduce_dtype": precision.reduce_dtype}
         problems = (wire_problem(own, as_wire(wire), option) for option, wire in options.items())
         return next((problem for problem in problems if problem is not None), None)

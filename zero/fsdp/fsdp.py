@@ -28,6 +28,7 @@ from zero.shards.arguments import Wrapping, refusal
 from zero.shards.home import Home, homes, take_home
 from zero.shards.log import announce
 from zero.shards.partition import Partition, partition_problem
+from zero.shards.parts import parts_here
 from zero.shards.placement import Placement
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class FSDP(Weights):
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
         lines = [f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.signature()}", *choice.signature()]
         placement.compare(_GIVEN, lines, problem or _problem(choice, nested, options, placement))
+        parts_here().put_into(module, choice.ignored)
         builder = Builder(choice, placement, options, param_init_fn)
         units, self._hooks = builder.build(), builder.hooks  # nothing after this fails
         for name, fsdp in nested.items():
@@ -174,6 +176,7 @@ class FSDP(Weights):
         """Collective. Returns the plain module, with full parameters and without gradients; see zero.unwrap."""
         self._model.refuse_moved()
         restore_module(self._units, self._model.cast_buffers, self._hooks)
+        parts_here().take_out_of(self.module)
         self._model.dismiss(unwrapped=True)
         self._run = refuse_forward
         return self.module
@@ -221,9 +224,10 @@ class FSDP(Weights):
         """
         self._model.steps.refuse("the norm of all gradients", "Step after backward, or clip values in hooks.")
         params = [*self._model.index]
-        shards = [param.grad for param in params if param.grad is not None]
         dtypes = {param.dtype for param in params}
-        return norm.total_norm(shards, self._model.comm, float(norm_type), params[0].device, dtypes)
+        return norm.total_norm(
+            [(param, param.grad) for param in params], self._model.comm, float(norm_type), params[0].device, dtypes
+        )
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -282,6 +286,7 @@ def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placemen
         partition_problem(options.partition)
         or _nesting_problem(nested, placement)
         or refusal(Wrapping(choice.module, choice.ignored, units, choice.devices() if frees else []))
+        or parts_here().problem(choice.own(), placement.all_groups())
         or choice.unusable(synced=options.synced and values[-1].gives_memory, sharded=sharded_params())
         or choice.wire_problem(options.precision)
         or placement.comm.device_problem(choice.devices())

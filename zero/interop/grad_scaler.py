@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 
 from zero._torch import GradScaler as TorchGradScaler
 from zero.comm import Comm
+from zero.measure.param_groups import params_of
 from zero.oss.optimizer import OSS
+from zero.shards.parts import others_of
 from zero.shards.steps import steps_of
 
 
@@ -43,5 +45,6 @@ class GradScaler(TorchGradScaler):
         # A rank that owns no gradient must skip or take the step as the other ranks do.
         overflows = [one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]
         total = torch.stack(overflows).amax(0)
-        comm.all_reduce(total, maximum=True)
+        for ranks in (comm, *others_of(params_of(optimizer))):
+            ranks.all_reduce(total, maximum=True)
         return {device: total.to(device) for device in found} or {inv_scale.device: total}

@@ -22,12 +22,14 @@ from zero.shards.arguments import (
     instead_of,
     master_problem,
     named_params,
+    parts_of,
     wire_of,
     wire_problem,
 )
 from zero.shards.home import take_home
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
+from zero.shards.parts import parts_here
 
 if TYPE_CHECKING:
     from zero.oss.optimizer import OSS
@@ -76,15 +78,18 @@ class Choices:
             f"parameters without gradients written by steps: {self.writes_frozen}",
         ]
         problem = problem or comm.device_problem(devices_of(self.groups)) or unfit
+        problem = problem or parts_here().problem(named_params(self.groups), [comm])
         comm.compare("the parameters given to OSS", [*signature, *describe(self.groups)], problem)
+        self.groups = parts_of(self.groups)
 
     def added(self, param_group: dict[str, Any], seen: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
         """Collective. Returns another group in torch's form. seen: the parameters so far."""
         groups, problem = as_groups([param_group], seen=set(seen))
         problem = problem or wire_problem(named_params(groups), self.wire, "broadcast_fp16")
         problem = problem or self._look_at(groups, cut=self.cut)[1]
+        problem = problem or parts_here().problem(named_params(groups), [self._comm])
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
-        return groups[0]
+        return parts_of(groups)[0]
 
     def _look_at(self, groups: list[dict[str, Any]], cut: str | None = None) -> tuple[Finding | None, str | None]:
         """Measures the optimizer with the groups' options; returns an error message if it cannot be sharded so.

@@ -134,9 +134,10 @@ class OwnedGradients:
         if self.arrive_sharded:
             self.drop_cleared()
             refuse_unreduced(self._oss.shards.shard_groups)
-            owned = self._oss.shards.gradients()
+            owned = [(param, shard.grad) for param, shard in self._oss.shards.items()]
         else:
-            owned = [share for _, _, share in _shares(self._oss.shards.shard_groups)]
+            shares = {group.params[index]: share for group, index, share in _shares(self._oss.shards.shard_groups)}
+            owned = [(param, shares.get(param)) for param in self._oss.shards]
         dtypes = {shard.dtype for shard in self._oss.shards.values()}
         return norm.total_norm(owned, self._oss.comm, norm_type, self._oss.shards.shard_groups[0].full.device, dtypes)
 

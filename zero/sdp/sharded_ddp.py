@@ -23,6 +23,7 @@ from zero.sdp.reducer import Reducer
 from zero.sdp.wrapper import UNWRAPPED, Wrapper, attribute_of, refuse_steps
 from zero.shards.arguments import Wrapping, instead_of, on_two_devices, refusal, wire_of, wire_problem
 from zero.shards.log import announce
+from zero.shards.parts import parts_here
 
 
 class Reading:
@@ -95,7 +96,7 @@ class ShardedDDP(Wrapper):
         )
         of_optimizer = process_group is None and bool(self._optimizers) and isinstance(self._optimizers[0], OSS)
         self._comm = self._optimizers[0].comm if of_optimizer else Comm(process_group)
-        names = {param: name for name, param in module.named_parameters()}
+        names = {parts_here().of(param): name for name, param in module.named_parameters()}
         options = f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}"
         signature = [f"{options}, overlap_param_gather {overlap_param_gather}", *describe(module)]
         wire, problem = wire_of(reduce_fp16, "reduce_fp16")
@@ -104,6 +105,9 @@ class ShardedDDP(Wrapper):
         if overlap_param_gather and "overlap_param_gather" not in readings:
             problem = problem or "overlap_param_gather=True needs a feature that is missing: zero/features/gathers."
         self._comm.compare("the models given to ShardedDDP", signature, problem)
+        held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
+        parts_here().put_into(module, {param for param in module.parameters() if parts_here().of(param) not in held})
+        self._hide_whole = parts_here().show(module)
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
         self.broadcast_buffers = broadcast_buffers
@@ -204,6 +208,8 @@ class ShardedDDP(Wrapper):
         self.zero_grad()
         module = self.module  # waits for gathers in flight
         self._reducer.retire(UNWRAPPED)
+        self._hide_whole()
+        parts_here().take_out_of(module)
         refuse_steps(self._optimizers)
         return module
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zero.comm.wire import NAMES, PLAIN, Wire, as_wire
 from zero.measure.param_groups import described_options, options
+from zero.shards.parts import parts_here
 from zero.shards.shapes import unusable
 
 
@@ -96,6 +97,15 @@ def named_params(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yields the parameters of groups that `as_groups` returned, with their names."""
     for position, group in enumerate(groups):
         yield from _named(group, position)
+
+
+def parts_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups with what is sharded in place of the user's parameters (zero/shards/parts.py)."""
+
+    def part(entry: Any) -> Any:
+        return (entry[0], parts_here().of(entry[1])) if isinstance(entry, tuple) else parts_here().of(entry)
+
+    return [{**group, "params": [*map(part, group["params"])]} for group in groups]
 
 
 def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:

@@ -6,35 +6,52 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero._torch import multiply_all, norms_of
 from zero.comm import Comm
+from zero.shards.parts import parts_here
 
 
 def total_norm(
-    shards: Sequence[Tensor], comm: Comm, norm_type: float, device: torch.device, dtypes: Iterable[torch.dtype]
+    gradients: Iterable[tuple[nn.Parameter, Tensor | None]],
+    comm: Comm,
+    norm_type: float,
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
 ) -> Tensor:
     """Collective. Returns the norm of all ranks' shards as one vector, 0-dim.
 
-    shards: of this rank; no two ranks have the same element.
+    gradients: this rank's shard of the gradient of each parameter, if it has one; no two ranks of `comm` have the same
+        element. Elements that ranks outside of it have (zero/shards/parts.py) are counted, too.
     dtypes: of all ranks' shards. The result is float64 if one of them is, otherwise float32.
     """
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     infinite = math.isinf(norm_type)
+    shards: dict[Comm | None, list[Tensor]] = {None: []}
+    for param, gradient in gradients:
+        shards.setdefault(parts_here().others(param), []).extend([] if gradient is None else [gradient])
+    local = _powers(shards.pop(None), norm_type, device)
+    for others, own in shards.items():
+        assert others is not None
+        powers = _powers(own, norm_type, device)
+        others.all_reduce(powers, maximum=infinite)
+        local = torch.maximum(local, powers) if infinite else local + powers
+    comm.all_reduce(local, maximum=infinite)
+    return (local if infinite else local.pow(1 / norm_type)).to(dtype)
+
+
+def _powers(shards: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Returns the sum of the powers of all elements, or for inf the largest, 0-dim, in float64."""
     norms = [
         norm
         for (_, of), alike in _alike(shard for shard in shards if shard.numel())
         for norm in norms_of(alike, norm_type, torch.float32 if of in (torch.float16, torch.bfloat16) else None)
     ]
     if not norms:
-        local = torch.zeros((), device=device)
-    else:
-        together = torch.stack([norm.to(device, torch.promote_types(norm.dtype, torch.float32)) for norm in norms])
-        local = together.max() if infinite else together.pow(norm_type).sum()
-    local = local.double()  # on every rank, whatever it owns
-    comm.all_reduce(local, maximum=infinite)
-    return (local if infinite else local.pow(1 / norm_type)).to(dtype)
+        return torch.zeros((), dtype=torch.float64, device=device)
+    together = torch.stack([norm.to(device, torch.promote_types(norm.dtype, torch.float32)) for norm in norms])
+    return (together.max() if math.isinf(norm_type) else together.pow(norm_type).sum()).double()
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -8,7 +8,7 @@ load_state     is sent parameter by parameter: each rank receives the full tenso
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,17 +20,18 @@ from zero.fsdp.model import Model, models_of
 from zero.fsdp.unit import Unit
 from zero.measure import param_groups
 from zero.measure.param_groups import params_of
+from zero.shards.parts import parts_here
 from zero.state import leaves
 from zero.state.optimizer_state import cut, fitting, hand_over
 from zero.state.stepped_shards import Sharded, groups_of
 from zero.state.weights import summoned
 
 
-def first_alone(comms: Sequence[Comm], what: str, given: object) -> bool:
+def first_alone(comms: Sequence[Comm], what: str, given: object, params: Iterable[Tensor]) -> bool:
     """Collective. Returns whether the first of several ranks alone was given something.
 
     comms: the groups of ranks, one after another, as Placement.all_groups. Raises ValueError on every rank if it is
-    neither the first nor all.
+    neither the first nor all, and if it is the first, but ranks have other parts of the parameters.
     """
     flags = "1" if given else "0"
     for comm in comms:
@@ -39,7 +40,12 @@ def first_alone(comms: Sequence[Comm], what: str, given: object) -> bool:
     if having not in ([0], [*range(len(flags))]):
         who = f"only {', '.join(f'rank {rank}' for rank in having)} of {len(flags)}" if having else "no rank"
         raise ValueError(f"{what}: {who} was given any. Pass them on every rank, or on rank 0 and None elsewhere.")
-    return having == [0] and len(flags) > 1
+    alone = having == [0] and len(flags) > 1
+    if alone and parts_here().title(params):
+        raise ValueError(
+            f"{what}: rank 0 alone was given them, but the model is tensor parallel. Pass them on every rank."
+        )
+    return alone
 
 
 def _is_first(comms: Sequence[Comm]) -> bool:

@@ -26,6 +26,7 @@ from zero.measure import param_groups
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.shards.masters import settled
+from zero.shards.parts import parts_here
 from zero.state import leaves
 from zero.state.param_shard import ParamShard
 from zero.state.shard_mark import ShardMark, texts_of
@@ -321,4 +322,5 @@ def fingerprint(optimizer: Sharded) -> str:
     """The mark of this rank's shard: rank, world size and a digest of the layout."""
     bounds = [list(group.layout.bounds) for group in groups_of(optimizer)]
     layout = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()[:12]
-    return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}"
+    part = parts_here().title(params_of(optimizer))
+    return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}{part and f', {part}'}"

@@ -21,6 +21,7 @@ from zero.oss.saved import saved_states
 from zero.state import optimizer_state as state
 from zero.state.shard_mark import ShardMark, texts_of
 from zero.state.stepped_shards import SteppedShards
+from zero.state.whole import consolidate_whole, cut_whole, has_parts
 
 
 class Saved:
@@ -40,7 +41,7 @@ class Saved:
         self._full = self._full_for_torch = None
 
     def consolidate(self, to: int | None) -> None:
-        self._full = state.consolidate(self.optimizer, to)
+        self._full = consolidate_whole(self.optimizer, to)
 
     def of_params(self) -> dict[nn.Parameter, dict[str, Any]]:
         params = params_of(self.optimizer)
@@ -48,26 +49,26 @@ class Saved:
 
     def state_dict(self) -> dict[str, Any]:
         full = self._for_torch() if self.asked_for_full else self._full
-        if full is None or self.optimizer.comm.world == 1:
+        if full is None or (self.optimizer.comm.world == 1 and not has_parts(self.optimizer)):
             return state.shard_of(self.optimizer)
         return {**full, "param_groups": state.numbered_groups(self.optimizer)}
 
     def _for_torch(self) -> dict[str, Any]:
         """Collective the first time after a step; torch asks once for each parameter."""
         if self._full_for_torch is None:
-            self._full_for_torch = state.consolidate(self.optimizer, None)
+            self._full_for_torch = consolidate_whole(self.optimizer, None)
         assert self._full_for_torch is not None
         return {**self._full_for_torch, "state": dict(self._full_for_torch["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state.load(self.optimizer, state_dict)
+        state.load(self.optimizer, cut_whole(self.optimizer, state_dict))
         self.forget()
 
     def gathered(self) -> Any:
-        return state.consolidate(self.optimizer, None, settle=False)
+        return consolidate_whole(self.optimizer, None, settle=False)
 
     def restore(self, full: Any) -> None:
-        state.load(self.optimizer, full)
+        state.load(self.optimizer, cut_whole(self.optimizer, full))
 
     def take(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         state.hand_over(self.optimizer, taken, groups)
@@ -79,14 +80,14 @@ class Stepped(OptimizerState):
 
     def full(self, model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
         state.refuse_no_rank(to, model.placement.ranks)
-        return state.consolidate(_shards(model, optimizer), None if to is None else model.placement.owner(to))
+        return consolidate_whole(_shards(model, optimizer), None if to is None else model.placement.owner(to))
 
     def load(self, model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         stepped = _shards(model, optimizer)
         if _marked_as_own(stepped, state_dict["param_groups"]):
             optimizer.load_state_dict(state_dict)
         else:
-            state.load(stepped, state_dict)
+            state.load(stepped, cut_whole(stepped, state_dict))
 
     def register(self, model: Model, optimizer: Optimizer) -> None:
         """Registers hooks on the optimizer's state_dict() and load_state_dict(). The second time does nothing.
@@ -113,7 +114,7 @@ class Stepped(OptimizerState):
                         "torch.distributed.checkpoint was given an optimizer that holds parameters of several FSDPs. "
                         "Build one optimizer for each, or save with zero.checkpoint."
                     )
-                return state.consolidate(stepped, None)
+                return consolidate_whole(stepped, None)
             groups = state_dict["param_groups"]
             shard_mark = ShardMark([*_marks_of(groups), state.fingerprint(stepped)])  # one, which warns once
             for group in groups:
@@ -124,7 +125,7 @@ class Stepped(OptimizerState):
             stepped = SteppedShards(optimizer, shard_groups, comm)
             if given.get(SHARD_MARK) == state.OWN or _marked_as_own(stepped, given["param_groups"]):
                 return None
-            return state.numbered(optimizer, *state.own_shard(stepped, given))
+            return state.numbered(optimizer, *state.own_shard(stepped, cut_whole(stepped, given)))
 
         optimizer.register_state_dict_post_hook(mark)
         optimizer.register_load_state_dict_pre_hook(cut)

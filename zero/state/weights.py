@@ -25,6 +25,7 @@ from zero.fsdp.precision import OwnHook
 from zero.fsdp.unit import Unit
 from zero.fsdp.weights import weights
 from zero.sdp.wrapper import Wrapper
+from zero.shards.parts import parts_here
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 from zero.state.optimizer_state import refuse_no_rank
@@ -143,7 +144,8 @@ class Recipient:
     def gather(self, unit: Unit, placement: Placement) -> dict[Tensor, Tensor]:
         """Collective. Returns copies of the unit's full parameters on the recipient, nothing on other ranks."""
         if unit.summoned:
-            return {param: self.copy(param) for param in unit.params} if self.receives(placement) else {}
+            params = [param for group in unit.groups for param in group.params] if self.receives(placement) else []
+            return {param: self.copy(parts_here().whole(param, param)) for param in params}
         if self.to is not None and not placement.has(self.to):
             return {}
         unit.reshard()  # a forward without backward may have left it unsharded
@@ -152,7 +154,7 @@ class Recipient:
             group.summon(None if self.to is None else placement.owner(self.to))
             try:
                 if self.receives(placement):
-                    copies.update({param: self.moved(param) for param in group.params})
+                    copies.update({param: self.moved(parts_here().whole(param, param)) for param in group.params})
             finally:
                 group.dismiss(keep=False)
         return copies
@@ -192,10 +194,11 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
         full, copies, copy = state_dict(module, sharded), {}, recipient.moved
     if not receives:
         return {}
+    in_parts = bool(parts_here().title(module.parameters()))
     for name, value in full.items():
         if isinstance(value, Tensor):
             if value not in copies:  # tied weights stay one tensor
-                copies[value] = copy(value)
+                copies[value] = copy(parts_here().whole(value, value) if in_parts else value)
             full[name] = copies[value]
     return full
 

@@ -1,0 +1,433 @@
+"""Models that torch's tensor parallelism has parallelised over one dimension of a mesh, sharded over another, beside
+FSDP2 on the same mesh and one process with the whole batch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel import loss_parallel as parallel_loss
+from torch.utils.checkpoint import checkpoint
+
+import ranks
+import zero
+from processes import ROOT, python
+
+OPTIMIZERS = {
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.05),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(8)
+        self.out = nn.Linear(8, 10, bias=False)
+        if tied:
+            self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))
+
+
+def mesh_of() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def parallel(model: Model, mesh: DeviceMesh, *, sequence: bool = False, loss: bool = False) -> Model:
+    """Parallelises a model over the mesh. sequence: activations between the linear layers are cut along the tokens."""
+    cut = [Shard(1)] if sequence else [Replicate()]
+    tied = model.out.weight is model.embed.weight
+    plan: dict[str, Any] = {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=cut[0])}
+    for number in range(len(model.blocks)):
+        plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=cut[0])
+        plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=cut[0])
+        if sequence:
+            plan[f"blocks.{number}.norm"] = SequenceParallel(use_local_output=True)
+    if sequence:
+        plan["norm"] = SequenceParallel(use_local_output=True)
+    out = Shard(-1) if loss else Replicate()
+    plan["out"] = ColwiseParallel(input_layouts=cut[0], output_layouts=out, use_local_output=not loss)
+    parallelize_module(model, mesh, plan)
+    if tied:
+        model.out.weight = model.embed.weight
+    return model
+
+
+def batches(rank: int | None, steps: int = 3) -> list[tuple[Tensor, Tensor]]:
+    """The batches of one data parallel rank of two; of all with None."""
+    torch.manual_seed(3)
+    given = [(torch.randint(10, (4, 6)), torch.randint(10, (4, 6))) for _ in range(steps)]
+    return given if rank is None else [(x[2 * rank : 2 * rank + 2], y[2 * rank : 2 * rank + 2]) for x, y in given]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def full(weights: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in weights.items()}
+
+
+def alone(optimizer: str) -> dict[str, Tensor]:
+    model = Model()
+    train(model, OPTIMIZERS[optimizer](model.parameters()), None)
+    return model.state_dict()
+
+
+def wrapped(stage: int, model: nn.Module, mesh: DeviceMesh, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if stage == 3:
+        fsdp = zero.FSDP(model, device_mesh=mesh["dp"])
+        return fsdp, OPTIMIZERS[optimizer](fsdp.parameters())
+    made: dict[str, Any] = {"Adam": {"optim": torch.optim.Adam, "lr": 0.05}}
+    made["SGD"] = {"optim": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    oss = zero.OSS(model.parameters(), group=mesh["dp"].get_group(), **made[optimizer])
+    return zero.ShardedDDP(model, oss), oss
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("optimizer", "sequence"), [("Adam", True), ("SGD", False)])
+@ranks.on(4)
+def test_trains_as_one_process_does(rank: int, world: int, stage: int, optimizer: str, sequence: bool) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, optimizer)
+    train(model, optim, mesh["dp"].get_local_rank())
+    close(full(model.state_dict()), alone(optimizer))
+
+
+def with_fsdp2(optimizer: str, *, sequence: bool) -> dict[str, Tensor]:
+    """The same by FSDP2 over tensor parallelism."""
+    mesh = mesh_of()
+    model = parallel(Model(), mesh["tp"], sequence=sequence)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    train(model, OPTIMIZERS[optimizer](model.parameters()), mesh["dp"].get_local_rank())
+    return full(model.state_dict())
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, rank: int | None, *, steps: int = 3) -> None:
+    for tokens, targets in batches(rank, steps):
+        loss_of(model(tokens), targets).backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def whole_states(plain: dict[str, Any]) -> list[tuple[int, str, Tensor]]:
+    return [(n, key, value) for n, state in plain["state"].items() for key, value in sorted(state.items())]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=True), mesh, "Adam")
+    train(model, optim, dp)
+    plain = Model()
+    adam = OPTIMIZERS["Adam"](plain.parameters())
+    train(plain, adam, None)
+    weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optim)
+    close(weights, plain.state_dict())
+    for (n, key, found), (m, other, expected) in zip(whole_states(state), whole_states(adam.state_dict()), strict=True):
+        assert (n, key) == (m, other)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+    assert bool(zero.full_state_dict(model, to=0)) == (dp == tp == 0)
+    assert bool(zero.full_optimizer_state_dict(model, optim, to=0)) == (dp == tp == 0)
+    assert zero.count_parameters(model).all == sum(param.numel() for param in plain.parameters())
+
+    again, optimizer = wrapped(
+        5 - stage, parallel(Model(), mesh["tp"], sequence=True), mesh, "Adam"
+    )  # at the other stage
+    zero.load_full_state_dict(again, weights)
+    zero.load_full_optimizer_state_dict(again, optimizer, state)
+    for one, its in ((model, optim), (again, optimizer), (plain, adam)):
+        train(one, its, None if one is plain else dp, steps=2)
+    close(zero.full_state_dict(model), plain.state_dict())
+    close(zero.full_state_dict(again), plain.state_dict())
+    unwrapped = zero.unwrap(model)
+    assert isinstance(unwrapped.out.weight, DTensor)
+    close(full(unwrapped.state_dict()), plain.state_dict())
+    again.load_state_dict(unwrapped.state_dict())  # DTensors load as well
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_norms_count_each_element_once(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=True), mesh, "SGD")
+    plain = Model()
+    of_both = zip(batches(mesh["dp"].get_local_rank()), batches(None), (2.0, float("inf"), 1.0), strict=True)
+    for (tokens, targets), (x, y), norm_type in of_both:
+        loss_of(model(tokens), targets).backward()
+        loss_of(plain(x), y).backward()
+        found = zero.clip_grad_norm_(model, optim, 0.1, norm_type)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(zero.grad_norm(model, optim, norm_type), torch.tensor(0.1), rtol=1e-4, atol=0)
+        optim.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("sequence", [False, True])
+@ranks.on(4, fresh=True)  # torch keeps the groups of an earlier mesh
+def test_has_the_bits_of_fsdp2(rank: int, world: int, sequence: bool) -> None:
+    expected = with_fsdp2("Adam", sequence=sequence)
+    mesh = mesh_of()
+    for stage in (2, 3):
+        model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, "Adam")
+        train(model, optim, mesh["dp"].get_local_rank())
+        for name, found in zero.full_state_dict(model).items():
+            assert torch.equal(found, expected[name]), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_accumulates_without_sync_clips_and_recomputes_checkpoints(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Recomputing(), mesh["tp"], sequence=True), mesh, "SGD")
+    plain = Model()
+    sgd = OPTIMIZERS["SGD"](plain.parameters())
+    for _ in range(2):
+        for number, ((tokens, targets), (x, y)) in enumerate(
+            zip(batches(mesh["dp"].get_local_rank()), batches(None), strict=True)
+        ):
+            with zero.no_sync(model) if number < 2 else nullcontext():
+                loss_of(model(tokens), targets).backward()
+            loss_of(plain(x), y).backward()
+        zero.clip_grad_norm_(model, optim, 0.5)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optim.step()
+        sgd.step()
+        optim.zero_grad()
+        sgd.zero_grad()
+    close(zero.full_state_dict(model), plain.state_dict())
+
+
+class Recomputing(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.out(self.norm(x))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_tied_embeddings_and_loss_parallel(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Model(tied=True), mesh["tp"], loss=True), mesh, "SGD")
+    plain = Model(tied=True)
+    sgd = OPTIMIZERS["SGD"](plain.parameters())
+    for (tokens, targets), (x, y) in zip(batches(mesh["dp"].get_local_rank()), batches(None), strict=True):
+        with parallel_loss():
+            logits = model(tokens)
+            assert isinstance(logits, DTensor)
+            loss_of(logits, targets).backward()
+        loss_of(plain(x), y).backward()
+        optim.step()
+        sgd.step()
+        optim.zero_grad()
+        sgd.zero_grad()
+    found = zero.full_state_dict(model)
+    close(found, plain.state_dict())
+    assert found["out.weight"] is found["embed.weight"] or stage == 2
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@ranks.on(4, fresh=True)
+def test_computes_in_bfloat16_as_fsdp2_does(rank: int, world: int) -> None:
+    mesh, in_16_bits = mesh_of(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found, expected = parallel(Model(), mesh["tp"]), parallel(Model(), mesh["tp"])
+    for block in expected.blocks:
+        fully_shard(block, mesh=mesh["dp"], mp_policy=in_16_bits)
+    fully_shard(expected, mesh=mesh["dp"], mp_policy=in_16_bits)
+    model = zero.FSDP(found, device_mesh=mesh["dp"], mixed_precision=in_16_bits)
+    for one in (model, expected):
+        train(one, OPTIMIZERS["SGD"](one.parameters()), mesh["dp"].get_local_rank())
+    weights = zero.full_state_dict(model)
+    for name, value in full(expected.state_dict()).items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6, msg=name)
+
+
+@ranks.on(4)
+def test_modules_see_dtensors_in_forward_only(rank: int, world: int) -> None:
+    mesh = mesh_of()
+    seen = []
+
+    class Looks(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            seen.append((type(self.out.weight), self.out.weight.placements, self.out.weight.shape))
+            return super().forward(tokens)
+
+    model = zero.FSDP(parallel(Looks(), mesh["tp"]), device_mesh=mesh["dp"])
+    model(batches(0)[0][0])
+    assert seen == [(DTensor, (Shard(0),), torch.Size([10, 8]))]
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    assert isinstance(model.state_dict()["out.weight"], DTensor)
+
+
+@ranks.on(4)
+def test_what_cannot_be_sharded_is_refused_on_every_rank_with_the_remedy(rank: int, world: int) -> None:
+    mesh = mesh_of()
+
+    def made() -> Model:
+        return parallel(Model(), mesh["tp"])
+
+    same = ranks.refusal(lambda: zero.FSDP(made(), device_mesh=mesh["tp"]))
+    assert "'embed.weight' is a DTensor" in same and "another dimension of the mesh" in same
+    assert "another dimension of the mesh" in ranks.refusal(lambda: zero.FSDP(made()))
+    assert "another dimension of the mesh" in ranks.refusal(lambda: zero.OSS(made().parameters()))
+    other = fully_shard(Model(), mesh=mesh["dp"])
+    assert "another library (FSDP2)" in ranks.refusal(lambda: zero.FSDP(other, device_mesh=mesh["dp"]))
+    both = parallelize_module(Model(), mesh["tp"], {"out": ColwiseParallel()})
+    fully_shard(both.out, mesh=mesh["dp"])
+    assert "one dimension of a mesh" in ranks.refusal(lambda: zero.FSDP(both, device_mesh=mesh["dp"]))
+    with torch.device("meta"):
+        empty = Model()
+    assert "to_empty()" in ranks.refusal(lambda: zero.FSDP(parallel(empty, mesh["tp"]), device_mesh=mesh["dp"]))
+    group = mesh["dp"].get_group()
+    told = ranks.refusal(lambda: zero.setup(made(), torch.optim.SGD, stage=1, process_group=group, lr=0.1))
+    assert "Take stage 2 or 3" in told
+    model = made()
+    assert "partition" in ranks.refusal(lambda: zero.FSDP(model, device_mesh=mesh["dp"], partition="none"))
+    assert isinstance(model.out.weight, DTensor)  # a model that was refused is as it was
+    loss_of(model(batches(0)[0][0]), batches(0)[0][1]).backward()
+
+
+@ranks.on(4)
+def test_steps_that_would_be_wrong_are_refused_on_every_rank(rank: int, world: int) -> None:
+    mesh = mesh_of()
+    dp, (tokens, targets) = mesh["dp"], batches(0)[0]
+
+    alone = parallel(Model(), mesh["tp"])
+    oss = zero.OSS(alone.parameters(), group=dp.get_group(), lr=0.1)
+    loss_of(alone(tokens), targets).backward()
+    assert "no ShardedDDP has the model" in ranks.refusal(oss.step)
+
+    model = parallel(Model(), mesh["tp"])
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    fsdp = zero.FSDP(model, device_mesh=dp, partition="whole")
+    rows = torch.optim.Adafactor(fsdp.parameters())
+    loss_of(fsdp(tokens), targets).backward()
+    assert "Build the optimizer from the wrapped model" in ranks.refusal(before.step)
+    assert "does not treat each element by itself" in ranks.refusal(rows.step)
+    torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
+
+    oss = zero.OSS(parallel(again := Model(), mesh["tp"]).parameters(), torch.optim.Adafactor, dp.get_group())
+    sharded = zero.ShardedDDP(again, oss)
+    loss_of(sharded(tokens), targets).backward()
+    assert "does not treat each element by itself" in ranks.refusal(oss.step)
+
+    found = ranks.refusal(lambda: zero.checkpoint.save("nowhere", fsdp, rows))
+    assert "zero.full_state_dict(model, to=0)" in found
+
+
+@ranks.on(4)
+def test_units_that_read_one_anothers_dtensors_are_refused(rank: int, world: int) -> None:
+    mesh = mesh_of()
+
+    class Reads(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = super().forward(tokens)
+            return x + self.blocks[0].up.bias.sum()
+
+    model = zero.FSDP(parallel(Reads(), mesh["tp"]), device_mesh=mesh["dp"])
+    told = ranks.refusal(lambda: model(batches(0)[0][0]))
+    assert "'blocks.0' are read outside of its forward" in told and "as_one_unit" in told
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4, fresh=True)
+def test_whatever_shards_and_steps_takes_parts(rank: int, world: int, stage: int) -> None:
+    """Features that meet parts where they would meet parameters."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "dp", "tp"))
+    model: nn.Module
+    optim: torch.optim.Optimizer
+    for feature in ("offload", "steps", "hybrid" if stage == 3 else "offload"):
+        made = parallel(Model(), mesh["tp"], sequence=True)
+        more: dict[str, Any] = {"offload": zero.CPUOffload()} if feature == "offload" else {}
+        if feature == "hybrid":
+            model = zero.FSDP(made, device_mesh=mesh["replicas", "dp"], sharding_strategy="HYBRID_SHARD")
+            optim = OPTIMIZERS["SGD"](model.parameters())
+        elif stage == 3:
+            model = zero.FSDP(made, device_mesh=mesh["dp"], **more)
+            optim = OPTIMIZERS["SGD"](model.parameters())
+        else:
+            optim = zero.OSS(made.parameters(), torch.optim.SGD, mesh["dp"].get_group(), lr=0.1, momentum=0.9, **more)
+            model = zero.ShardedDDP(made, optim)
+        if feature == "steps":
+            zero.step_in_backward(model, optim)
+        train(model, optim, mesh["dp"].get_local_rank())
+        close(zero.full_state_dict(model), alone("SGD"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_an_overflow_in_one_part_skips_the_step_on_all_ranks(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    model, optim = wrapped(stage, parallel(Model(), mesh["tp"]), mesh, "SGD")
+    scaler = zero.GradScaler("cpu", process_group=mesh["dp"].get_group())
+    tokens, targets = batches(mesh["dp"].get_local_rank())[0]
+    before = zero.full_state_dict(model)
+    scaler.scale(loss_of(model(tokens), targets)).backward()
+    stepped = optim.optim if isinstance(optim, zero.OSS) else optim
+    gradients = [param.grad for group in stepped.param_groups for param in group["params"] if param.grad is not None]
+    if rank == 0:
+        next(one for one in gradients if one.numel()).view(-1)[0] = float("inf")
+    scaler.step(optim)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    close(zero.full_state_dict(model), before)
+
+
+@ranks.raises(4, RuntimeError, "torch.compile was called with a tensor parallel model")
+def test_compiling_is_refused(rank: int, world: int) -> None:
+    mesh = mesh_of()
+    model = zero.FSDP(parallel(Model(), mesh["tp"]), device_mesh=mesh["dp"])
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(batches(0)[0][0])
+
+
+def test_the_example_trains() -> None:
+    script = ROOT / "docs" / "examples" / "tensor_parallel.py"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    written = python(*launcher, script, "--steps", 10).stdout
+    assert "gate.weight {(64, 32)}" in written  # whole
+    assert float(written.split()[3].strip(",")) < 2.5  # of 4.2 at first

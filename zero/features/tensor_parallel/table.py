@@ -1,0 +1,95 @@
+"""Which plain parameter stands for which DTensor.
+
+A plain parameter keeps its DTensor, which keeps no memory once the plain one is in the module; the DTensor does not
+keep the plain one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero._torch import wraps_others
+from zero.comm import Comm
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_dtensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By plain parameter."""
+_plain: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By DTensor: a weak reference to the plain parameter."""
+_comms: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By DeviceMesh: its ranks. Equal meshes may have other process groups."""
+_made = [0]
+
+
+def made() -> int:
+    """Returns how many plain parameters have been made."""
+    return _made[0]
+
+
+def is_dtensor(value: object) -> bool:
+    if not isinstance(value, Tensor) or not wraps_others(value):
+        return False
+    from torch.distributed.tensor import DTensor  # takes a second; whoever has one has imported it
+
+    return isinstance(value, DTensor)
+
+
+def dtensor_of(param: Tensor) -> DTensor | None:
+    """Returns the DTensor that a plain parameter stands for; None for other parameters."""
+    found: DTensor | None = _dtensors.get(param)
+    return found
+
+
+def plain_of(param: Any) -> nn.Parameter | None:
+    """Returns the plain parameter that stands for a DTensor; None for others."""
+    reference = _plain.get(param) if is_dtensor(param) else None
+    return None if reference is None else reference()
+
+
+def made_plain(param: Any) -> nn.Parameter:
+    """Returns the plain parameter that stands for a DTensor, made if there is none."""
+    found = plain_of(param)
+    if found is None:
+        found = nn.Parameter(param.detach().to_local(), requires_grad=param.requires_grad)
+        _dtensors[found], _plain[param] = param, ref(found)
+        _made[0] += 1
+    return found
+
+
+def forget(param: nn.Parameter) -> None:
+    """The DTensor is the module's own again."""
+    del _plain[_dtensors.pop(param)]
+
+
+def comm_of(dtensor: DTensor) -> Comm:
+    """Returns the ranks that have the parts of a DTensor."""
+    mesh = dtensor.device_mesh
+    if mesh not in _comms:
+        _comms[mesh] = Comm(mesh.get_group())
+    found: Comm = _comms[mesh]
+    return found
+
+
+def is_cut(dtensor: DTensor) -> bool:
+    """Returns whether ranks have different elements of a DTensor."""
+    return dtensor.placements[0].is_shard() and dtensor.device_mesh.size() > 1
+
+
+def like(dtensor: DTensor, local: Tensor) -> DTensor:
+    """Returns a DTensor of a local tensor, with the placement and shape of another. autograd leads to `local`."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = dtensor.device_mesh, dtensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=dtensor.shape, stride=dtensor.stride())
+
+
+def ranks_of(comm: Comm) -> set[int]:
+    """Returns the global ranks of a group."""
+    return {0} if comm.group is None else {*dist.get_process_group_ranks(comm.group)}
