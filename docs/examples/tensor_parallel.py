@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -65,7 +66,8 @@ class Llama(nn.Module):
 def parallelise(model: Llama, mesh: dist.DeviceMesh) -> None:
     along_tokens = Shard(1)
     for block in model.blocks:
-        plan = {name: ColwiseParallel(input_layouts=along_tokens) for name in ("query", "key", "value", "gate", "up")}
+        plan: dict[str, ParallelStyle] = {}
+        plan |= {name: ColwiseParallel(input_layouts=along_tokens) for name in ("query", "key", "value", "gate", "up")}
         plan |= {name: RowwiseParallel(output_layouts=along_tokens) for name in ("mixed", "down")}
         plan |= {name: SequenceParallel(use_local_output=True) for name in ("before_attention", "before_mlp")}
         parallelize_module(block, mesh, plan)

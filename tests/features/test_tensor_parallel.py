@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
+from matrix import WHOLE
 from processes import ROOT, python
 
 OPTIMIZERS = {
@@ -425,6 +426,8 @@ def test_compiling_is_refused(rank: int, world: int) -> None:
     model(batches(0)[0][0])
 
 
+@pytest.mark.matrix
+@pytest.mark.skipif(not WHOLE, reason="runs under make matrix: torchrun starts four processes")
 def test_the_example_trains() -> None:
     script = ROOT / "docs" / "examples" / "tensor_parallel.py"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
