@@ -286,3 +286,19 @@ def reference(rank: int, case: Case, optim: Callable[..., Optimizer], **how: Any
 def unit_bytes(model: FSDP) -> int:
     """Bytes of the full parameters of the largest unit."""
     return max(sum(group.full.nbytes for group in unit.groups) for unit in running_model(model).units)
+
+
+class TiedBlocks(nn.Module):
+    """With tied weights, buffers and a frozen parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(3))
+        self.head = nn.Linear(width, width)
+        self.head.weight = self.blocks[0][0].weight
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)

@@ -17,28 +17,16 @@ from torch.optim import Adam, AdamW
 import matrix
 import ranks
 import zero
-from models import FeedForward, take_step, unit_bytes
+from models import FeedForward, TiedBlocks, take_step, unit_bytes
 from sidebyside import data
 from zero.plan.meter import Meter
 
 STAGES = [0, 1, 2, 3]
 
 
-class Net(nn.Module):
-    """With tied weights, a buffer and a frozen parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3))
-        self.head = nn.Linear(6, 6)
-        self.head.weight = self.blocks[0][0].weight
-        self.head.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return TiedBlocks(6)
 
 
 def at_stage(stage: int, model: nn.Module) -> tuple[nn.Module, Any]:
@@ -55,19 +43,19 @@ def step(model: nn.Module, optimizer: Any, rank: int, number: int = 0) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 @ranks.on(2)
 def test_one_rank_gets_the_weights_that_every_rank_would(rank, world, stage):
-    model, optimizer = at_stage(stage, Net())
+    model, optimizer = at_stage(stage, net())
     step(model, optimizer, rank)
     everywhere = zero.full_state_dict(model)
     on_cpu = zero.full_state_dict(model, to=1, device="cpu")
     inside = zero.full_state_dict(model.module.blocks[1], to=0)
     assert list(on_cpu) == (list(everywhere) if rank == 1 else [])
-    assert list(inside) == ([*Net().blocks[1].state_dict()] if rank == 0 else [])
+    assert list(inside) == ([*net().blocks[1].state_dict()] if rank == 0 else [])
     for name, value in everywhere.items():
         assert value.untyped_storage().nbytes() == value.nbytes
         assert rank == 0 or torch.equal(on_cpu[name], value)
     given = on_cpu or everywhere
     assert given["head.weight"] is given["blocks.0.0.weight"]
-    Net().load_state_dict(everywhere)
+    net().load_state_dict(everywhere)
     assert not any(value.requires_grad for value in everywhere.values())
 
 
@@ -153,8 +141,8 @@ def test_an_optimizer_inside_that_of_another_library_is_found(rank, world, stage
 @pytest.mark.parametrize("stage", STAGES)
 @ranks.on(2)
 def test_weights_with_the_prefix_of_ddp_are_loaded_without_it(rank, world, stage):
-    saved = {f"module.{name}": torch.full_like(value, 3) for name, value in Net().state_dict().items()}
-    model, _ = at_stage(stage, Net())
+    saved = {f"module.{name}": torch.full_like(value, 3) for name, value in net().state_dict().items()}
+    model, _ = at_stage(stage, net())
     with pytest.warns(UserWarning, match="begin with 'module.'"):
         zero.load_full_state_dict(model, saved)
     assert all((value == 3).all() for value in zero.full_state_dict(model).values())
@@ -191,28 +179,28 @@ COMPILED = {
 @ranks.on(2)
 def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, compiled):
     inside, around = COMPILED[compiled]
-    expected, expected_optimizer = at_stage(stage, Net())
-    model, optimizer = at_stage(stage, inside(Net()))
+    expected, expected_optimizer = at_stage(stage, net())
+    model, optimizer = at_stage(stage, inside(net()))
     step(expected, expected_optimizer, rank)
     step(model, optimizer, rank)
     model = around(model)
     weights = zero.full_state_dict(expected)
     for to in (0, None):
         found = zero.full_state_dict(model, to=to)
-        assert list(found) == (list(Net().state_dict()) if to in (rank, None) else [])
+        assert list(found) == (list(net().state_dict()) if to in (rank, None) else [])
     assert all(torch.equal(found[name], value) for name, value in weights.items())
     assert found["head.weight"] is found["blocks.0.0.weight"]
-    Net().load_state_dict(found)
+    net().load_state_dict(found)
 
 
 @pytest.mark.parametrize("compiled", ["inside", "blocks"])
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(2)
 def test_a_compiled_model_loads_weights_by_its_own_names(rank, world, stage, compiled):
-    trained, optimizer = at_stage(stage, Net())
+    trained, optimizer = at_stage(stage, net())
     step(trained, optimizer, rank)
     weights = zero.full_state_dict(trained)
-    model, _ = at_stage(stage, COMPILED[compiled][0](Net()))
+    model, _ = at_stage(stage, COMPILED[compiled][0](net()))
     for given in (weights, {name: 2 * value for name, value in model.state_dict().items()}):
         model.load_state_dict(given)
         found = zero.full_state_dict(model)
@@ -247,21 +235,21 @@ def test_hooks_of_modules_see_full_parameters(rank, world):
 @ranks.on(2)
 def test_weights_have_their_own_dtypes(rank, world):
     precision = zero.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, keep_fp32=())
-    model = zero.FSDP(Net(), mixed_precision=precision)
+    model = zero.FSDP(net(), mixed_precision=precision)
     assert model.module.blocks[0][1].running_mean.dtype == torch.bfloat16
     for name, value in zero.full_state_dict(model, to=0).items():
-        assert value.dtype == Net().state_dict()[name].dtype
+        assert value.dtype == net().state_dict()[name].dtype
 
 
 def by_replica(rank: int, world: int, strategy: str) -> list[int]:
     mesh = init_device_mesh("cpu", (2, 2))
-    model = zero.FSDP(Net(), sharding_strategy=strategy, device_mesh=mesh if strategy == "HYBRID_SHARD" else None)
+    model = zero.FSDP(net(), sharding_strategy=strategy, device_mesh=mesh if strategy == "HYBRID_SHARD" else None)
     return [len(zero.full_state_dict(model, to=to)) for to in range(4)]
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
 def test_replicas_count_one_after_another(strategy):
-    names = len(Net().state_dict())
+    names = len(net().state_dict())
     found = ranks.run(by_replica, 4, args=(strategy,))
     assert found == [[names * (rank == to) for to in range(4)] for rank in range(4)]
 
@@ -297,21 +285,21 @@ def test_a_state_dict_takes_the_full_weights_and_no_copy_of_them():
 @pytest.mark.parametrize("stage", STAGES)
 @ranks.raises(2, ValueError, "to=2", "no rank of the group of 2", timeout=10)
 def test_a_rank_that_is_none_is_refused(rank, world, stage):
-    zero.full_state_dict(at_stage(stage, Net())[0], to=2)
+    zero.full_state_dict(at_stage(stage, net())[0], to=2)
 
 
 # ------------------------------------------------------------------------------------------------------- counting
 
 
 def counts(rank: int, world: int, stage: int) -> Any:
-    model, _ = at_stage(stage, Net())
+    model, _ = at_stage(stage, net())
     assert zero.count_parameters(model) == zero.count_parameters(model.module)
     return tuple(zero.count_parameters(model))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_are_counted_in_full(stage):
-    everything = sum(param.numel() for param in Net().parameters())
+    everything = sum(param.numel() for param in net().parameters())
     found = ranks.run(counts, args=(stage,))
     for whole, trained, _ in found:
         assert (whole, trained) == (everything, everything - 6)
@@ -327,7 +315,7 @@ def test_parameters_are_counted_in_full(stage):
 def test_the_plain_module_comes_back_and_can_be_wrapped_again(rank, world, first, second):
     results = []
     for stages in ((0, 0), (first, second)):
-        plain = Net()
+        plain = net()
         before = [*plain.parameters()]
         model, optimizer = at_stage(stages[0], plain)
         step(model, optimizer, rank)
@@ -352,7 +340,7 @@ def test_the_plain_module_comes_back_and_can_be_wrapped_again(rank, world, first
 @ranks.on(2)
 def test_nothing_is_left_on_the_module(rank, world):
     """Nothing is left on the module, also not where it was compiled or held by another."""
-    plain = Net()
+    plain = net()
     expected = [copy.deepcopy(plain)(data(8, 6, rank=0)), plain.blocks[0][1].running_mean.dtype]
     precision = zero.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
     holder = nn.ModuleDict({"net": torch.compile(zero.FSDP(plain, mixed_precision=precision), backend="eager")})
@@ -377,7 +365,7 @@ def step_again(model: nn.Module, optimizer: Any) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks.raises(2, RuntimeError, r"was unwrapped by zero\.unwrap\(\)", timeout=10)
 def test_what_is_left_of_a_wrapper_is_refused(rank, world, stage, use):
-    model, optimizer = at_stage(stage, Net())
+    model, optimizer = at_stage(stage, net())
     step(model, optimizer, rank)
     zero.unwrap(model)
     use(model, optimizer)
@@ -385,7 +373,7 @@ def test_what_is_left_of_a_wrapper_is_refused(rank, world, stage, use):
 
 @ranks.raises(2, RuntimeError, r"zero.unwrap\(\) was called while", "between steps", timeout=10)
 def test_nothing_is_unwrapped_within_a_step(rank, world):
-    model = zero.FSDP(Net())
+    model = zero.FSDP(net())
     with model.summon_full_params():
         zero.unwrap(model)
 
@@ -393,10 +381,10 @@ def test_nothing_is_unwrapped_within_a_step(rank, world):
 @ranks.on(bare=True)
 def test_one_process_without_a_group_does_the_same(rank, world):
     assert not dist.is_initialized()
-    model = zero.FSDP(Net())
-    assert list(zero.full_state_dict(model, to=0)) == list(Net().state_dict())
+    model = zero.FSDP(net())
+    assert list(zero.full_state_dict(model, to=0)) == list(net().state_dict())
     plain = zero.unwrap(model)
-    assert zero.full_state_dict(plain, to=0).keys() == Net().state_dict().keys()
+    assert zero.full_state_dict(plain, to=0).keys() == net().state_dict().keys()
     assert zero.count_parameters(plain).all == sum(param.numel() for param in plain.parameters())
 
 
@@ -404,7 +392,7 @@ def test_one_process_without_a_group_does_the_same(rank, world):
 
 
 def norms_of(rank: int, world: int, stage: int) -> list[float]:
-    model, optimizer = at_stage(stage, Net())
+    model, optimizer = at_stage(stage, net())
     model(data(8, 6, rank=rank)).square().mean().backward()
     found = [zero.grad_norm(model, optimizer, norm_type).item() for norm_type in (2.0, 1.0, float("inf"))]
     if stage == 2:

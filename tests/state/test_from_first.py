@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Adam
 
 import ranks
 import zero
-from models import FeedForward, take_step, unit_bytes
+from models import FeedForward, TiedBlocks, take_step, unit_bytes
 from sidebyside import data
 from zero.plan.meter import Meter
 
@@ -24,22 +24,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-class Net(nn.Module):
-    """With tied weights, buffers and a frozen parameter."""
-
-    def __init__(self, width: int = 7) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(3))
-        self.head = nn.Linear(width, width)
-        self.head.weight = self.blocks[0][0].weight
-        self.head.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
-
-
 def losses(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
     return [take_step(optimizer, model(data(8, 7, rank=rank, step=step)).square().mean()) for step in range(2)]
 
@@ -47,7 +31,7 @@ def losses(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
 def file(optim: Any, defaults: dict[str, Any]) -> dict[str, Any]:
     """What a plain training has saved."""
     torch.manual_seed(3)
-    model = Net()
+    model = TiedBlocks(7)
     optimizer = optim(model.parameters(), **defaults)
     losses(model, optimizer, 0)
     return {"weights": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -56,7 +40,7 @@ def file(optim: Any, defaults: dict[str, Any]) -> dict[str, Any]:
 def went_on(how: dict[str, Any], rank: int, saved: dict[str, Any] | None, optim: Any) -> Any:
     """The losses of a training that goes on from what was saved, its weights and its optimizer's state."""
     torch.manual_seed(rank)
-    model, optimizer = zero.setup(Net(), optim, lr=1.0, **how)
+    model, optimizer = zero.setup(TiedBlocks(7), optim, lr=1.0, **how)
     missing, unexpected = zero.load_full_state_dict(model, None if saved is None else saved["weights"])
     assert not missing and not unexpected
     zero.load_full_optimizer_state_dict(model, optimizer, saved and saved["optimizer"])
@@ -87,7 +71,7 @@ def test_every_replica_gets_what_rank_0_has_read(rank, world):
     saved = file(*OPTIMIZERS["adam"])
     for how in ({"optimizer_sharding": "all"}, {}):
         mesh = init_device_mesh("cpu", (2, 2))
-        model = zero.FSDP(Net(), sharding_strategy="HYBRID_SHARD", device_mesh=mesh, **how)
+        model = zero.FSDP(TiedBlocks(7), sharding_strategy="HYBRID_SHARD", device_mesh=mesh, **how)
         optimizer = Adam(model.parameters())
         zero.load_full_state_dict(model, saved["weights"] if rank == 0 else {})
         zero.load_full_optimizer_state_dict(model, optimizer, saved["optimizer"] if rank == 0 else {})
@@ -132,7 +116,7 @@ def test_ranks_that_read_nothing_hold_one_unit_and_one_parameter_besides_their_s
 
 
 def load(stage: int, rank: int, weights: Any) -> None:
-    model, _ = zero.setup(Net(), Adam, stage=stage)
+    model, _ = zero.setup(TiedBlocks(7), Adam, stage=stage)
     before = zero.full_state_dict(model)
     try:
         zero.load_full_state_dict(model, weights if rank == 0 else None)
@@ -142,12 +126,15 @@ def load(stage: int, rank: int, weights: Any) -> None:
 
 
 CASES: dict[str, tuple[Any, str]] = {
-    "another shape": (lambda: Net(9).state_dict(), r"(?s)rank 0.*size mismatch for blocks.0.0.weight"),
+    "another shape": (lambda: TiedBlocks(9).state_dict(), r"(?s)rank 0.*size mismatch for blocks.0.0.weight"),
     "a name is missing": (
-        lambda: dict([*Net().state_dict().items()][1:]),
+        lambda: dict([*TiedBlocks(7).state_dict().items()][1:]),
         r"(?s)rank 0.*Missing key.*blocks.0.0.weight",
     ),
-    "extra state": (lambda: {**Net().state_dict(), "head._extra_state": 3}, r"'head._extra_state' is extra state"),
+    "extra state": (
+        lambda: {**TiedBlocks(7).state_dict(), "head._extra_state": 3},
+        r"'head._extra_state' is extra state",
+    ),
     "none": (lambda: {}, "weights given to zero.load_full_state_dict: no rank was given any"),
 }
 
@@ -165,7 +152,7 @@ def of_case(rank: int, world: int, stage: int, case: str) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @ranks.raises(2, ValueError, "zero.load_full_state_dict: only rank 1 of 2 was given any", "or on rank 0 and None")
 def test_weights_of_another_rank_than_0_alone_are_refused_on_every_rank(rank, world, stage):
-    model, _ = zero.setup(Net(), Adam, stage=stage)
+    model, _ = zero.setup(TiedBlocks(7), Adam, stage=stage)
     zero.load_full_state_dict(model, zero.full_state_dict(model, to=1))
 
 
@@ -183,7 +170,7 @@ def test_state_that_does_not_fit_is_refused_on_every_rank(stage, case):
 
 
 def of_state(rank: int, world: int, stage: int, case: str) -> None:
-    model, optimizer = zero.setup(Net(), Adam, stage=stage)
+    model, optimizer = zero.setup(TiedBlocks(7), Adam, stage=stage)
     losses(model, optimizer, rank)
     make = STATES[case][0] or optimizer.state_dict
     zero.load_full_optimizer_state_dict(model, optimizer, make() if rank == 0 else None)

@@ -109,9 +109,8 @@ class Link:
             factory.check()
         _second_communicator()
         self._watched = False
-        own: Any = ref(
-            self
-        )  # not `self`: the link is to end with its last user, and not only when garbage is collected
+        # Not `self`: the link is to end with its last user, and not only when garbage is collected.
+        own: Any = ref(self)
         self.transports: Mapping[str, Transport] = Transports(lambda kind: own()._choose(kind))
 
     @property

@@ -148,7 +148,9 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Called after a step, also after one that failed."""
-        for flat in self.shard_groups if self.home.apart else ():
+        if not self.home.apart:
+            return
+        for flat in self.shard_groups:
             flat.settle()
         self.home.stepped(optimizer, [self[param] for param in self._owned])
 

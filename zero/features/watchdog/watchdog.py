@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Thread
-from weakref import finalize
+from weakref import finalize, ref
 
 from zero.comm.link import Link, StoreExchange
 from zero.features.watchdog import loop
@@ -56,7 +56,7 @@ class Watchdog:
         self._order.at_failure.insert(0, self._fail)  # before transfers are aborted, which may take long
         self._order.inquire = self._inquire
         self._working = loop.run(self._work(listening, host or exchange.host, port))
-        finalize(link, self._end)
+        finalize(link, self._end, ref(link))
 
     # --------------------------------------------------------------------------------------- in other threads
 
@@ -70,11 +70,12 @@ class Watchdog:
         """Waits a moment for the word on who is missing, after a transfer has failed."""
         self._word.wait(_SAYS / 2)
 
-    def _end(self) -> None:
+    def _end(self, link: ref[Link]) -> None:
         """Says that this rank uses the group no more: it has dropped the group, or its process ends."""
         if self._process != os.getpid():
             return
-        error: BaseException | None = getattr(sys, "last_value", None)
+        # Where the link is gone, an error that nobody caught was another one, such as in an earlier cell of a notebook.
+        error: BaseException | None = getattr(sys, "last_value", None) if link() is not None else None
         how = None if error is None else f"has ended with {type(error).__name__}: {str(error)[:500]}"
         self._wait_until_said({"ended": self._order.position, "how": how}, last=True)
         self._order.at_failure.remove(self._fail)  # the order and this refer to each other
