@@ -25,9 +25,10 @@ from zero.comm import Comm
 from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
 from zero.comm.streams import NONE
+from zero.shards.group_state import GroupOptions
 from zero.shards.layout import even
 from zero.shards.placement import Placement
-from zero.shards.shard_group import GroupOptions, ShardGroup
+from zero.shards.shard_group import ShardGroup
 
 LACKED = [torch.int16, torch.uint16, torch.uint32, torch.float8_e5m2]
 

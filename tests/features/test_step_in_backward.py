@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,6 @@ from transports import overlapping
 from zero.features.offload import Disk
 from zero.oss.gradients import full_gradient
 from zero.plan.meter import Meter
-from zero.shards.home import Home
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
@@ -144,29 +144,24 @@ def test_with_shards_in_files(rank, world, tmp_path, stage):
     compared(rank, world, stage, OPTIMIZERS["adamw"], {"oss": offload} if stage == "2" else offload, {})
 
 
-class Slow(Home):
+class Slow(Disk):
     """Its steps take some time, now more, now less."""
 
-    apart, alike = True, "slow"
+    def __init__(self, path: Path, seed: int) -> None:
+        super().__init__(path)
+        self._random, self.threads = random.Random(seed), set[threading.Thread]()
 
-    def __init__(self, home: Home, seed: int) -> None:
-        self._home, self._random, self.threads = home, random.Random(seed), set()
-
-    def step(self, optimizer: Any, params: Any) -> None:
+    def step_part(self, part: Any) -> None:
         self.threads.add(threading.current_thread())
         time.sleep(self._random.choice([0, 0.001, 0.02]))
-        self._home.step(optimizer, params)
-
-    def __getattribute__(self, name: str) -> Any:
-        own = ("apart", "alike", "step", "threads", "_home", "_random", "__class__", "__dict__")
-        return object.__getattribute__(self, name) if name in own else getattr(self._home, name)
+        super().step_part(part)
 
 
 @pytest.mark.parametrize("stage", ["2 in small buckets", "3", "3 memory first"])
 @ranks.on(2)
 def test_beside_backward_steps_are_the_same_whatever_time_they_take(rank, world, tmp_path, stage):
     """Also where one rank's take another time than the other's."""
-    slow = Slow(Disk(tmp_path), seed=rank)
+    slow = Slow(tmp_path, seed=rank)
     offload = {"offload": slow}
     compared(rank, world, stage, OPTIMIZERS["adamw"], {"oss": offload} if stage[0] == "2" else offload, {})
     assert any(thread.name.startswith("zero-steps") for thread in slow.threads)
@@ -179,7 +174,7 @@ def test_an_error_beside_backward_ends_it(rank, world, tmp_path, stage):
     more = {"oss": offload} if stage[0] == "2" else offload
     model, optimizer = made(stage, OPTIMIZERS["sgd"], net=built(), **more)
     zero.step_in_backward(model, optimizer)
-    with mock.patch.object(Disk, "step", side_effect=OSError("the disk is full")):
+    with mock.patch.object(Disk, "step_part", side_effect=OSError("the disk is full")):
         assert "the disk is full" in ranks.refusal(lambda: backward(model, rank, 0))
     assert "Load a checkpoint" in ranks.refusal(lambda: backward(model, rank, 0))
 

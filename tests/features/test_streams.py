@@ -20,9 +20,10 @@ from simulated.memory import Race
 from simulated.scenarios import RANK, SCENARIOS, WIDTH, WORLD, net, sgd, step, wrapped
 from simulated.world import simulated
 from zero._torch import current_stream_of
+from zero.shards.group_state import GroupOptions
 from zero.shards.layout import even
 from zero.shards.placement import Placement
-from zero.shards.shard_group import GroupOptions, ShardGroup
+from zero.shards.shard_group import ShardGroup
 
 OWN = GroupOptions(own_shard=True)
 
@@ -79,6 +80,10 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("features/penalties/__init__.py", "_before_accumulation", "unit.settle()"): "3 offloaded, with a penalty",
     ("sdp/bucket.py", "_add", "self.group.arrive()"): "3 offloaded, accumulated",
     ("comm/wire.py", "finish", "handle.wait()"): "2 in 16 bits",
+    ("shards/shard_group.py", "finish_step", "step.wait()"): "3 offloaded, overlapping",
+    ("shards/shard_group.py", "launch_unshard", "self.finish_step()"): "3 offloaded, overlapping, clipped",
+    ("shards/shard_group.py", "stepped", "self.finish_step()"): "2 offloaded, overlapping",
+    ("oss/optimizer.py", "part", "group.settle()"): "2 offloaded, overlapping, written after the step",
     ("shards/shard_group.py", "finish_unshard", "handle.wait()"): "3",
     ("shards/shard_group.py", "reshard", "self.streams.release()"): "3",
     ("shards/shard_group.py", "settle", "self.streams.settle()"): "3 offloaded",
@@ -88,7 +93,8 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
 """File, function and text of every line by which a stream or the host waits, and a scenario that needs it."""
 
 WAITING = re.compile(
-    r"\.(wait_stream|wait_event|synchronize|record_stream)\(|(?<!_order)\.settle\(|(_beside|streams)\.(begin|release)\("
+    r"\.(wait_stream|wait_event|synchronize|record_stream)\(|step\.wait\(|(?<!_order)\.settle\("
+    r"|(_beside|streams)\.(begin|release)\("
 )
 
 

@@ -12,9 +12,10 @@ from zero.comm.wire import as_wire
 from zero.measure.shapes import shard_shape
 from zero.plan.meter import Meter
 from zero.shards import layout
+from zero.shards.group_state import GroupOptions, GroupState
 from zero.shards.placement import Placement
 from zero.shards.shapes import alignment, alike, dense_stride, unusable
-from zero.shards.shard_group import GroupOptions, GroupState, ShardGroup
+from zero.shards.shard_group import ShardGroup
 
 
 def odd_parameters(dtype=torch.float32):

@@ -235,6 +235,7 @@ class Averaging(nn.Sequential):
 
 INT8 = zero.Int8(block=8)
 HALF = MixedPrecision(param_dtype=torch.bfloat16)
+OVERLAP = zero.CPUOffload(overlap=True)
 
 SCENARIOS: dict[str, Any] = {
     "3": stage_3(),
@@ -256,6 +257,12 @@ SCENARIOS: dict[str, Any] = {
     "3 written in forward": stage_3(net=lambda: Averaging(*blocks())),
     "3 evaluated": stage_3(take=evaluated_and_written),
     "3 offloaded": stage_3(offload=zero.CPUOffload()),
+    "3 offloaded, overlapping": stage_3(offload=OVERLAP),
+    "3 offloaded, overlapping in 16 bits": stage_3(offload=OVERLAP, mixed_precision=HALF),
+    "3 offloaded, overlapping, clipped": stage_3(offload=OVERLAP, take=with_clipping),
+    "3 offloaded, overlapping, accumulated": stage_3(offload=OVERLAP, take=in_two_backwards),
+    "3 offloaded, overlapping, evaluated": stage_3(offload=OVERLAP, take=evaluated_and_written),
+    "3 offloaded, overlapping, stepped in backward": stage_3(take=stepped_in_backward, offload=OVERLAP),
     "3 offloaded, one rank": stage_3(offload=zero.CPUOffload(), world=1),
     "3 offloaded in 16 bits": stage_3(offload=zero.CPUOffload(), mixed_precision=HALF),
     "3 offloaded, accumulated": stage_3(offload=zero.CPUOffload(), take=in_two_backwards),
@@ -270,6 +277,13 @@ SCENARIOS: dict[str, Any] = {
     "3 offloaded, stepped in backward": stage_3(take=stepped_in_backward, offload=zero.CPUOffload()),
     "2 stepped in backward": stage_2(bucket=200, take=stepped_in_backward),
     "2 offloaded": stage_2(bucket=200, offload=zero.CPUOffload()),
+    "2 offloaded, overlapping": stage_2(bucket=200, offload=OVERLAP),
+    "2 offloaded, overlapping, one rank": stage_2(bucket=200, offload=OVERLAP, world=1),
+    "2 offloaded, overlapping in 16 bits": in_small_chunks(stage_2(offload=OVERLAP, dtype=torch.bfloat16)),
+    "2 offloaded, overlapping, clipped": stage_2(bucket=200, offload=OVERLAP, take=with_clipping),
+    "2 offloaded, overlapping, accumulated": stage_2(bucket=200, offload=OVERLAP, take=in_two_backwards),
+    "2 offloaded, overlapping, stepped in backward": stage_2(bucket=200, offload=OVERLAP, take=stepped_in_backward),
+    "2 offloaded, overlapping, written after the step": stage_2(bucket=200, offload=OVERLAP, take=masters_written),
     "2 offloaded, accumulated": stage_2(bucket=200, offload=zero.CPUOffload(), take=in_two_backwards),
     "2 offloaded, one rank": stage_2(bucket=200, offload=zero.CPUOffload(), world=1),
     "2 offloaded in 16 bits": in_small_chunks(stage_2(offload=zero.CPUOffload(), dtype=torch.bfloat16)),
@@ -278,6 +292,7 @@ SCENARIOS: dict[str, Any] = {
     "2 in 8 bits": stage_2(bucket=200, broadcast_fp16=INT8, reduce_fp16=INT8),
     "1 offloaded, with other strides": stage_1(offload=zero.CPUOffload(), take=with_other_strides),
     "1 with master weights": stage_1(master_dtype=torch.float32, dtype=torch.bfloat16),
+    "1 offloaded, overlapping": stage_1(offload=OVERLAP),
     "1 offloaded": stage_1(offload=zero.CPUOffload()),
     "2": stage_2(),
     "2 in small buckets": stage_2(bucket=200, take=with_clipping),

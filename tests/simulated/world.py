@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from simulated.device import Device, Site
+from simulated.device import Device, Site, Stream
 from simulated.group import Group
 from simulated.memory import Memory
-from zero.comm import Comm
+from zero.comm import Comm, Handle
 from zero.comm.link import Link, Transports
 from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
 from zero.comm.transport import Local, Transport
 from zero.features import offload
-from zero.features.step_in_backward.worker import Worker, _without_gradients
+from zero.features.offload.beside import Worker, without_gradients
 from zero.features.streams import Streams
 from zero.plan.transport import Rehearsal
 from zero.shards import masters
@@ -103,6 +104,20 @@ def simulated(
         yield Simulated(device, memory, transfer, own_stream, [])
 
 
+def _beside(device: Device, thread: Stream, step: Callable[[], None], at_most: int | None) -> Handle:
+    """In the place of Worker.start: the thread is one more host."""
+    thread.join(device.host.clock)
+    with mock.patch.object(device, "host", thread):
+        without_gradients(step)
+    clock = dict(thread.clock)
+
+    def wait() -> None:
+        if device.waits_here():
+            device.host.join(clock)
+
+    return Handle(wait)
+
+
 def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
     """By where `memory` has noted them to be: all tensors are on one device here."""
     place, refresh, to_host = offload.CPUOffload.place, masters.refresh, Streams.to_host
@@ -145,5 +160,4 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
     stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
     stack.enter_context(mock.patch.object(Streams, "host_buffer", staticmethod(host_buffer)))
     stack.enter_context(mock.patch("torch.tensor", tensor))
-    # Here the order of what the host does is told, not that of threads.
-    stack.enter_context(mock.patch.object(Worker, "run", lambda worker, step, beside: _without_gradients(step)))
+    stack.enter_context(mock.patch.object(Worker, "start", partial(_beside, device, Stream(device, "worker"))))

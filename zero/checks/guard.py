@@ -71,7 +71,8 @@ class Guard(ModelEvents):
         if known(type(optimizer)) is None:
             self._before[optimizer] = Written(optimizer)
         for home, own in self._by_home(params).items():
-            home.before_step(optimizer, own, closure=closure is not None)
+            groups = [*dict.fromkeys(self._index[param].group for param in own)]
+            home.before_step(optimizer, own, groups, closure=closure is not None)
         if closure is None:
             return None
 
@@ -101,11 +102,6 @@ class Guard(ModelEvents):
         problem = problem_of_state(self.model, optimizer)
         if problem is not None:
             raise RuntimeError(problem)
-
-    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Steps only these parameters, without calling hooks."""
-        for home, own in self._by_home(params).items():
-            home.step(optimizer, own)
 
     def _sharded_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for param in params_of(optimizer) if param in self._index]

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -128,6 +129,16 @@ class Comm:
             flag = self.link.on_host.compare(channel, flag=flag)
             self._order.agreed()
         return flag
+
+    @contextmanager
+    def telling(self, channel: int) -> Iterator[None]:
+        """Collective if an error is raised inside: the other ranks raise, too, where they would wait for this one."""
+        try:
+            yield
+        except Exception:
+            with suppress(RuntimeError):
+                self.agree(channel)
+            raise
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None, channel: int = COMPARISON) -> None:
         """Collective. Raises ValueError on every rank if any rank has a `problem`, or if the signature `lines` differs

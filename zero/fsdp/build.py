@@ -15,11 +15,12 @@ from zero.fsdp.choice import Choice
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.unit import TrainingState, Unit
+from zero.shards.group_state import GroupOptions
 from zero.shards.home import Home
 from zero.shards.partition import Partition, lay_out
 from zero.shards.parts import parts_here
 from zero.shards.placement import Placement
-from zero.shards.shard_group import GroupOptions, ShardGroup
+from zero.shards.shard_group import ShardGroup
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from zero.comm.wire import as_wire
 from zero.fsdp.events import Events
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit_gradients import UnitGradients
-from zero.shards.shard_group import GroupState, ShardGroup
+from zero.shards.group_state import GroupState
+from zero.shards.shard_group import ShardGroup
 
 _AS_ONE_UNIT = "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
 

@@ -152,12 +152,17 @@ class OSS(Optimizer):
         A view of the parameter's memory, or of the master weights. Empty if this rank owns nothing of the parameter.
         Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step.
         """
+        group = self.shards.places[param].group
+        group.finish_step()
+        group.settle()
         return self.shards[param]
 
     # ------------------------------------------------------------------------------------------ gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's shards."""
+        for group in () if set_to_none else self.shards.shard_groups:
+            group.finish_step()  # which reads them
         super().zero_grad(set_to_none)
         self.optim.zero_grad(set_to_none)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -30,14 +31,16 @@ _COMPRESSED_AT_ONCE = 2
 class Step:
     """The steps of one OSS. checks: what is checked around them.
 
-    `leaves_in_flight`: whether all-gathers that overlap with computing outlive the step; `finish_gathers` then waits
-        for them. Until then parameters are NaN.
+    `leaves_in_flight`: whether all-gathers that overlap with computing outlive the step, and steps of shards that
+        run beside; `finish_gathers` then waits for them. Until then parameters are NaN.
     writes_frozen: whether the optimizer may write into parameters without gradients.
     """
 
     def __init__(self, optimizer: OSS, checks: Sequence[StepCheck], *, writes_frozen: bool) -> None:
         self.checks, self.leaves_in_flight = checks, False
         self._oss, self._comm, self._writes_frozen = optimizer, optimizer.comm, writes_frozen
+        self._in_order: list[ShardGroup] = []
+        """The shard groups of the last gathers."""
         self._channel = self._comm.channel("the step of OSS")
         self._refusal = self._comm.channel("a step of OSS that it refuses")
         self._failure = self._comm.channel("a step of OSS in which its optimizer raised an error")
@@ -59,20 +62,10 @@ class Step:
             if self._oss.shards.steps_by_group(inner, given):
                 self.end(by_group=True)
                 return loss
-            with self._telling_failure():
+            with self._comm.telling(self._failure):
                 self._oss.shards.step(inner, **given)
         self.end()
         return loss
-
-    @contextmanager
-    def _telling_failure(self) -> Iterator[None]:
-        """Collective if it fails. A context in which the inner optimizer steps."""
-        try:
-            yield
-        except Exception:
-            with suppress(RuntimeError):  # the other ranks raise, too: they would wait for this one
-                self._comm.agree(self._failure)
-            raise
 
     def collect(self) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
@@ -102,11 +95,17 @@ class Step:
     def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
         """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before."""
         self._comm.agree(self._channel)
-        wire, in_flight = self._oss.wire, list[ShardGroup]()
+        wire, in_flight, overlaps = self._oss.wire, list[ShardGroup](), self._oss.shards.home.overlaps
+        self._in_order = [*groups]
+        for group in groups if by_group and overlaps else ():
+            self._oss.shards.step_group(self._oss.optim, group, beside=True)
         for group in groups:
-            if by_group:
-                with self._telling_failure():
-                    self._oss.shards.step_group(self._oss.optim, group)
+            if group.stepping and self.leaves_in_flight:
+                group.launch_unshard(wire=wire, conceal=True, after=partial(masters.write, group))
+                continue
+            if by_group and not overlaps:
+                with self._comm.telling(self._failure):
+                    self._oss.shards.step_group(self._oss.optim, group, beside=False)
             if wire is not PLAIN and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
             masters.write(group)
@@ -116,12 +115,13 @@ class Step:
             if not (self.leaves_in_flight and group.overlaps):
                 group.finish_unshard()
 
-    def finish_gathers(self, groups: Sequence[ShardGroup] | None = None) -> None:
-        """Waits for all-gathers that outlived the step, of these shard groups or of all.
+    def finish_gathers(self, until: ShardGroup | None = None) -> None:
+        """Collective where steps run beside. Waits for all-gathers that outlived the step: of the shard groups up to
+        this one in the order of the step, the same on all ranks, or of all.
 
         Raises RuntimeError if parameters were moved or replaced since the step.
         """
-        groups = self._oss.shards.shard_groups if groups is None else groups
+        groups = self._in_order if until is None else self._in_order[: self._in_order.index(until) + 1]
         gathering = [group for group in groups if group.gathering]
         problem = self.changed() if gathering else None
         if problem is not None:

@@ -118,7 +118,8 @@ class ShardedDDP(Wrapper):
                 set_bucket_size(optimizer, reduce_buffer_size)
             optimizer.shards.rename(optimizer.param_groups, names)
         self._reducer = Reducer(module, self._optimizers, self._comm, wire)
-        if overlap_param_gather:
+        overlaps = overlap_param_gather or any(one.shards.home.overlaps for one in self._optimizers)
+        if overlaps and "overlap_param_gather" in readings:
             self._reading = readings["overlap_param_gather"](module, self._optimizers)
         self._announce(names)
 

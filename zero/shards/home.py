@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from zero.shards.shard_group import ShardGroup
 
 
 class Home:
     """The device that computes.
 
     `apart`: whether stepped tensors lie elsewhere.
+    `overlaps`: whether steps may outlive the optimizer's `step`, until someone reads what they write.
     `alike`: the text of what must be the same on every rank.
     """
 
-    apart = False
+    apart = overlaps = False
     alike = "shards on the device"
 
     def place(self, shard: Tensor) -> Tensor:
@@ -47,16 +51,22 @@ class Home:
         """Returns the error message if there was no room for a tensor, else None. what: the shards in the message."""
         return None
 
-    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Steps only these parameters, which lie here. The optimizer treats each element by itself. May be called in
-        another thread."""
+    def step_group(
+        self, group: ShardGroup, optimizer: Optimizer, params: Sequence[nn.Parameter], *, beside: bool
+    ) -> None:
+        """Steps only these parameters, which lie here: the shards of one group. The optimizer treats each element by
+        itself. beside: may return before, and `ShardGroup.finish_step` waits."""
+        group.arrive()
         unhooked(part_of(optimizer, params))()
 
-    def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
-        """Called before the user steps these parameters, and perhaps others. May step some of them already."""
+    def before_step(
+        self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[ShardGroup], *, closure: bool
+    ) -> None:
+        """Called before the user steps these parameters, all at rest in these groups, and perhaps others. May step some
+        of them already."""
 
     def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Called after an optimizer has stepped these parameters without `step`."""
+        """Called after an optimizer has stepped these parameters without `step_group`."""
 
 
 DEVICE = Home()

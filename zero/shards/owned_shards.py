@@ -15,10 +15,11 @@ from zero.measure.named import groups_made
 from zero.measure.param_groups import options
 from zero.shards import masters
 from zero.shards.arguments import names
+from zero.shards.group_state import GroupOptions
 from zero.shards.home import DEVICE, Home
 from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
-from zero.shards.shard_group import GroupOptions, ShardGroup
+from zero.shards.shard_group import ShardGroup
 
 
 class OwnedShards(dict[nn.Parameter, nn.Parameter]):
@@ -154,10 +155,9 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             flat.settle()
         self.home.stepped(optimizer, [self[param] for param in self._owned])
 
-    def step_group(self, optimizer: Optimizer, flat: ShardGroup) -> None:
-        """Steps the shards of one group only. The optimizer treats each element by itself."""
-        flat.arrive()
-        self.home.step(optimizer, [self[flat.params[index]] for index in flat.spans])
+    def step_group(self, optimizer: Optimizer, flat: ShardGroup, *, beside: bool) -> None:
+        """Steps the shards of one group only. See `Home.step_group`."""
+        self.home.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.spans], beside=beside)
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
         """Clears the gradients of these groups, or of all."""

@@ -10,10 +10,11 @@ from torch import nn
 
 from zero.measure.kinds import Finding, Kind
 from zero.shards import layout
+from zero.shards.group_state import IN_PLACE, GroupOptions
 from zero.shards.layout import Layout, Loads, Span
 from zero.shards.placement import Placement
 from zero.shards.shapes import alignment, alike
-from zero.shards.shard_group import IN_PLACE, GroupOptions, ShardGroup
+from zero.shards.shard_group import ShardGroup
 
 Partition = Literal["auto", "even", "whole"]
 

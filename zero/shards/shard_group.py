@@ -12,9 +12,7 @@ that no tool takes the parameters of one buffer for tied weights.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,66 +21,11 @@ from torch import Tensor, nn
 from zero.comm import Handle, Wire
 from zero.comm.streams import NONE, NoStreams, apart, streams_of
 from zero.comm.wire import PLAIN
-from zero.shards.home import DEVICE, Home
+from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
 from zero.shards.log import shown
 from zero.shards.placement import Placement
 from zero.shards.shapes import Shapes, is_copy, with_own_storage
-
-
-class GroupState(enum.Enum):
-    """The state of a group's parameters.
-
-    SUMMONED: they are full in a separate buffer, within summon_full_params; perhaps on another rank only.
-    LOST: an all-gather failed, and `full` does not hold all of them.
-    """
-
-    SHARDED = "sharded"
-    GATHERING = "being gathered"
-    UNSHARDED = "unsharded"
-    SUMMONED = "summoned"
-    LOST = "lost"
-
-    __hash__ = object.__hash__  # enum's own is Python, and takes as long as all else of `_become`
-
-
-_AFTER_GATHERING = {GroupState.GATHERING: {GroupState.UNSHARDED, GroupState.LOST}}
-_NEXT_WITH_OWN_SHARD = {
-    **_AFTER_GATHERING,
-    GroupState.SHARDED: {GroupState.GATHERING, GroupState.SUMMONED},
-    GroupState.UNSHARDED: {GroupState.SHARDED},
-    GroupState.SUMMONED: {GroupState.SHARDED},
-    GroupState.LOST: set(),
-}
-_NEXT_IN_PLACE = {
-    **_AFTER_GATHERING,
-    GroupState.UNSHARDED: {GroupState.GATHERING},
-    GroupState.LOST: {GroupState.GATHERING},  # which raises the cause of the failure
-}
-"""The states that may follow a state: in groups with a shard of their own, and in groups that gather in place."""
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """How a group stores its parameters.
-
-    own_shard: the shard is a tensor of its own, so that `full` can be freed (stage 3). Such a group begins SHARDED;
-        other groups are UNSHARDED except while they gather. The other options are for groups with a shard of their own.
-    compute_dtype: the dtype of `full`, if it is not the parameters'.
-    shard_in_full: `shard` is freed while the group is UNSHARDED, and copied from `full` at the reshard: less memory if
-        groups stay unsharded for long. Ignored if the dtypes differ, with a home apart, and where the exchange
-        gathers among other ranks than own shards.
-    home: where the tensors lie that are stepped; at stage 3 the shard itself.
-    """
-
-    own_shard: bool = False
-    compute_dtype: torch.dtype | None = None
-    shard_in_full: bool = False
-    home: Home = DEVICE
-
-
-IN_PLACE = GroupOptions()
-"""For groups that are never freed."""
 
 
 class ShardGroup:
@@ -90,7 +33,9 @@ class ShardGroup:
 
     params, names: the parameters in the order of the layout, and their names in error messages.
     label: the name of the group in error messages.
-    `stepped`: the flat tensor that the optimizer steps: `shard`, or what stands in its place (masters.py).
+    `shard`: see above. `stepped`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
+        (masters.py). Whoever reads one of them waits for a step that runs beside (`step_beside`).
+    `stepping`: whether there is one.
     """
 
     def __init__(
@@ -105,9 +50,9 @@ class ShardGroup:
         self.params, self.names, self.layout, self.comm = list(params), list(names), layout, placement.comm
         self.label = label or f"a bucket of {len(names)} parameters, from {names[0]}"
         self.exchange = placement.exchange(layout, self.label)
-        self._full_channel = self._channel_of_full()
+        self._name_channels()
         self.state = GroupState.UNSHARDED
-        self._next = _NEXT_WITH_OWN_SHARD if options.own_shard else _NEXT_IN_PLACE
+        self._next = NEXT_WITH_OWN_SHARD if options.own_shard else NEXT_IN_PLACE
         self.shapes = Shapes(params, layout)
         self.spans: dict[int, Span] = {span.index: span for span in layout.spans(self.comm.rank)}
         """The elements that this rank owns, by position of the parameter."""
@@ -117,6 +62,7 @@ class ShardGroup:
         self.frees = options.own_shard and (self.comm.world > 1 or options.home.apart or other_dtype)
         """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
+        self._step: Handle | None = None
         self._departure: Any = None
         """The event after the last copy of gradients that are on their way to the CPU."""
         self._summoned: Tensor | None = None
@@ -138,9 +84,9 @@ class ShardGroup:
                 view.copy_(param)
             self._bind(self._full_views)
             own = self.own_of_full
-            self.shard = (home.place(own) if home.apart else own.clone()) if self.frees else own
-        self.stepped = self.shard
-        self.shard_views = self.views_of_shard(self.shard)
+            self._shard = (home.place(own) if home.apart else own.clone()) if self.frees else own
+        self._stepped = self._shard
+        self.shard_views = self.views_of_shard(self._shard)
         if not self.frees:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
         alike = not home.apart and not other_dtype and self.exchange.gathered_by is self.comm
@@ -159,19 +105,34 @@ class ShardGroup:
         """Changes the names of the parameters and the group in error messages; on every rank at the same point."""
         self.names, self.label = list(names), label
         self.exchange.rename(label)
-        self._full_channel = self._channel_of_full()
+        self._name_channels()
 
-    def _channel_of_full(self) -> int:
-        return self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
+    def _name_channels(self) -> None:
+        self._full_channel = self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
+        self._failure = self.exchange.gathered_by.channel(f"a step of {self.label} in which an error was raised")
 
     def _views_to_bind(self) -> list[Tensor]:
         views = self.shapes.views_of_full(self.full)
         return views if self.frees else [with_own_storage(view) for view in views]
 
     @property
+    def shard(self) -> Tensor:
+        self.finish_step()
+        return self._shard
+
+    @property
+    def stepped(self) -> Tensor:
+        self.finish_step()
+        return self._stepped
+
+    @stepped.setter
+    def stepped(self, tensor: Tensor) -> None:
+        self._stepped = tensor
+
+    @property
     def master(self) -> Tensor | None:
         """The master weights: the stepped tensor, if its dtype is wider than that of the parameters; else None."""
-        return self.stepped if self.stepped.element_size() > self.shard.element_size() else None
+        return self.stepped if self._stepped.element_size() > self._shard.element_size() else None
 
     def views_of_shard(self, shard: Tensor) -> list[Tensor]:
         """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
@@ -202,8 +163,33 @@ class ShardGroup:
         """Whether the parameters are full on this rank."""
         return self.state is GroupState.UNSHARDED or self._summoned is not None
 
+    @property
+    def stepping(self) -> bool:
+        return self._step is not None
+
+    def step_beside(self, step: Handle) -> None:
+        """`stepped` is being written in another thread, until `step.wait` returns. Conceals sharded parameters."""
+        self._step = step
+        if self.state is GroupState.SHARDED:
+            self._conceal(self.shard_views)
+
+    def finish_step(self) -> None:
+        """Waits for the step that runs beside, if there is one. Raises its error."""
+        step, self._step = self._step, None
+        if step is not None:
+            if self.state is GroupState.SHARDED:
+                self._bind(self.shard_views)
+            with self.exchange.gathered_by.telling(self._failure):
+                step.wait()
+
     def launch_unshard(
-        self, channel: int | None = None, *, wire: Wire = PLAIN, ahead: bool = False, conceal: bool = False
+        self,
+        channel: int | None = None,
+        *,
+        wire: Wire = PLAIN,
+        ahead: bool = False,
+        conceal: bool = False,
+        after: Callable[[], None] | None = None,
     ) -> None:
         """Collective. Launches the all-gather of the shards into `full`.
 
@@ -212,24 +198,34 @@ class ShardGroup:
         ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
         conceal: until `finish_unshard` the parameters are views of one NaN, which cannot be written to, so that old
             values are not taken for new ones.
+        after: `finish_unshard` launches the all-gather, `ahead`, and calls this before. The host has waited for all
+            computing before this call.
         """
+        if after is None:
+            self.finish_step()
         self._become(GroupState.GATHERING)
         if conceal:
-            unknown = self.full.new_full((), torch.nan)
-            self._bind([unknown.expand(shape) for shape in self.shapes.full])
+            self._conceal(self._full_views)
+        ahead, by, from_host = ahead or after is not None, self.exchange.gathered_by, self.home.apart
 
-        def launch() -> Handle:
+        def gather() -> Handle:
+            if after is not None:
+                after()
             if self.frees:
                 self.gathered_as = wire if self.comm.world > 1 else PLAIN
                 self.full.untyped_storage().resize_(self.full.nbytes)
-            return self.exchange.gather(self.full, self.shard if self.frees else None, wire, channel)
+            return self.exchange.gather(self.full, self._shard if self.frees else None, wire, channel)
 
-        by, keeps, from_host = self.exchange.gathered_by, (self.full, self.exchange), self.home.apart
-        try:
+        def launch() -> Handle:
+            kept = self.full, self.exchange
             with shown("unshard", self.label, self.comm.rank), torch.no_grad():
-                self._handle = self.streams.gather(by, launch, keeps=keeps, ahead=ahead, from_host=from_host)
+                handle = self.streams.gather(by, gather, keeps=kept, ahead=ahead, from_host=from_host)
                 if from_host:
-                    self.home.used(self.shard)
+                    self.home.used(self._shard)
+            return handle
+
+        try:
+            self._handle = launch() if after is None else Handle(lambda: launch().wait())
         except BaseException:
             self._become(GroupState.LOST)
             raise
@@ -267,8 +263,7 @@ class ShardGroup:
                 self.full.untyped_storage().resize_(0)
 
     def bring(self, sums: Tensor) -> Tensor:
-        """Converts a gradient of the shard to the dtype and device of `stepped`. The copy may be on its way until
-        `arrive`."""
+        """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`."""
         if apart(sums, self.stepped):
             brought = self.streams.bring(sums, self.stepped)
             self._departure = self.streams.departure()
@@ -282,7 +277,7 @@ class ShardGroup:
             departure.synchronize()
 
     def settle(self) -> None:
-        """Makes the host wait for copies of `bring`, and for reads of `shard`."""
+        """Makes the host wait for copies of `bring`, and for reads of `shard` by the device."""
         self.streams.settle()
 
     # --------------------------------------------------------------------------------------- summon_full_params
@@ -331,6 +326,11 @@ class ShardGroup:
         self._bind(self.shard_views)
 
     # --------------------------------------------------------------------------------------------- parameters
+
+    def _conceal(self, views: Sequence[Tensor]) -> None:
+        """Binds the parameters to views of one NaN, in the shapes of these."""
+        unknown = views[0].new_full((), torch.nan)
+        self._bind([unknown.expand(view.shape) for view in views])
 
     def _bind(self, views: Sequence[Tensor]) -> None:
         self._bound = views

@@ -119,7 +119,7 @@ class _FinishAsRead(TorchFunctionMode):
         for value in leaves((args, kwargs)) if self._pending else ():
             if isinstance(value, Tensor) and value in self._pending:
                 optimizer, group = self._pending[value]
-                optimizer.stepper.finish_gathers([group])
+                optimizer.stepper.finish_gathers(group)
                 for param in group.params:
                     self._pending.pop(param)
         return function(*args, **kwargs)

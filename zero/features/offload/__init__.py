@@ -9,39 +9,46 @@ and writes pages as they are touched, and used pages are released.
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import has_values
+from zero.features.offload.beside import OnHost
+from zero.features.offload.disk import Disk
 from zero.features.offload.memory import digest, pinned
-from zero.measure.kinds import ELEMENTWISE
-from zero.measure.param_groups import params_of
-from zero.shards.home import DEVICE, Home, homes, part_of, unhooked
+from zero.fsdp.events import ModelEvents, model_events
+from zero.shards.home import DEVICE, Home, homes
 
 
 @dataclass(frozen=True)
-class CPUOffload(Home):
+class CPUOffload(OnHost):
     """Shards, their gradients and the optimizer's state lie in the memory of the CPU, where the optimizer steps them.
 
     torch steps a parameter on its device, with a gradient and state on the same device. Without a GPU this changes
     nothing. torch.optim.Adam(fused=True) is fast on the CPU.
 
     pin_memory: keep shards in pinned memory, which a GPU reads asynchronously.
+    overlap: `step` returns while a thread steps one shard group after another, and each all-gather of the next forward
+        waits for the step of its own group. A step is as without, bit for bit, with the gradients and options that it
+        began with. torch's optimizers that treat each element by itself overlap, without a closure; others do not.
+
+    With overlap, parameters at stages 2 and 3 are NaN from `step` until the next forward if they are read through
+    references such as the optimizer's `param_groups`. `parameters()` of the wrapper and full weights wait for the
+    steps, and so does whoever reads the optimizer's state. Gradients must not be written meanwhile, other than by
+    setting them to None: the next all-gather would raise RuntimeError.
     """
 
     pin_memory: bool = True
+    overlap: bool = False
 
-    apart, alike = True, "offload CPUOffload"
+    @property
+    def alike(self) -> str:  # type: ignore[override]
+        return f"offload CPUOffload, overlap {self.overlap}"
 
     def place(self, shard: Tensor) -> Tensor:
         if shard.device.type == "cpu":
@@ -73,6 +80,7 @@ class DiskOffload:
     The optimizer steps one parameter after another, so that the state of one parameter is resident at a time. An
     optimizer that does not treat each element by itself, and a step with a closure, step all parameters at once.
 
+    overlap: as of CPUOffload. The files of the next parameter are read while one is stepped.
     path: a directory on this rank's machine, created if it is missing. The files are unnamed and vanish when the
         process ends; save checkpoints to keep the state.
 
@@ -84,6 +92,7 @@ class DiskOffload:
     """
 
     path: str | Path
+    overlap: bool = False
 
 
 def home_of(given: Any) -> Home:
@@ -92,7 +101,7 @@ def home_of(given: Any) -> Home:
     if given is None or isinstance(given, Home):
         return given or DEVICE
     if isinstance(given, DiskOffload):
-        return Disk(Path(given.path), given)
+        return Disk(Path(given.path), given, overlap=given.overlap)
     from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
 
     if isinstance(given, fsdp.CPUOffload):
@@ -107,102 +116,14 @@ def home_of(given: Any) -> Home:
     )
 
 
-class Disk(Home):
-    """Files in one directory, and the tensors that are mapped to them. offload: named in the error for a full disk."""
+class ListedParameters(ModelEvents):
+    """Who lists the parameters of an FSDP may read them."""
 
-    apart, alike = True, "offload DiskOffload"
-
-    def __init__(self, path: Path, offload: object = None) -> None:
-        self._path, self._offload = path, offload
-        self._full: str | None = None
-        self._mapped: dict[int, mmap.mmap] = {}
-        """By address of the mapping, so that views of a tensor are found, too."""
-        self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
-        self._set_aside: dict[nn.Parameter, Tensor] = {}
-
-    def place(self, shard: Tensor) -> Tensor:
-        try:
-            return self.map(shard)
-        except OSError as error:  # other ranks wait until this one says so: `problem`
-            self._full = str(error)
-            return shard.clone()
-
-    def problem(self, what: str) -> str | None:
-        if self._full is None:
-            return None
-        return f"there is no room for {what} in {self._offload}: {self._full}. Free some, or choose another directory."
-
-    def map(self, shard: Tensor) -> Tensor:
-        """Copies a tensor into a file. Raises OSError where the disk is full."""
-        if not shard.numel():
-            return shard.cpu()
-        self._path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._path) as file:
-            os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # a full disk is an error here, not a signal later
-            pages = mmap.mmap(file.fileno(), shard.nbytes)
-        there = torch.frombuffer(pages, dtype=shard.dtype).as_strided(shard.shape, shard.stride())
-        there.copy_(shard)
-        self._mapped[_address(there)] = pages
-        self.used(there)
-        return there
-
-    def has(self, shard: Tensor) -> bool:
-        return _address(shard) in self._mapped
-
-    def used(self, shard: Tensor) -> None:
-        """Releases the memory; the operating system writes changed pages to the file."""
-        pages = self._mapped.get(_address(shard))
-        if pages is not None:
-            pages.madvise(mmap.MADV_DONTNEED)
-
-    def step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        self.before_step(part_of(optimizer, params), params, closure=False)
-        self.stepped(optimizer, params)
-
-    def before_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
-        """Steps these parameters one by one. The optimizer's own step then steps all others."""
-        if closure or type(optimizer) not in ELEMENTWISE:
-            return
-        step = unhooked(optimizer)  # hooks and schedulers are to see one step
-        gradients = {param: param.grad for param in params_of(optimizer) if param.grad is not None}
-        try:
-            for param in gradients:
-                param.grad = None
-            own = [param for param in params if param in gradients]
-            for param in own:
-                param.grad = gradients[param]
-                step()
-                param.grad = None
-                self._rest(optimizer, param)
-            self._set_aside.update({param: gradients.pop(param) for param in own})
-        finally:
-            for param, gradient in gradients.items():
-                param.grad = gradient
-
-    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Puts the gradients back, and moves state that the step created in memory into files."""
-        for param in params:
-            if param in self._set_aside:
-                param.grad = self._set_aside.pop(param)
-            self._rest(optimizer, param)
-
-    def _rest(self, optimizer: Optimizer, param: nn.Parameter) -> None:
-        """Moves the state of a parameter into files, and releases the memory of both."""
-        state = optimizer.state.get(param, {})
-        kept = self._state.setdefault(param, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and kept.get(key) is not value:
-                if key in kept:
-                    self._mapped.pop(_address(kept[key]), None)
-                state[key] = kept[key] = self.map(value)
-            if key in kept:
-                self.used(kept[key])
-        self.used(param.data)
+    def listed(self) -> None:
+        for group in self.model.index.groups:
+            group.finish_step()
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
+model_events.append(ListedParameters)
 homes["offload"] = home_of
 homes["cpu_offload"] = lambda given: home_of(given or None)  # PyTorch's name; it takes False for none

@@ -24,7 +24,8 @@ from zero._torch import writes_into
 from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
-from zero.shards.shard_group import GroupState, ShardGroup
+from zero.shards.group_state import GroupState
+from zero.shards.shard_group import ShardGroup
 
 
 class ReadsAtRest(ModelEvents):

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from zero._torch import uncompiled
 from zero.checks.guard import guard_of
-from zero.features.step_in_backward.worker import Worker
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.fsdp.model import Model
@@ -99,11 +98,21 @@ class StepsInBackward(Steps):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.stepped = self._partly = False
-        self._worker = Worker()
+        self._begun: list[ShardGroup] = []
+        """Shard groups whose steps may run beside."""
         stepped_by[optimizer] = self
 
     def join(self) -> None:
-        self._worker.join()
+        begun, self._begun = self._begun, []
+        errors = []
+        for group in begun:
+            try:
+                if not group.home.overlaps:
+                    group.finish_step()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def begin(self) -> None:
         """Begins a backward. Raises RuntimeError for a second one before step(), and after an interrupted one."""
@@ -143,18 +152,14 @@ class StepsOfOSS(StepsInBackward):
 
     def reduced(self, group: ShardGroup) -> None:
         self._partly = True
-        shards, optimizer = self._oss.shards, self._oss.optim
-
-        def step() -> None:
-            shards.step_group(optimizer, group)
-            shards.drop_gradients([group])
-
-        self._worker.run(step, beside=group.home.apart)
+        self._oss.shards.step_group(self._oss.optim, group, beside=True)
+        self._oss.shards.drop_gradients([group])
+        self._begun.append(group)
         increment_version([*group.params])  # so that autograd refuses tensors that it saved of them
 
     def end(self, units: Collection[ShardGroup]) -> None:
         for group in units:
-            if any(self._oss.part(param).grad is not None for param in group.params):
+            if any(self._oss.shards[param].grad is not None for param in group.params):
                 self.reduced(group)
         self.join()
         super().end(units)
@@ -221,16 +226,12 @@ class StepsOfUnits(StepsInBackward):
         if not with_gradients:
             return
         self._partly = True
-        guard, optimizer = self._guard, self._optimizer
-
-        def step() -> None:
-            for group in unit.groups:
-                group.arrive()
-            guard.step(optimizer, with_gradients)
-            for param in with_gradients:
-                param.grad = None
-
-        self._worker.run(step, beside=any(group.home.apart for group in unit.groups))
+        for group in unit.groups:
+            own = [param for param in group.params if param.grad is not None]
+            group.home.step_group(group, self._optimizer, own, beside=True)
+            self._begun.append(group)
+        for param in with_gradients:
+            param.grad = None
 
     def end(self, units: Collection[Unit]) -> None:
         """Steps the remaining parameters, when all units are at rest."""

@@ -1,0 +1,284 @@
+"""CPUOffload(overlap=True): the thread that steps beside the training takes now more, now less time, and everything is
+as if nothing overlapped."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+import matrix
+import ranks
+import zero
+from features.test_oss_offload import Apart
+from models import FeedForward, Stack
+from sidebyside import data
+
+WIDTH = 12
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "adamw": partial(AdamW, lr=1e-2),
+    "fused": lambda params: AdamW(params, lr=torch.tensor(1e-2), fused=True),  # a scheduler writes into the tensor
+}
+
+
+class Slow:
+    """Steps take some time."""
+
+    random = random.Random(0)
+
+    def step_part(self, part: Any) -> None:
+        time.sleep(self.random.choice([0, 0.002, 0.02]))
+        super().step_part(part)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class SlowCPU(Slow, Apart):
+    pass
+
+
+@dataclass(frozen=True)
+class SlowShards(Slow, zero.CPUOffload):
+    pass
+
+
+def wrapped(stage: int, optim: Any, offload: Any, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    block = partial(FeedForward, WIDTH, 2 * WIDTH)
+    net = Stack(block, WIDTH, 3, blocks=3)
+    if stage == 3:
+        model: nn.Module = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({FeedForward}), offload=offload, **options)
+        return model, optim(model.parameters())
+    optimizer = zero.OSS(net.to(**options).parameters(), optim, offload=offload)
+    if stage == 1:
+        return nn.parallel.DistributedDataParallel(net), optimizer
+    return zero.ShardedDDP(net, optimizer, reduce_buffer_size=200), optimizer
+
+
+def offload_of(stage: int, overlap: bool) -> Any:
+    if stage == 3:
+        return SlowShards(overlap=True) if overlap else zero.CPUOffload()
+    return SlowCPU(overlap=True) if overlap else Apart()
+
+
+def loss_of(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (model(data(5, WIDTH, rank=rank, step=step).to(dtype)).float() - 1).square().mean()
+
+
+def losses_and_weights(
+    rank: int, stage: int, optim: Any, offload: Any, *, in_backward: bool = False, dtype: Any = torch.float32
+) -> list[Any]:
+    """Accumulates, clips, and changes the options after each step."""
+    options = {} if dtype is torch.float32 else {"dtype": dtype}
+    if options and stage == 3:
+        options = {"mixed_precision": zero.MixedPrecision(param_dtype=dtype)}
+    model, optimizer = wrapped(stage, optim, offload, **options)
+    scheduler = LambdaLR(optimizer, lambda step: 0.8**step)
+    if in_backward:
+        zero.step_in_backward(model, optimizer)
+    told: list[Any] = []
+    inputs = torch.float32 if stage == 3 else dtype
+    for step in range(6):
+        for part in range(3 if step == 2 and not in_backward else 1):
+            with model.no_sync() if part == 0 and step == 2 and not in_backward else nullcontext():
+                loss = loss_of(model, rank, step + 10 * part, inputs)
+                loss.backward()
+        if step in (1, 4) and not in_backward:
+            told.append(zero.clip_grad_norm_(model, optimizer, 0.05))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        told.append(loss.detach())
+        if step == 3:
+            told.append(zero.full_state_dict(model))
+            told.append(zero.full_optimizer_state_dict(model, optimizer))
+    return [*told, zero.full_state_dict(model)]
+
+
+def same(rank: int, world: int, stage: int, name: str, options: dict[str, Any]) -> None:
+    found, expected = (
+        losses_and_weights(rank, stage, OPTIMIZERS[name], offload_of(stage, overlap), **options)
+        for overlap in (True, False)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@matrix.combined("stage, name", [1, 2, 3], OPTIMIZERS)
+def test_training_is_the_same_bit_for_bit(stage, name):
+    ranks.run(same, args=(stage, name, {}))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"in_backward": True}], ids=["16 bits", "in backward"])
+def test_in_16_bits_and_in_backward(stage, options):
+    if stage == 1 and "in_backward" in options:
+        pytest.skip("stage 1 does not step in backward")
+    ranks.run(same, args=(stage, "adamw", options))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(1)
+def test_a_process_alone_overlaps(rank, world, stage):
+    same(rank, world, stage, "adamw", {})
+
+
+READERS: dict[str, Any] = {
+    "full weights": lambda model, optimizer: zero.full_state_dict(model),
+    "its own weights": lambda model, optimizer: model.state_dict(),
+    "listed parameters": lambda model, optimizer: [param.detach().clone() for param in model.parameters()],
+    "the state": lambda model, optimizer: [
+        value.clone() for param in model.parameters() for value in optimizer.state.get(param, {}).values()
+    ],
+    "the optimizer's state dict": lambda model, optimizer: zero.full_optimizer_state_dict(model, optimizer),
+    "an evaluation": lambda model, optimizer: loss_of(model.eval(), 0, 0).detach(),
+    "summoned": lambda model, optimizer: _summoned(model),
+}
+
+
+def _summoned(model: Any) -> list[Tensor]:
+    with zero.FSDP.summon_full_params(model), torch.no_grad():
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_whoever_reads_between_step_and_forward_waits(rank, world, stage):
+    for reader in READERS.values():
+        told = []
+        for overlap in (True, False):
+            model, optimizer = wrapped(stage, OPTIMIZERS["adamw"], offload_of(stage, overlap))
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(reader(model, optimizer))
+        torch.testing.assert_close(*told, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_until_then_references_to_parameters_are_nan(rank, world, stage):
+    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload_of(stage, True))
+    params = [*model.parameters()]
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    assert all(param.isnan().all() for param in params)
+    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+        next(param for param in params if param.numel() > 1).mul_(2)
+    [*model.parameters()]
+    assert not any(param.isnan().any() for param in params)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_a_checkpoint_has_what_was_stepped(rank, world, tmp_path, stage):
+    model, optimizer = wrapped(stage, OPTIMIZERS["adamw"], offload_of(stage, True))
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    zero.checkpoint.save(tmp_path / "one", model, optimizer)
+    expected = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
+    loss_of(model, rank, 1).backward()
+    optimizer.step()
+    zero.checkpoint.load(tmp_path / "one", model, optimizer)
+    found = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Waits(Slow):
+    """Steps begin once they may."""
+
+    begins = threading.Event()
+
+    def step_part(self, part: Any) -> None:
+        assert self.begins.wait(timeout=10)
+        super().step_part(part)
+
+
+@dataclass(frozen=True)
+class WaitsCPU(Waits, Apart):
+    pass
+
+
+@dataclass(frozen=True)
+class WaitsShards(Waits, zero.CPUOffload):
+    pass
+
+
+class Fails(Slow):
+    """The step of a group raises an error on one rank."""
+
+    def step_part(self, part: Any) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise MemoryError("out of memory of the test")
+        super().step_part(part)
+
+
+@dataclass(frozen=True)
+class FailsCPU(Fails, Apart):
+    pass
+
+
+@dataclass(frozen=True)
+class FailsShards(Fails, zero.CPUOffload):
+    pass
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2, timeout=20)
+def test_an_error_in_the_thread_is_raised_on_every_rank_by_the_next_forward(rank, world, stage):
+    offload = FailsCPU(overlap=True) if stage == 2 else FailsShards(overlap=True)
+    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    kind, words = (MemoryError, "out of memory of the test") if rank == 1 else (RuntimeError, "rank 1")
+    with pytest.raises(kind, match=words):
+        loss_of(model, rank, 1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2, timeout=20)
+def test_gradients_that_are_written_while_they_are_read_are_an_error(rank, world, stage):
+    offload = (WaitsCPU if stage == 2 else WaitsShards)(overlap=True)
+    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload)
+    loss_of(model, rank, 0).backward()
+    gradients = [part.grad for part in (map(optimizer.part, model.parameters()) if stage == 2 else model.parameters())]
+    optimizer.step()
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
+    offload.begins.set()
+    assert "were written while a step beside" in ranks.refusal(lambda: loss_of(model, rank, 1))
+
+
+@ranks.on(2)
+def test_zeros_in_place_of_gradients_wait(rank, world):
+    """At stage 2 zero_grad is the optimizer's own."""
+    model, optimizer = wrapped(2, OPTIMIZERS["sgd"], offload_of(2, True))
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, rank, 1)
+
+
+@ranks.on(2)
+def test_a_step_that_a_scaler_skips_is_skipped(rank, world):
+    model, optimizer = wrapped(3, OPTIMIZERS["sgd"], offload_of(3, True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = zero.full_state_dict(model)
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(factor * loss_of(model, rank, 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        now = zero.full_state_dict(model)
+        assert all(map(torch.equal, before.values(), now.values())) == (factor > 1)

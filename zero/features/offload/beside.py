@@ -1,0 +1,205 @@
+"""Steps of shards in a thread beside the training, which goes on: in backward, and until the next forward.
+
+A step reads the gradients, options and state that its parameters had when it began. Whoever reads what it writes waits:
+ShardGroup.finish_step for the shard, AwaitedState for the optimizer's state. torch's kernels release the interpreter's
+lock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from zero._torch import has_values, writes_so_far
+from zero.comm import Handle
+from zero.measure.kinds import ELEMENTWISE
+from zero.shards.home import Home, part_of, unhooked
+from zero.shards.shard_group import ShardGroup
+
+
+class Worker:
+    """The thread, which runs steps one after another."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: set[Future[None]] = set()
+
+    def start(self, step: Callable[[], None], at_most: int | None) -> Handle:
+        """Returns a handle whose `wait` waits for the step, and raises its error. at_most: how many steps may wait or
+        run; waits until there are fewer."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-steps")
+        while at_most is not None and len(self._running) >= at_most:
+            wait(self._running, return_when="FIRST_COMPLETED")
+            self._running = {future for future in self._running if not future.done()}
+        future = self._thread.submit(without_gradients, step)
+        self._running = {one for one in self._running if not one.done()} | {future}
+        return Handle(future.result)
+
+
+def without_gradients(step: Callable[[], None]) -> None:
+    with torch.no_grad():
+        step()
+
+
+WORKER = Worker()
+
+
+class AwaitedState(MutableMapping[Tensor, Any]):
+    """An optimizer's state. Waits for the steps of `groups` before anyone reads or writes it."""
+
+    def __init__(self, state: MutableMapping[Tensor, Any]) -> None:
+        self.without_waiting = state
+        self.groups: set[ShardGroup] = set()
+
+    @property
+    def _state(self) -> MutableMapping[Tensor, Any]:
+        while self.groups:
+            self.groups.pop().finish_step()
+        return self.without_waiting
+
+    def __getitem__(self, param: Tensor) -> Any:
+        return self._state[param]
+
+    def __setitem__(self, param: Tensor, state: Any) -> None:
+        self._state[param] = state
+
+    def __delitem__(self, param: Tensor) -> None:
+        del self._state[param]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __contains__(self, param: object) -> bool:  # the base class's would make an entry in a defaultdict
+        return param in self._state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, {**self._state})
+
+
+def step_beside(
+    group: ShardGroup,
+    optimizer: Optimizer,
+    params: Sequence[nn.Parameter],
+    step: Callable[[Optimizer], None],
+    *,
+    at_most: int | None,
+) -> None:
+    """Steps these parameters, the shards of one group, in the thread. step: steps an optimizer. at_most: as of Worker.
+
+    Raises RuntimeError, when the step is waited for, if gradients were written before it ended.
+    """
+    group.finish_step()
+    awaited = _awaited_state(optimizer)
+    part = _as_now(optimizer, awaited.without_waiting, params)
+    awaited.groups.add(group)
+    gradients = [param.grad for held in part.param_groups for param in held["params"]]
+    written = writes_so_far(gradients)
+
+    def run() -> None:
+        group.arrive()
+        step(part)
+        if writes_so_far(gradients) != written:
+            raise RuntimeError(
+                f"gradients of {group.label} were written while a step beside the training (CPUOffload(overlap=True)) "
+                "read them, so that what it stepped is undefined. Clear gradients by zero_grad(), which sets them to "
+                "None, not to zeros, and change them before `step`, or offload without overlap. Load a checkpoint."
+            )
+
+    increment_version([*params])  # so that autograd refuses tensors that it saved of them
+    group.step_beside(WORKER.start(run, at_most))
+
+
+def _awaited_state(optimizer: Optimizer) -> AwaitedState:
+    state: Any = optimizer.state
+    awaited = state if isinstance(state, AwaitedState) else AwaitedState(state)
+    optimizer.state = awaited  # type: ignore[assignment]
+    return awaited
+
+
+def _as_now(optimizer: Optimizer, state: MutableMapping[Tensor, Any], params: Sequence[nn.Parameter]) -> Optimizer:
+    """Returns an optimizer of those parameters that have gradients, with the values, gradients, state and options that
+    they have now, whatever becomes of the parameters."""
+    trained = [param for param in params if param.grad is not None]
+    part = part_of(optimizer, trained)
+    stepped: dict[nn.Parameter, nn.Parameter] = {}
+    for param in trained:
+        now = stepped[param] = nn.Parameter(param.data)
+        now.grad = param.grad
+    part.state = defaultdict(dict, {now: state[param] for param, now in stepped.items()})
+    for held in (vars(part), *part.param_groups):  # a scaler's numbers and a tensor `lr` are written in place
+        held.update({name: value.clone() for name, value in held.items() if isinstance(value, Tensor)})
+    for held in part.param_groups:
+        held["params"] = [stepped[param] for param in held["params"]]
+    return part
+
+
+def steps_beside(optimizer: Optimizer) -> bool:
+    """Whether someone has yet to wait for steps of the optimizer."""
+    state: Any = optimizer.state
+    return isinstance(state, AwaitedState) and any(group.stepping for group in state.groups)
+
+
+class OnHost(Home):
+    """Where the thread steps shards, if the optimizer treats each element by itself.
+
+    `overlap`: whether steps outlive the optimizer's `step`.
+    `by_group`: whether groups are stepped one after another also where they do not overlap.
+    """
+
+    apart, overlap, by_group = True, False, False
+
+    @property
+    def overlaps(self) -> bool:  # type: ignore[override]
+        return self.overlap
+
+    def step_part(self, part: Optimizer) -> None:
+        """Steps all parameters of an optimizer."""
+        unhooked(part)()
+
+    def step_group(
+        self, group: ShardGroup, optimizer: Optimizer, params: Sequence[nn.Parameter], *, beside: bool
+    ) -> None:
+        if beside and has_values(group.stepped):
+            step_beside(group, optimizer, params, self.step_part, at_most=None if self.overlap else _WAITING)
+        else:
+            group.arrive()
+            self.step_part(part_of(optimizer, params))
+
+    def before_step(
+        self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[ShardGroup], *, closure: bool
+    ) -> None:
+        for group in groups:
+            group.finish_step()
+        if closure or type(optimizer) not in ELEMENTWISE or not (self.overlap or self.by_group):
+            return
+        held = {*params}
+        for group in groups:
+            own = [param for param in group.params if param in held]
+            self.step_group(group, optimizer, own, beside=self.overlap)
+        taken = {param: param.grad for param in params if param.grad is not None}
+        for param in taken:  # the optimizer's own step is to leave these
+            param.grad = None
+        _taken.setdefault(optimizer, {}).update(taken)
+
+    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        for param, gradient in _taken.pop(optimizer, {}).items():
+            param.grad = gradient
+
+
+_WAITING = 2
+"""Steps that may wait or run at a time in backward, which waits with the next one: their gradients are kept."""
+
+_taken: WeakKeyDictionary[Optimizer, dict[nn.Parameter, Tensor]] = WeakKeyDictionary()
+"""Gradients of what was stepped by group, until the optimizer's own step has returned."""
