@@ -2,7 +2,7 @@
 
 A stream has a vector clock: of every stream, how many of its operations come before what the stream runs next. The
 host is one more stream: what it launches comes after what it has done and waited for. Beside this each stream has a
-time, at which it has run all that it was given; the host takes none.
+time, at which it has run all that it was given. The host takes none but for waiting, and for operators on its memory.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ class Event:
         self.clock, self.time, self.label = dict(stream.clock), stream.time, stream.label
         self._device = stream.device
 
+    def query(self) -> bool:
+        return self.time <= self._device.host.time
+
     def synchronize(self) -> None:
         if self._device.waits_here():
             self._device.host.join(self.clock)
+            self._device.host.time = max(self._device.host.time, self.time)
 
 
 class Stream:
@@ -63,7 +67,11 @@ class Stream:
 
     def run(self, seconds: float, label: str = "") -> int:
         """The next operation. Returns its tick."""
-        self.join(self.device.host.clock)
+        host = self.device.host
+        self.join(host.clock)
+        if host.time > self.time and self is self.device.computing:
+            self.device.stalls.append(Stall("host", host.time - self.time))
+        self.time = max(self.time, host.time)
         self.clock[self] = self.clock.get(self, 0) + 1
         self.time += seconds
         self.label = label or self.label

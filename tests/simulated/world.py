@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from simulated.device import Device, Site, Stream
+from simulated.device import Device, Event, Site, Stream
 from simulated.group import Group
 from simulated.memory import Memory
 from zero.comm import Comm, Handle
@@ -21,7 +21,7 @@ from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
 from zero.comm.transport import Local, Transport
 from zero.features import offload
-from zero.features.offload.beside import Worker, without_gradients
+from zero.features.offload.beside import Task, Tasks, without_gradients
 from zero.features.streams import Streams
 from zero.plan.transport import Rehearsal
 from zero.shards import masters
@@ -104,18 +104,36 @@ def simulated(
         yield Simulated(device, memory, transfer, own_stream, [])
 
 
-def _beside(device: Device, thread: Stream, step: Callable[[], None], at_most: int | None) -> Handle:
-    """In the place of Worker.start: the thread is one more host."""
-    thread.join(device.host.clock)
-    with mock.patch.object(device, "host", thread):
-        without_gradients(step)
-    clock = dict(thread.clock)
+class Thread:
+    """In the place of Worker: the thread is one more host. It runs steps when somebody waits for one, at the times at
+    which it would have."""
 
-    def wait() -> None:
-        if device.waits_here():
-            device.host.join(clock)
+    def __init__(self, device: Device) -> None:
+        self._device, self._host, self._tasks = device, Stream(device, "worker"), Tasks()
+        self._begun: deque[tuple[Event, Task, bool]] = deque()
 
-    return Handle(wait)
+    def start(self, task: Task, *, urgent: bool, **_: object) -> Handle:
+        self._begun.append((Event(self._device.host), task, urgent))
+
+        def wait() -> None:
+            while not task.ended.done():
+                self._run_next()
+            ended: Event = task.ended.result()
+            ended.synchronize()
+
+        return Handle(wait)
+
+    def _run_next(self) -> None:
+        if not self._tasks:
+            self._host.time = max(self._host.time, self._begun[0][0].time)
+        while self._begun and self._begun[0][0].time <= self._host.time:
+            begun, task, urgent = self._begun.popleft()
+            self._host.join(begun.clock)
+            self._tasks.add(task, urgent=urgent)
+        with mock.patch.object(self._device, "host", self._host):
+            task = self._tasks.take()
+            without_gradients(task.step)
+        task.ended.set_result(Event(self._host))
 
 
 def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
@@ -160,4 +178,4 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
     stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
     stack.enter_context(mock.patch.object(Streams, "host_buffer", staticmethod(host_buffer)))
     stack.enter_context(mock.patch("torch.tensor", tensor))
-    stack.enter_context(mock.patch.object(Worker, "start", partial(_beside, device, Stream(device, "worker"))))
+    stack.enter_context(mock.patch("zero.features.offload.beside.WORKER", Thread(device)))

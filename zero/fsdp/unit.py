@@ -169,10 +169,13 @@ class Unit:
         return any(group.overlaps for group in self.groups)
 
     def unshard(self, *, for_backward: bool = False, ahead: bool = False) -> None:
-        """Collective. Unshards the parameters. ahead: they are needed later, and their all-gather is only launched.
+        """Collective. Unshards the parameters. ahead: they are needed later, and their all-gather is only launched; not
+        even that where the host would wait for a step.
 
         Raises RuntimeError if an earlier all-gather of them failed.
         """
+        if ahead and any(group.stepping for group in self.groups):
+            return
         for unsharding in () if ahead else self.events.unsharding:
             unsharding(self)
         for group in self.groups:

@@ -91,7 +91,7 @@ class OwnedGradients:
         for param, name in params:
             shown = self._made.get(param)
             if shown is None:
-                shown = self._made[param] = OwnedGradient(param, name, self._oss.part(param))
+                shown = self._made[param] = OwnedGradient(param, name, self._oss.shards[param])
             self._shown.append((param, shown))
             param.grad = shown
 

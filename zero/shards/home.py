@@ -52,10 +52,16 @@ class Home:
         return None
 
     def step_group(
-        self, group: ShardGroup, optimizer: Optimizer, params: Sequence[nn.Parameter], *, beside: bool
+        self,
+        group: ShardGroup,
+        optimizer: Optimizer,
+        params: Sequence[nn.Parameter],
+        *,
+        beside: bool,
+        urgent: bool = False,
     ) -> None:
         """Steps only these parameters, which lie here: the shards of one group. The optimizer treats each element by
-        itself. beside: may return before, and `ShardGroup.finish_step` waits."""
+        itself. beside: may return before, and `ShardGroup.finish_step` waits. urgent: those before are needed later."""
         group.arrive()
         unhooked(part_of(optimizer, params))()
 

@@ -155,9 +155,9 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             flat.settle()
         self.home.stepped(optimizer, [self[param] for param in self._owned])
 
-    def step_group(self, optimizer: Optimizer, flat: ShardGroup, *, beside: bool) -> None:
-        """Steps the shards of one group only. See `Home.step_group`."""
-        self.home.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.spans], beside=beside)
+    def step_group(self, optimizer: Optimizer, flat: ShardGroup, **how: bool) -> None:
+        """Steps the shards of one group only. how: as of `Home.step_group`."""
+        self.home.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.spans], **how)
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
         """Clears the gradients of these groups, or of all."""

@@ -63,8 +63,8 @@ class ShardGroup:
         """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
         self._step: Handle | None = None
-        self._departure: Any = None
-        """The event after the last copy of gradients that are on their way to the CPU."""
+        self.departure: Any = None
+        """The event after the last copy of gradients that are on their way to the CPU. None: all have arrived."""
         self._summoned: Tensor | None = None
         self.gathered_as = PLAIN
         self._lay_out(other_dtype, computed_as)
@@ -201,12 +201,12 @@ class ShardGroup:
         after: `finish_unshard` launches the all-gather, `ahead`, and calls this before. The host has waited for all
             computing before this call.
         """
+        ahead, by, from_host = ahead or self.stepping, self.exchange.gathered_by, self.home.apart
         if after is None:
             self.finish_step()
         self._become(GroupState.GATHERING)
         if conceal:
             self._conceal(self._full_views)
-        ahead, by, from_host = ahead or after is not None, self.exchange.gathered_by, self.home.apart
 
         def gather() -> Handle:
             if after is not None:
@@ -266,15 +266,15 @@ class ShardGroup:
         """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`."""
         if apart(sums, self.stepped):
             brought = self.streams.bring(sums, self.stepped)
-            self._departure = self.streams.departure()
+            self.departure = self.streams.departure()
             return brought
         return sums.to(self.stepped.dtype)
 
     def arrive(self) -> None:
         """Makes the host wait for the copies of `bring`."""
-        departure, self._departure = self._departure, None
-        if departure is not None:
-            departure.synchronize()
+        if self.departure is not None:
+            self.departure.synchronize()
+            self.departure = None
 
     def settle(self) -> None:
         """Makes the host wait for copies of `bring`, and for reads of `shard` by the device."""

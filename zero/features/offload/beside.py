@@ -7,9 +7,11 @@ lock.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,24 +27,71 @@ from zero.shards.home import Home, part_of, unhooked
 from zero.shards.shard_group import ShardGroup
 
 
+@dataclass(eq=False)
+class Task:
+    """One step. arrived: whether its gradients have. `ended` has no result."""
+
+    step: Callable[[], None]
+    arrived: Callable[[], bool]
+    ended: Future[None] = field(default_factory=Future)
+
+
+class Tasks:
+    """Steps that have not begun."""
+
+    def __init__(self) -> None:
+        self._by_urgency: deque[Task] = deque()
+        self._by_arrival: dict[Task, None] = {}
+        self._lock = Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._by_urgency)
+
+    def add(self, task: Task, *, urgent: bool) -> None:
+        with self._lock:
+            (self._by_urgency.appendleft if urgent else self._by_urgency.append)(task)
+            self._by_arrival[task] = None
+
+    def take(self) -> Task:
+        """The most urgent one of which the gradients have arrived, else the one whose gradients will arrive first."""
+        with self._lock:
+            task = next((task for task in self._by_urgency if task.arrived()), None) or next(iter(self._by_arrival))
+            self._by_urgency.remove(task)
+            del self._by_arrival[task]
+            return task
+
+
 class Worker:
     """The thread, which runs steps one after another."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._running: set[Future[None]] = set()
+        self._tasks = Tasks()
+        self._unfinished: set[Future[None]] = set()
 
-    def start(self, step: Callable[[], None], at_most: int | None) -> Handle:
-        """Returns a handle whose `wait` waits for the step, and raises its error. at_most: how many steps may wait or
-        run; waits until there are fewer."""
+    def start(self, task: Task, *, urgent: bool, at_most: int | None) -> Handle:
+        """Returns a handle whose `wait` waits for the step, and raises its error.
+
+        urgent: it is needed before those that wait. at_most: how many may wait or run; waits until there are fewer.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-steps")
-        while at_most is not None and len(self._running) >= at_most:
-            wait(self._running, return_when="FIRST_COMPLETED")
-            self._running = {future for future in self._running if not future.done()}
-        future = self._thread.submit(without_gradients, step)
-        self._running = {one for one in self._running if not one.done()} | {future}
-        return Handle(future.result)
+        self._unfinished = {one for one in self._unfinished if not one.done()}
+        while at_most is not None and len(self._unfinished) >= at_most:
+            self._unfinished = wait(self._unfinished, return_when="FIRST_COMPLETED").not_done
+        self._unfinished.add(task.ended)
+        self._tasks.add(task, urgent=urgent)
+        self._thread.submit(self._run_next)
+        return Handle(task.ended.result)
+
+    def _run_next(self) -> None:
+        task = self._tasks.take()
+        try:
+            without_gradients(task.step)
+        except BaseException as error:
+            task.ended.set_exception(error)
+        else:
+            task.ended.set_result(None)
 
 
 def without_gradients(step: Callable[[], None]) -> None:
@@ -94,9 +143,11 @@ def step_beside(
     params: Sequence[nn.Parameter],
     step: Callable[[Optimizer], None],
     *,
+    urgent: bool,
     at_most: int | None,
 ) -> None:
-    """Steps these parameters, the shards of one group, in the thread. step: steps an optimizer. at_most: as of Worker.
+    """Steps these parameters, the shards of one group, in the thread. step: steps an optimizer. urgent, at_most: as of
+    Worker.start.
 
     Raises RuntimeError, when the step is waited for, if gradients were written before it ended.
     """
@@ -105,10 +156,14 @@ def step_beside(
     part = _as_now(optimizer, awaited.without_waiting, params)
     awaited.groups.add(group)
     gradients = [param.grad for held in part.param_groups for param in held["params"]]
-    written = writes_so_far(gradients)
+    written, departure = writes_so_far(gradients), group.departure
+
+    def arrived() -> bool:
+        return departure is None or departure.query()
 
     def run() -> None:
-        group.arrive()
+        if departure is not None:
+            departure.synchronize()
         step(part)
         if writes_so_far(gradients) != written:
             raise RuntimeError(
@@ -118,7 +173,7 @@ def step_beside(
             )
 
     increment_version([*params])  # so that autograd refuses tensors that it saved of them
-    group.step_beside(WORKER.start(run, at_most))
+    group.step_beside(WORKER.start(Task(run, arrived), urgent=urgent, at_most=at_most))
 
 
 def _awaited_state(optimizer: Optimizer) -> AwaitedState:
@@ -169,10 +224,17 @@ class OnHost(Home):
         unhooked(part)()
 
     def step_group(
-        self, group: ShardGroup, optimizer: Optimizer, params: Sequence[nn.Parameter], *, beside: bool
+        self,
+        group: ShardGroup,
+        optimizer: Optimizer,
+        params: Sequence[nn.Parameter],
+        *,
+        beside: bool,
+        urgent: bool = False,
     ) -> None:
         if beside and has_values(group.stepped):
-            step_beside(group, optimizer, params, self.step_part, at_most=None if self.overlap else _WAITING)
+            at_most = None if self.overlap else _WAITING
+            step_beside(group, optimizer, params, self.step_part, urgent=urgent, at_most=at_most)
         else:
             group.arrive()
             self.step_part(part_of(optimizer, params))
@@ -180,14 +242,15 @@ class OnHost(Home):
     def before_step(
         self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[ShardGroup], *, closure: bool
     ) -> None:
-        for group in groups:
-            group.finish_step()
         if closure or type(optimizer) not in ELEMENTWISE or not (self.overlap or self.by_group):
+            for group in groups:
+                group.finish_step()
             return
         held = {*params}
         for group in groups:
-            own = [param for param in group.params if param in held]
-            self.step_group(group, optimizer, own, beside=self.overlap)
+            own = [param for param in group.params if param in held and param.grad is not None]
+            if own:
+                self.step_group(group, optimizer, own, beside=self.overlap)
         taken = {param: param.grad for param in params if param.grad is not None}
         for param in taken:  # the optimizer's own step is to leave these
             param.grad = None

@@ -152,7 +152,7 @@ class StepsOfOSS(StepsInBackward):
 
     def reduced(self, group: ShardGroup) -> None:
         self._partly = True
-        self._oss.shards.step_group(self._oss.optim, group, beside=True)
+        self._oss.shards.step_group(self._oss.optim, group, beside=True, urgent=True)
         self._oss.shards.drop_gradients([group])
         self._begun.append(group)
         increment_version([*group.params])  # so that autograd refuses tensors that it saved of them
@@ -228,7 +228,7 @@ class StepsOfUnits(StepsInBackward):
         self._partly = True
         for group in unit.groups:
             own = [param for param in group.params if param.grad is not None]
-            group.home.step_group(group, self._optimizer, own, beside=True)
+            group.home.step_group(group, self._optimizer, own, beside=True, urgent=True)
             self._begun.append(group)
         for param in with_gradients:
             param.grad = None
