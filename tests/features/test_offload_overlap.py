@@ -66,10 +66,10 @@ def wrapped(stage: int, optim: Any, offload: Any, **options: Any) -> tuple[nn.Mo
     return zero.ShardedDDP(net, optimizer, reduce_buffer_size=200), optimizer
 
 
-def offload_of(stage: int, overlap: bool) -> Any:
+def offload_of(stage: int, overlap: bool, ratio: float = 1.0) -> Any:
     if stage == 3:
-        return SlowShards(overlap=True) if overlap else zero.CPUOffload()
-    return SlowCPU(overlap=True) if overlap else Apart()
+        return SlowShards(overlap=True, ratio=ratio) if overlap else zero.CPUOffload()
+    return SlowCPU(overlap=True, ratio=ratio) if overlap else Apart()
 
 
 def loss_of(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,9 +106,9 @@ def losses_and_weights(
     return [*told, zero.full_state_dict(model)]
 
 
-def same(rank: int, world: int, stage: int, name: str, options: dict[str, Any]) -> None:
+def same(rank: int, world: int, stage: int, name: str, options: dict[str, Any], ratio: float = 1.0) -> None:
     found, expected = (
-        losses_and_weights(rank, stage, OPTIMIZERS[name], offload_of(stage, overlap), **options)
+        losses_and_weights(rank, stage, OPTIMIZERS[name], offload_of(stage, overlap, ratio), **options)
         for overlap in (True, False)
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -131,6 +131,33 @@ def test_in_16_bits_and_in_backward(stage, options):
 @ranks.on(1)
 def test_a_process_alone_overlaps(rank, world, stage):
     same(rank, world, stage, "adamw", {})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_with_a_share_on_the_device_training_is_the_same(rank, world, stage):
+    same(rank, world, stage, "sgd", {}, ratio=0.4)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_what_forward_needs_first_stays_on_the_device(rank, world, stage):
+    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload_of(stage, True, ratio=0.4))
+    if stage == 3:
+        groups = model._model.index.groups
+    else:
+        groups = optimizer.shards.shard_groups[::-1]
+    away = [group.home.apart for group in groups]
+    numels = [group.layout.numel for group in groups]
+    share = sum(numel for numel, is_away in zip(numels, away, strict=True) if is_away) / sum(numels)
+    assert 0.4 <= share < 0.4 + max(numels) / sum(numels)
+    assert away[0] is False
+
+
+@pytest.mark.parametrize("ratio", [0, -1, 1.5, float("nan")])
+def test_a_share_that_is_none_is_refused(ratio):
+    with pytest.raises(ValueError, match="ratio="):
+        zero.CPUOffload(ratio=ratio)
 
 
 READERS: dict[str, Any] = {

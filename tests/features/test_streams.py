@@ -83,7 +83,7 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("comm/wire.py", "finish", "handle.wait()"): "2 in 16 bits",
     ("shards/shard_group.py", "finish_step", "step.wait()"): "3 offloaded, overlapping",
     ("shards/shard_group.py", "launch_unshard", "self.finish_step()"): "3 offloaded, overlapping, clipped",
-    ("shards/shard_group.py", "stepped", "self.finish_step()"): "2 offloaded, overlapping",
+    ("shards/shard_group.py", "outgoing", "self.finish_step()"): "2 offloaded, overlapping",
     ("oss/optimizer.py", "part", "group.settle()"): "2 offloaded, overlapping, written after the step",
     ("shards/shard_group.py", "finish_unshard", "handle.wait()"): "3",
     ("shards/shard_group.py", "reshard", "self.streams.release()"): "3",

@@ -139,7 +139,7 @@ class Thread:
 def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
     """By where `memory` has noted them to be: all tensors are on one device here."""
     place, refresh, to_host = offload.CPUOffload.place, masters.refresh, Streams.to_host
-    buffer = Streams.host_buffer
+    buffer, round_into = Streams.host_buffer, offload.CPUOffload.rounded
     on_host = memory.is_in_host_memory
 
     def host_waits() -> None:
@@ -164,6 +164,13 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
         memory.in_host_memory(made)
         return made
 
+    def rounded(home: offload.CPUOffload, group: ShardGroup) -> Tensor | None:
+        with memory.paused():  # it has no values yet
+            there = round_into(home, group)
+        if there is not None:
+            memory.in_host_memory(there)
+        return there
+
     def tensor(*args: Any, **kwargs: Any) -> Tensor:
         made = _tensor(*args, **kwargs)
         if kwargs.get("device") == "cpu":
@@ -177,5 +184,6 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
     stack.enter_context(mock.patch.object(masters, "refresh", refreshed))
     stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
     stack.enter_context(mock.patch.object(Streams, "host_buffer", staticmethod(host_buffer)))
+    stack.enter_context(mock.patch.object(offload.CPUOffload, "rounded", rounded))
     stack.enter_context(mock.patch("torch.tensor", tensor))
     stack.enter_context(mock.patch("zero.features.offload.beside.WORKER", Thread(device)))

@@ -116,8 +116,11 @@ class Builder:
         try:
             self._can_fail = self._on_any_rank(self._options.home.apart or self._values.pending)
             self._values.materialise_buffers()
-            for name, owned in self._choice.owned().items():
-                units.append(self._unit(name, owned))
+            named = self._choice.owned()
+            numels = [sum(param.numel() for _, param in owned) for owned in named.values()]
+            homes = self._options.home.of_groups(numels)
+            for (name, owned), home in zip(named.items(), homes, strict=True):
+                units.append(self._unit(name, owned, home))
                 self._agree(units[-1].title)
             if self._options.synced:
                 self._values.materialise(self._choice.ignored)
@@ -135,7 +138,7 @@ class Builder:
             raise
         return units
 
-    def _unit(self, name: str, owned: list[tuple[str, nn.Parameter]]) -> Unit:
+    def _unit(self, name: str, owned: list[tuple[str, nn.Parameter]], home: Home) -> Unit:
         params = [param for _, param in owned]
         title = f"unit {name!r}" if name else "the root unit"
         self._values.materialise(params)
@@ -145,12 +148,12 @@ class Builder:
         return Unit(
             name,
             self._choice.units[name],
-            self._lay_out(owned, title),
+            self._lay_out(owned, title, home),
             precision=self._options.precision,
             stays=self._options.stays,
         )
 
-    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str) -> list[ShardGroup]:
+    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str, home: Home) -> list[ShardGroup]:
         """Returns the shard groups of a unit's parameters, one for each dtype of computing."""
         shard_in_full = self._options.stays and self._options.precision.param_wire is None
         return [
@@ -162,7 +165,7 @@ class Builder:
                 self._placement,
                 cut="whole" if self._options.partition == "whole" else "even",
                 loads=self._loads,
-                options=GroupOptions(True, dtype, shard_in_full, self._options.home),
+                options=GroupOptions(True, dtype, shard_in_full, home),
                 label=title,
             )
         ]

@@ -98,7 +98,8 @@ class Step:
         wire, in_flight, overlaps = self._oss.wire, list[ShardGroup](), self._oss.shards.home.overlaps
         self._in_order = [*groups]
         for group in groups if by_group and overlaps else ():
-            self._oss.shards.step_group(self._oss.optim, group, beside=True)
+            with self._comm.telling(self._failure):
+                self._oss.shards.step_group(self._oss.optim, group, beside=True)
         for group in groups:
             if group.stepping and self.leaves_in_flight:
                 group.launch_unshard(wire=wire, conceal=True, after=partial(masters.write, group))

@@ -32,6 +32,10 @@ class Home:
         """Returns the tensor that is stepped in place of the shard: a copy, if it lies elsewhere."""
         return shard
 
+    def of_groups(self, numels: Sequence[int]) -> list[Home]:
+        """Returns the homes of shard groups of so many elements, in the order in which forward needs them."""
+        return [self] * len(numels)
+
     def has(self, shard: Tensor) -> bool:
         """Whether a tensor lies here already, and needs no copy."""
         return not self.apart

@@ -38,20 +38,21 @@ def differs(group: ShardGroup) -> bool:
 
 def refresh(group: ShardGroup) -> None:
     """Copies elements that were written into the parameters since the last `write` into the stepped tensor."""
-    if group.stepped is not group.shard and group.home.holds(group.shard):
+    if group.steps_apart and group.home.holds(group.shard):
         return
     for own, shard in _chunks(group):
         now = shard.to(own.device)
         torch.where(_written(now, own), now.to(own.dtype), own, out=own)
-    if group.stepped is not group.shard:
+    if group.steps_apart:
         group.home.used(group.stepped)
 
 
 def write(group: ShardGroup) -> None:
     """Copies the stepped tensor into this rank's shard of the parameters, rounded. From another device the copies may
     be on their way until `ShardGroup.settle`."""
-    if group.stepped is not group.shard:
-        group.streams.send(group.stepped, group.shard)
+    if group.steps_apart:
+        outgoing, shard = group.outgoing, group.own_of_full
+        group.streams.send(outgoing, shard)
         group.home.returned(group.shard)
         group.home.used(group.stepped)
 
@@ -72,6 +73,6 @@ def _written(shard: Tensor, master: Tensor) -> Tensor:
 
 def _chunks(group: ShardGroup) -> Iterable[tuple[Tensor, Tensor]]:
     """Yields the stepped tensor and the shard, some elements at a time; nothing if they are the same."""
-    if group.stepped is group.shard:
+    if not group.steps_apart:
         return ()
     return zip(group.stepped.split(_CHUNK), group.shard.split(_CHUNK), strict=True)

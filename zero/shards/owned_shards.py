@@ -71,7 +71,9 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         self.shard_groups += added
         self.places.update(places_in(added))
         self._note_trained()
-        for flat in added:
+        homes = self.home.of_groups([flat.layout.numel for flat in reversed(added)])
+        for flat, home in zip(added, reversed(homes), strict=True):
+            flat.home = home
             masters.step_apart(flat, self._master_dtype)
             stepped = flat.views_of_shard(flat.stepped)
             for index, param in enumerate(flat.params):
@@ -157,7 +159,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup, **how: bool) -> None:
         """Steps the shards of one group only. how: as of `Home.step_group`."""
-        self.home.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.spans], **how)
+        flat.home.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.spans], **how)
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
         """Clears the gradients of these groups, or of all."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from zero.comm import Handle, Wire
 from zero.comm.streams import NONE, NoStreams, apart, streams_of
 from zero.comm.wire import PLAIN
+from zero.shards.full import gather_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
 from zero.shards.log import shown
@@ -34,7 +35,7 @@ class ShardGroup:
     params, names: the parameters in the order of the layout, and their names in error messages.
     label: the name of the group in error messages.
     `shard`: see above. `stepped`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
-        (masters.py). Whoever reads one of them waits for a step that runs beside (`step_beside`).
+        (masters.py). Whoever asks for one of them, who may write into it, waits for a step that runs beside.
     `stepping`: whether there is one.
     """
 
@@ -63,6 +64,8 @@ class ShardGroup:
         """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
         self._step: Handle | None = None
+        self._rounded: Tensor | None = None
+        """What a step beside has left next to `stepped`: the same in the dtype that computes. None if it may differ."""
         self.departure: Any = None
         """The event after the last copy of gradients that are on their way to the CPU. None: all have arrived."""
         self._summoned: Tensor | None = None
@@ -108,7 +111,7 @@ class ShardGroup:
         self._name_channels()
 
     def _name_channels(self) -> None:
-        self._full_channel = self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
+        self.full_channel = self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
         self._failure = self.exchange.gathered_by.channel(f"a step of {self.label} in which an error was raised")
 
     def _views_to_bind(self) -> list[Tensor]:
@@ -117,12 +120,12 @@ class ShardGroup:
 
     @property
     def shard(self) -> Tensor:
-        self.finish_step()
+        self.reveal()
         return self._shard
 
     @property
     def stepped(self) -> Tensor:
-        self.finish_step()
+        self.reveal()
         return self._stepped
 
     @stepped.setter
@@ -167,9 +170,9 @@ class ShardGroup:
     def stepping(self) -> bool:
         return self._step is not None
 
-    def step_beside(self, step: Handle) -> None:
-        """`stepped` is being written in another thread, until `step.wait` returns. Conceals sharded parameters."""
-        self._step = step
+    def step_beside(self, step: Handle, rounded: Tensor | None) -> None:
+        """`step.wait` waits for a thread that writes `stepped`, and perhaps `rounded`, which is then sent instead."""
+        self._step, self._rounded = step, rounded
         if self.state is GroupState.SHARDED:
             self._conceal(self.shard_views)
 
@@ -177,10 +180,27 @@ class ShardGroup:
         """Waits for the step that runs beside, if there is one. Raises its error."""
         step, self._step = self._step, None
         if step is not None:
-            if self.state is GroupState.SHARDED:
-                self._bind(self.shard_views)
             with self.exchange.gathered_by.telling(self._failure):
                 step.wait()
+
+    def reveal(self) -> None:
+        """Lets sharded parameters be read and written, after the step that runs beside."""
+        if self._step is not None or self._rounded is not None:
+            self.finish_step()
+            self._rounded = None
+            if self.state is GroupState.SHARDED:
+                self._bind(self.shard_views)
+
+    @property
+    def outgoing(self) -> Tensor:
+        """What is sent of `stepped`."""
+        self.finish_step()
+        return self._stepped if self._rounded is None else self._rounded
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether `stepped` stands in the place of the shard."""
+        return self._stepped is not self._shard
 
     def launch_unshard(
         self,
@@ -202,6 +222,7 @@ class ShardGroup:
             computing before this call.
         """
         ahead, by, from_host = ahead or self.stepping, self.exchange.gathered_by, self.home.apart
+        keeps = self.full, self.exchange
         if after is None:
             self.finish_step()
         self._become(GroupState.GATHERING)
@@ -214,12 +235,11 @@ class ShardGroup:
             if self.frees:
                 self.gathered_as = wire if self.comm.world > 1 else PLAIN
                 self.full.untyped_storage().resize_(self.full.nbytes)
-            return self.exchange.gather(self.full, self._shard if self.frees else None, wire, channel)
+            return self.exchange.gather(self.full, self.outgoing if self.frees else None, wire, channel)
 
         def launch() -> Handle:
-            kept = self.full, self.exchange
             with shown("unshard", self.label, self.comm.rank), torch.no_grad():
-                handle = self.streams.gather(by, gather, keeps=kept, ahead=ahead, from_host=from_host)
+                handle = self.streams.gather(by, gather, keeps=keeps, ahead=ahead, from_host=from_host)
                 if from_host:
                     self.home.used(self._shard)
             return handle
@@ -256,19 +276,19 @@ class ShardGroup:
                 with torch.no_grad():
                     self.shard.copy_(self.own_of_full)
             elif self.home.apart:
-                self.home.used(self.shard)
-            self._bind(self.shard_views)
+                self.home.used(self._shard)
+            (self._bind if self._rounded is None else self._conceal)(self.shard_views)
             if self.frees:
                 self.streams.release()
                 self.full.untyped_storage().resize_(0)
 
     def bring(self, sums: Tensor) -> Tensor:
         """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`."""
-        if apart(sums, self.stepped):
-            brought = self.streams.bring(sums, self.stepped)
+        if apart(sums, self._stepped):
+            brought = self.streams.bring(sums, self._stepped)
             self.departure = self.streams.departure()
             return brought
-        return sums.to(self.stepped.dtype)
+        return sums.to(self._stepped.dtype)
 
     def arrive(self) -> None:
         """Makes the host wait for the copies of `bring`."""
@@ -282,33 +302,13 @@ class ShardGroup:
 
     # --------------------------------------------------------------------------------------- summon_full_params
 
-    def gather_of(self, shard: Tensor, to: int | None = None) -> Tensor | None:
-        """Collective. Gathers the full flat tensor of which each rank passes its shard.
-
-        shard: as long as this rank's segment. to: the rank of the group that gets it, by default all; None elsewhere.
-        """
-        assert len(shard) == len(self.shard)
-        owners, rank = range(self.comm.world), self.comm.rank
-        if to is not None and to != rank:
-            sent = shard.to(self.full.device)
-            self.comm.collect([(owner, sent if owner == rank else None) for owner in owners], to)
-            return None
-        full = self.full.new_empty(self.layout.numel, dtype=shard.dtype)
-        with torch.no_grad():
-            full[self.layout.segment(rank)] = shard
-        if to is None:
-            self.comm.gather(full, self.layout.bounds, self._full_channel).wait()
-        else:
-            self.comm.collect([(owner, full[self.layout.segment(owner)]) for owner in owners], to)
-        return full
-
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Binds the parameters to a separate full buffer in their own dtype, until `dismiss`.
 
         to: the rank of the group that gets the buffer, by default all. on_cpu: the buffer is in the memory of the CPU.
         """
         assert self.state is GroupState.SHARDED
-        full = self.gather_of(self.shard, to)
+        full = gather_of(self, self.shard, to)
         self._become(GroupState.SUMMONED)
         if full is not None:
             self._summoned = full.cpu() if on_cpu else full

@@ -25,6 +25,7 @@ from zero.fsdp.precision import OwnHook
 from zero.fsdp.unit import Unit
 from zero.fsdp.weights import weights
 from zero.sdp.wrapper import Wrapper
+from zero.shards.full import gather_of
 from zero.shards.parts import parts_here
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
@@ -109,7 +110,7 @@ class _Gradients:
         exist = torch.tensor([float(grad is not None) for grad in self._shards], device=shard.device)
         group.comm.all_reduce(exist, maximum=True)
         self._exist = exist.tolist()
-        self._full = group.gather_of(shard, to)
+        self._full = gather_of(group, shard, to)
 
     def show(self) -> None:
         if self._full is not None:

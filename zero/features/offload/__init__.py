@@ -9,9 +9,11 @@ and writes pages as they are touched, and used pages are released.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from zero.features.offload.disk import Disk
 from zero.features.offload.memory import digest, pinned
 from zero.fsdp.events import ModelEvents, model_events
 from zero.shards.home import DEVICE, Home, homes
+from zero.shards.shard_group import ShardGroup
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,10 @@ class CPUOffload(OnHost):
         waits for the step of its own group. A step is as without, bit for bit, with the gradients and options that it
         began with. torch's optimizers that treat each element by itself overlap, without a closure; others do not.
 
+    ratio: the share of the parameters whose shards and optimizer state are offloaded, by whole buckets (stages 1 and 2)
+        or units (stage 3). Those that forward needs first stay on the device, which steps them, as many as fit into the
+        remaining share.
+
     With overlap, parameters at stages 2 and 3 are NaN from `step` until the next forward if they are read through
     references such as the optimizer's `param_groups`. `parameters()` of the wrapper and full weights wait for the
     steps, and so does whoever reads the optimizer's state. Gradients must not be written meanwhile, other than by
@@ -45,10 +52,26 @@ class CPUOffload(OnHost):
 
     pin_memory: bool = True
     overlap: bool = False
+    ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(
+                f"CPUOffload(ratio={self.ratio}): pass a share above 0 and up to 1, or offload=None for 0."
+            )
 
     @property
     def alike(self) -> str:  # type: ignore[override]
-        return f"offload CPUOffload, overlap {self.overlap}"
+        return f"offload CPUOffload, overlap {self.overlap}, ratio {self.ratio}"
+
+    def of_groups(self, numels: Sequence[int]) -> list[Home]:
+        homes: list[Home] = []
+        left = (1 - self.ratio) * sum(numels)
+        for numel in numels:
+            stays = numel <= left
+            left -= numel * stays
+            homes.append(DEVICE if stays else self)
+        return homes
 
     def place(self, shard: Tensor) -> Tensor:
         if shard.device.type == "cpu":
@@ -56,6 +79,14 @@ class CPUOffload(OnHost):
         pins = self.pin_memory and has_values(shard)
         there = pinned(shard.shape, shard.dtype) if pins else torch.empty_like(shard, device="cpu")
         return there.copy_(shard)
+
+    def rounded(self, group: ShardGroup) -> Tensor | None:
+        if group.full.dtype == group.stepped.dtype:
+            return None
+        if group not in _rounded:
+            pins, numel = self.pin_memory and group.full.device.type != "cpu", len(group.stepped)
+            _rounded[group] = pinned([numel], group.full.dtype) if pins else group.stepped.to(group.full.dtype)
+        return _rounded[group]
 
     def has(self, shard: Tensor) -> bool:
         return shard.device.type == "cpu"
@@ -68,6 +99,9 @@ class CPUOffload(OnHost):
         before = None if self.has(shard) else _digests.get(shard)
         return before is not None and (not has_values(shard) or bool(digest(shard) == before))
 
+
+_rounded: WeakKeyDictionary[ShardGroup, Tensor] = WeakKeyDictionary()
+"""Of groups that compute in another dtype than they are stepped in."""
 
 _digests = WeakIdKeyDictionary()
 """Of shards on the device, when they were written last."""
@@ -121,7 +155,7 @@ class ListedParameters(ModelEvents):
 
     def listed(self) -> None:
         for group in self.model.index.groups:
-            group.finish_step()
+            group.reveal()
 
 
 model_events.append(ListedParameters)

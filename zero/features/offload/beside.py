@@ -142,17 +142,18 @@ def step_beside(
     optimizer: Optimizer,
     params: Sequence[nn.Parameter],
     step: Callable[[Optimizer], None],
+    rounded: Tensor | None,
     *,
     urgent: bool,
     at_most: int | None,
 ) -> None:
-    """Steps these parameters, the shards of one group, in the thread. step: steps an optimizer. urgent, at_most: as of
-    Worker.start.
+    """Steps these parameters, the shards of one group, in the thread.
+
+    step: steps an optimizer. rounded: gets the stepped shard, in its own dtype. urgent, at_most: as of Worker.start.
 
     Raises RuntimeError, when the step is waited for, if gradients were written before it ended.
     """
-    group.finish_step()
-    awaited = _awaited_state(optimizer)
+    stepped, awaited = group.stepped, _awaited_state(optimizer)
     part = _as_now(optimizer, awaited.without_waiting, params)
     awaited.groups.add(group)
     gradients = [param.grad for held in part.param_groups for param in held["params"]]
@@ -165,6 +166,8 @@ def step_beside(
         if departure is not None:
             departure.synchronize()
         step(part)
+        if rounded is not None:
+            rounded.copy_(stepped)
         if writes_so_far(gradients) != written:
             raise RuntimeError(
                 f"gradients of {group.label} were written while a step beside the training (CPUOffload(overlap=True)) "
@@ -173,7 +176,7 @@ def step_beside(
             )
 
     increment_version([*params])  # so that autograd refuses tensors that it saved of them
-    group.step_beside(WORKER.start(Task(run, arrived), urgent=urgent, at_most=at_most))
+    group.step_beside(WORKER.start(Task(run, arrived), urgent=urgent, at_most=at_most), rounded)
 
 
 def _awaited_state(optimizer: Optimizer) -> AwaitedState:
@@ -223,6 +226,10 @@ class OnHost(Home):
         """Steps all parameters of an optimizer."""
         unhooked(part)()
 
+    def rounded(self, group: ShardGroup) -> Tensor | None:
+        """Returns memory for what is sent in the place of a stepped tensor, in the dtype that computes."""
+        return None
+
     def step_group(
         self,
         group: ShardGroup,
@@ -234,7 +241,8 @@ class OnHost(Home):
     ) -> None:
         if beside and has_values(group.stepped):
             at_most = None if self.overlap else _WAITING
-            step_beside(group, optimizer, params, self.step_part, urgent=urgent, at_most=at_most)
+            rounded = self.rounded(group) if self.overlap else None
+            step_beside(group, optimizer, params, self.step_part, rounded, urgent=urgent, at_most=at_most)
         else:
             group.arrive()
             self.step_part(part_of(optimizer, params))
