@@ -276,6 +276,7 @@ def test_an_error_in_the_thread_is_raised_on_every_rank_by_the_next_forward(rank
 @ranks.on(2, timeout=20)
 def test_gradients_that_are_written_while_they_are_read_are_an_error(rank, world, stage):
     offload = (WaitsCPU if stage == 2 else WaitsShards)(overlap=True)
+    offload.begins.clear()
     model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload)
     loss_of(model, rank, 0).backward()
     gradients = [part.grad for part in (map(optimizer.part, model.parameters()) if stage == 2 else model.parameters())]

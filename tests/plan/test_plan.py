@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ import zero
 from counted import OPTIMIZERS, Block, Model, nbytes
 from processes import ROOT, python
 from zero.fsdp.fsdp import running_model
-from zero.plan import Options, Sizes, stages
+from zero.plan import Cost, Options, Sizes, smallest_ratio, stages
 from zero.plan.command import _count, main
 from zero.plan.gpt import GPT, batch_of, gpt_of
 
@@ -73,11 +74,38 @@ def test_with_offload_parameters_and_buckets_of_gradients_stay_on_the_device(dty
     assert cost.peak - cost.parameters <= 1.1 * buckets * bucket
 
 
-def test_the_command_line_knows_of_offload(capsys):
-    main(["--parameters", "1e7", "--layers", "4", "--world", "8", "--offload"])
+def test_with_a_share_offloaded_the_rest_of_the_state_is_on_the_device():
+    numel, bucket = 25 * 10**6, 2 << 20
+    sizes = Sizes.of_count(numel, 25, torch.bfloat16)
+
+    def cost(**offload: Any) -> Cost:
+        options = Options(offload=zero.CPUOffload(**offload), master_dtype=torch.float32, bucket_bytes=bucket)
+        return zero.plan(sizes, world_size=1, options=options, stages=[2]).cost(2)
+
+    half = cost(ratio=0.5)
+    assert half.host == pytest.approx(16 * numel / 2, rel=0.09)  # by whole buckets, of which it has 25
+    assert half.host + half.optimizer + half.gradients == pytest.approx(16 * numel, rel=1e-3)
+    assert cost(overlap=True).host == pytest.approx(18 * numel, rel=1e-3), "with what is rounded for the device"
+
+
+def test_the_least_that_must_be_offloaded_is_found():
+    sizes, options = Sizes.of_count(25 * 10**5, 10), Options(bucket_bytes=1 << 20)
+    memory = 25 * 10**6
+    ratio, plan = smallest_ratio(sizes, world_size=1, memory=memory, options=options)
+    assert plan.fits(plan.cost(2))
+    less = replace(options, offload=zero.CPUOffload(ratio=ratio - 0.01))
+    assert zero.plan(sizes, world_size=1, options=less, stages=[2]).cost(2).peak > memory
+    for wrong, words in (({"memory": 1000}, "with all offloaded"), ({"host_memory": 1000}, "of the host's memory")):
+        with pytest.raises(ValueError, match=words):
+            smallest_ratio(sizes, **{"world_size": 1, "memory": memory, "options": options, **wrong})
+
+
+@pytest.mark.parametrize("share", [[], ["0.5"], ["least", "--memory", "250MB"]], ids=str)
+def test_the_command_line_knows_of_offload(capsys, share):
+    main(["--parameters", "1e7", "--layers", "4", "--world", "1", "--offload", *share])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split()[-1] == "host"
-    assert [line.split()[1] for line in lines[3:5]] == ["1", "2"]
+    assert lines[2].split()[len(["ranks", "stage", "params", "grads", "optim", "transient", "peak", "sent"])] == "host"
+    assert [line.split()[1] for line in lines[3:5] if line] == (["2"] if "least" in share else ["1", "2"])
 
 
 def test_large_worlds_against_objects_of_a_fake_process_group():

@@ -11,6 +11,7 @@ from typing import Any
 from zero.plan.chrome_trace import write_trace
 from zero.plan.hardware import Hardware, Link, as_hardware
 from zero.plan.planner import plan
+from zero.plan.ratio import smallest_ratio
 from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
 from zero.plan.timeline import Timing
@@ -25,6 +26,7 @@ __all__ = [
     "Timing",
     "as_hardware",
     "plan",
+    "smallest_ratio",
     "write_trace",
 ]
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import zero
 from zero.fsdp import MixedPrecision
 from zero.plan.chrome_trace import write_trace
 from zero.plan.gpt import GPT, batch_of, gpt_of
 from zero.plan.planner import plan
+from zero.plan.ratio import smallest_ratio
 from zero.plan.rehearsal import misfit
 from zero.plan.result import Plan
 from zero.plan.sizes import Options
@@ -55,20 +57,25 @@ def _planned(given: argparse.Namespace) -> tuple[Plan, str]:
         precision=precision,
         backend=given.backend,
         one_host=given.one_host,
-        offload=given.offload or None,
+        offload=None if given.offload is None else zero.CPUOffload(ratio=given.offload or 1.0),
     )
-    result = plan(
-        model,
-        world_size=given.world,
-        optimizer=getattr(torch.optim, given.optimizer),
-        memory=given.memory,
-        batch=given.batch,
-        prefetch=PREFETCHES[given.prefetch],
-        options=options,
-        hardware=given.hardware,
-        tokens=given.tokens,
-    )
-    title = f"{result.parameters:,} parameters"
+    more = {
+        "optimizer": getattr(torch.optim, given.optimizer),
+        "memory": given.memory,
+        "batch": given.batch,
+        "prefetch": PREFETCHES[given.prefetch],
+        "options": options,
+        "hardware": given.hardware,
+        "tokens": given.tokens,
+    }
+    offloaded = ""
+    if given.offload == 0:
+        (world,) = given.world
+        ratio, result = smallest_ratio(model, world_size=world, host_memory=given.host_memory, **more)
+        offloaded = f", {ratio:.0%} of it offloaded (CPUOffload(ratio={ratio}))"
+    else:
+        result = plan(model, world_size=given.world, **more)
+    title = f"{result.parameters:,} parameters{offloaded}"
     if isinstance(model, GPT):
         title += f" ({model.shape})"
     return result, title
@@ -111,7 +118,12 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", choices=("nccl", "gloo"), default="nccl", help="of the process group (default: %(default)s)")
     how = "with gloo: all ranks run on one Linux host, and read one another's memory"
     add("--one-host", action="store_true", help=how)
-    add("--offload", action="store_true", help="stages 1 and 2 with the optimizer's shards in the memory of the host")
+    how = (
+        "stages 1 and 2 with the optimizer's shards in the memory of the host; RATIO: a share of them, between 0 and 1,"
+    )
+    how += " or 'least': what has to be there for stage 2 to fit into --memory"
+    add("--offload", nargs="?", type=_share, const=1.0, metavar="RATIO", help=how)
+    add("--host-memory", type=_size, metavar="SIZE", help="with --offload least: what a rank has of the host's memory")
     how = "measure a step's activations: the forward's arguments, such as 2x1024:int64,2x1024:int64"
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=how)
     add("--json", action="store_true", help="print JSON")
@@ -123,7 +135,19 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if (given.model is None) == (given.parameters is None):
         parser.error("give either a model, as module:factory, or --parameters")
+    if given.offload == 0 and (given.memory is None or len(given.world) > 1):
+        parser.error("--offload least needs --memory, and one number of ranks")
+    if given.host_memory is not None and given.offload != 0:
+        parser.error("--host-memory is for --offload least")
     return given
+
+
+def _share(text: str) -> float:
+    """0 for the least that has to be offloaded."""
+    try:
+        return 0.0 if text == "least" else zero.CPUOffload(ratio=float(text)).ratio
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a share above 0, up to 1, nor 'least'") from None
 
 
 def _built(text: str) -> Any:

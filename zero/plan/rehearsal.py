@@ -83,6 +83,12 @@ class Offloaded(Home):
 
     apart = True
 
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def of_groups(self, numels: Sequence[int]) -> list[Home]:
+        return [self if home.apart else home for home in self._home.of_groups(numels)]
+
     def place(self, shard: Tensor) -> Tensor:
         return shard.to(_HOST)
 

@@ -22,8 +22,8 @@ class Options:
     """The options of OSS, ShardedDDP and FSDP, besides the model; the names are theirs.
 
     bucket_bytes: at stages 1 and 2; by default OSS chooses.
-    offload: at stages 1 and 2, from a GPU: shards, their gradients and the optimizer's state are on the host. True is
-        enough: a plan is the same for all.
+    offload: at stages 1 and 2, from a GPU: shards, their gradients and the optimizer's state are on the host. True
+        stands for zero.CPUOffload().
     broadcast_dtype, reduce_dtype: the dtypes that stages 1 and 2 send, or a wire, such as
         zero.Int8(); stage 3 sends those of `precision`.
     replicas, optimizer_sharding: at stage 3, how often the sharded model is replicated across the ranks (HYBRID_SHARD),

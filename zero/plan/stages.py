@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+import zero
 from zero.comm import Comm
 from zero.comm.packing import batches
 from zero.comm.traffic import traffic
@@ -34,6 +35,7 @@ from zero.plan.trace import Trace
 from zero.plan.transport import Rehearsed, rehearsed
 from zero.sdp import ShardedDDP
 from zero.sdp.tensors import map_tensors
+from zero.shards.home import homes
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
 
@@ -127,12 +129,18 @@ def _oss(job: Job, comm: Any) -> OSS:
         granularity=options.granularity,
         broadcast_fp16=options.broadcast_dtype or False,
         master_dtype=options.master_dtype,
-        offload=Offloaded() if options.offload else None,
+        offload=_home(options),
     )
     if options.bucket_bytes is not None:
         longest = max(param.itemsize for param in job.sizes.module.parameters())
         set_bucket_size(optimizer, options.bucket_bytes // longest)
     return optimizer
+
+
+def _home(options: Options) -> Offloaded | None:
+    if not options.offload:
+        return None
+    return Offloaded(homes["offload"](zero.CPUOffload() if options.offload is True else options.offload))
 
 
 def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
@@ -202,7 +210,7 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
         loss.backward()
         del loss
     held = resident(built.model, built.groups, [built.optimizer])
-    held["host"] += _brought_by_step(built.optimizer)
+    held["host"] += _brought_by_step(built.optimizer) + _rounded(job.options, built.groups)
     if held["gradients"] + held["host"]:
         built.optimizer.step()
     built.optimizer.zero_grad()
@@ -215,6 +223,14 @@ def _brought_by_step(optimizer: Optimizer) -> int:
         return 0
     brought = (shard for param, shard in optimizer.shards.items() if full_gradient(param) is not None)
     return sum(shard.nbytes for shard in filter(on_host, brought))
+
+
+def _rounded(options: Options, groups: Iterable[ShardGroup]) -> int:
+    """Bytes of what the thread rounds for the device, if steps overlap."""
+    if not getattr(options.offload, "overlap", False):
+        return 0
+    apart = [group for group in groups if group.home.apart and group.full.dtype != group.stepped.dtype]
+    return sum(len(group.stepped) * group.full.itemsize for group in apart)
 
 
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
