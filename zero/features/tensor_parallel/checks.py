@@ -26,15 +26,12 @@ class WrappedCheck(StepCheck):
 
     def changed(self) -> str | None:
         oss = self.optimizer
-        cut = _cut(oss.shards.places)
-        if cut is None and not any(table.dtensor_of(param) is not None for param in oss.shards.places):
-            return None
-        if not oss.gradients.arrive_sharded:
+        if any(map(table.is_apart, oss.shards.places)):
             return (
                 "OSS was given DTensors of tensor parallelism, but no ShardedDDP has the model. Wrap it: "
-                "ShardedDDP(model, optimizer). DistributedDataParallel takes no DTensors."
+                "ShardedDDP(model, optimizer). For stage 1 call zero.setup: DistributedDataParallel takes no DTensors."
             )
-        found = known(type(oss.optim)) or oss.finding
+        cut, found = _cut(oss.shards.places), known(type(oss.optim)) or oss.finding
         return None if cut is None or found is None else _unfit(oss.optim, found, oss.shards.places[cut].name)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -91,15 +92,23 @@ def slots_of(module: nn.Module) -> list[Slot]:
     return [Slot(module, name, param) for name, param in own if table.dtensor_of(param) is not None]
 
 
-def show_everywhere(root: nn.Module) -> list[RemovableHandle]:
-    """Has every module show all that is inside it. Returns the hooks."""
+_hooks: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+"""Of `show_everywhere`."""
+
+
+def show_everywhere(root: nn.Module) -> None:
+    """Has every module show all that is inside it."""
     slots = {module: slots_of(module) for module in root.modules()}
-    hooks: list[RemovableHandle] = []
     for module in root.modules():
         inside = [slot for each in module.modules() for slot in slots[each]]
         if inside:
-            hooks += Shown(inside).watch([module])
-    return hooks
+            _hooks[module] = [*Shown(inside).watch([module])]
+
+
+def hide_everywhere(root: nn.Module) -> None:
+    for module in root.modules():
+        for hook in _hooks.pop(module, ()):
+            hook.remove()
 
 
 class _OfUnit(Shown):

@@ -63,6 +63,12 @@ def made_plain(param: Any) -> nn.Parameter:
     return found
 
 
+def is_apart(param: nn.Parameter) -> bool:
+    """Returns whether no module has a plain parameter: the DTensor that it stands for still has its values."""
+    dtensor: Any = dtensor_of(param)
+    return dtensor is not None and bool(param.numel() and dtensor.detach().to_local().numel())
+
+
 def forget(param: nn.Parameter) -> None:
     """The DTensor is the module's own again."""
     del _plain[_dtensors.pop(param)]
