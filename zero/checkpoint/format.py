@@ -200,8 +200,7 @@ class Entry:
         order = tuple(entry["order"]) if "order" in entry else None
         slices = None
         if order and isinstance(order[0], list):
-            (dim, width), *dims = order
-            slices, order = (dim, width), None if dims == [*range(len(dims))] else tuple(dims)
+            slices, order = tuple(order[0]), None if order[1:] == (*range(len(order) - 1),) else order[1:]
         full = Geometry(tuple(entry["shape"]), DTYPES[entry["dtype"]], order, slices)
         return Entry(full, tuple(ParamShard(**shard) for shard in entry["pieces"]))
 
@@ -212,9 +211,12 @@ class Entry:
             return f"has the shape {list(shape)}"
         if order is not None and sorted(order) != list(range(len(shape))):
             return f"has its dimensions in the order {list(order)}"
-        if slices is not None:  # every slice has a shard
-            dim, width = slices
-            if dim not in range(len(shape)) or not isinstance(width, int) or width * len(self.shards) < shape[dim]:
+        match slices:
+            case None:
+                pass
+            case (int(dim), int(width)) if 0 <= dim < len(shape) and width * len(self.shards) >= shape[dim]:
+                pass  # every slice has a shard
+            case _:
                 return f"is cut into slices by {list(slices)}"
         end = 0
         for shard in self.shards:

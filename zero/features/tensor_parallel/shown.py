@@ -40,15 +40,12 @@ class Slot:
 
 
 class Shown:
-    """Slots that are shown while any of some modules runs. readable: whether the values of a parameter are there."""
+    """Slots that are shown while any of some modules runs. model: that of the units, if they are units' slots."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
+    def __init__(self, slots: Sequence[Slot], model: Model | None = None) -> None:
+        self._slots, self._index = slots, None if model is None else model.index
         self._shown: list[Slot] = []
         self._running = 0
-
-    def readable(self, param: nn.Parameter) -> bool:
-        return True
 
     def watch(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
         """Registers hooks on the modules."""
@@ -61,9 +58,18 @@ class Shown:
             _refuse()  # what it raises is not traced
         self._running += 1
         if self._running == 1:
-            self._shown = [slot for slot in self._slots if self.readable(slot.param)]
+            self._refuse_sharded()
+            self._shown = [*self._slots]
             for slot in self._shown:
                 slot.show()
+
+    def _refuse_sharded(self) -> None:
+        """Raises RuntimeError for a tied parameter of a unit around this one that does not run."""
+        if self._index is None:
+            return
+        for slot in self._slots:
+            if slot.param in self._index and not (unit := self._index.unit_of(slot.param)).readable:
+                raise RuntimeError(_OUTSIDE.format(unit.title))
 
     def _end(self, *_: Any) -> None:
         self._running = max(self._running - 1, 0)  # an error before `_begin` calls this, too
@@ -111,15 +117,10 @@ def hide_everywhere(root: nn.Module) -> None:
             hook.remove()
 
 
-class _OfUnit(Shown):
-    """The slots of one unit's modules; parameters of other units, tied ones, may be sharded."""
-
-    def __init__(self, slots: Sequence[Slot], model: Model) -> None:
-        super().__init__(slots)
-        self._index = model.index
-
-    def readable(self, param: nn.Parameter) -> bool:
-        return param not in self._index or self._index.unit_of(param).readable
+_OUTSIDE = (
+    "parameters of {} are read outside of its forward. They are DTensors, which the unit's modules see only while one "
+    "of them runs. Put the module that reads them and the unit into one unit, by auto_wrap_policy or as_one_unit."
+)
 
 
 class ShowsUnits(ModelEvents):
@@ -134,7 +135,7 @@ class ShowsUnits(ModelEvents):
             if own := slots_of(module):
                 slots.setdefault(unit, []).extend(own)
                 holders.setdefault(unit, {unit.module}).add(module)
-        self._shown = {unit: _OfUnit(own, model) for unit, own in slots.items()}
+        self._shown = {unit: Shown(own, model) for unit, own in slots.items()}
         self._hooks = [hook for unit, one in self._shown.items() for hook in one.watch(holders[unit])]
         self._entering: Unit | None = None
 
@@ -143,11 +144,7 @@ class ShowsUnits(ModelEvents):
 
     def unsharding(self, unit: Unit) -> None:
         if unit in self._shown and unit is not self._entering and not self.model.backward.active:
-            raise RuntimeError(
-                f"parameters of {unit.title} are read outside of its forward. They are DTensors, which the unit's "
-                "modules see only while one of them runs. Put the module that reads them and the unit into one unit, "
-                "by auto_wrap_policy or as_one_unit."
-            )
+            raise RuntimeError(_OUTSIDE.format(unit.title))
 
     def abandoned(self) -> None:
         for one in self._shown.values():
