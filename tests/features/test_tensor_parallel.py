@@ -3,6 +3,7 @@ FSDP2 on the same mesh and one process with the whole batch."""
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel import loss_parallel as parallel_loss
 from torch.utils.checkpoint import checkpoint
 
+import plainly
 import ranks
 import zero
 from matrix import WHOLE
@@ -210,15 +212,16 @@ def save_and_load(rank: int, world: int, run: Path) -> None:
                 one.zero_grad()
         weights, state = zero.full_state_dict(found), zero.full_optimizer_state_dict(found, optim)
         close(weights, plain.state_dict())
-        zero.checkpoint.save(run, found, optim, extra={"last": len(weights)}, wait=stage != 2).wait()
-    with torch.no_grad():
-        assert all(torch.equal(one, other) for one, other in zip(exported(run, rank), weights.values(), strict=True))
-
-
-def exported(run: Path, rank: int) -> list[Tensor]:
-    """What other libraries read of a checkpoint whose last part was saved with slices."""
+        saving = zero.checkpoint.save(run, found, optim, extra={"last": len(weights)}, wait=stage != 2)
+        saving.wait()
+    last = Path(saving.path)
+    index = json.loads((last / "index.json").read_text())
+    assert any(isinstance(entry.get("order", [0])[0], list) for entry in index["tensors"].values())
     (file,) = export(run, run.parent / f"exported-{rank}")
-    return [load_file(file)[name] for name in Model().state_dict()]
+    exported = load_file(file)
+    for name, value in weights.items():
+        assert torch.equal(exported[name], value)
+        assert torch.equal(plainly.tensor(last, index["tensors"][f"model/{name}"]), value)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -322,20 +325,40 @@ def test_tied_embeddings_and_loss_parallel(rank: int, world: int, stage: int) ->
 
 
 @ranks.on(4)
-def test_modules_see_dtensors_in_forward_only(rank: int, world: int) -> None:
-    mesh = mesh_of()
-    seen = []
+def test_modules_see_dtensors_in_forward_and_where_parameters_are_summoned(rank: int, world: int) -> None:
+    mesh, seen = mesh_of(), []
+    (tokens, targets), (x, y) = batches(mesh["dp"].get_local_rank())[0], batches(None)[0]
 
     class Looks(Model):
         def forward(self, tokens: Tensor) -> Tensor:
             seen.append((type(self.out.weight), self.out.weight.placements, self.out.weight.shape))
             return super().forward(tokens)
 
-    model = zero.FSDP(parallel(Looks(), mesh["tp"]), device_mesh=mesh["dp"])
-    model(batches(0)[0][0])
+    model, plain = zero.FSDP(parallel(Looks(), mesh["tp"]), device_mesh=mesh["dp"]), Model()
+    loss_of(model(tokens), targets).backward()
+    loss_of(plain(x), y).backward()
     assert seen == [(DTensor, (Shard(0),), torch.Size([10, 8]))]
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
-    assert isinstance(model.state_dict()["out.weight"], DTensor)
+    before = zero.full_state_dict(model)
+    with torch.no_grad(), model.summon_full_params(with_grads=True):
+        down = model.module.blocks[0].down.weight
+        assert isinstance(down, DTensor) and isinstance(down.grad, DTensor) and down.placements == (Shard(1),)
+        torch.testing.assert_close(down.grad.full_tensor(), plain.blocks[0].down.weight.grad)
+        close({"y": model(tokens)}, {"y": plain(tokens)})
+        close(zero.full_state_dict(model), before)
+        model.module.blocks[0].down.weight.mul_(2)
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    assert torch.equal(zero.full_state_dict(model)["blocks.0.down.weight"], 2 * before["blocks.0.down.weight"])
+    model.load_state_dict(before)
+    close(zero.full_state_dict(model), before)
+    shapes = set()
+    model.apply(lambda module: shapes.add(module.weight.shape) if isinstance(module, nn.Linear) else None)
+    assert shapes == {(12, 8), (8, 12), (10, 8)}  # what initialises weights sees whole shapes
+
+    sharded, _ = wrapped(2, parallel(Model(), mesh["tp"]), mesh, "SGD")
+    with torch.no_grad():
+        sharded.state_dict()["out.weight"].mul_(2)  # on the memory of the parameter
+    assert torch.equal(zero.full_state_dict(sharded)["out.weight"], 2 * before["out.weight"])
 
 
 @ranks.on(4)

@@ -60,7 +60,8 @@ def load(
     another number of ranks they are left out, with a warning.
 
     Memory: existing state is overwritten in place. Besides what the rank keeps in the end there is one buffer of
-    BUFFER (16 MiB), and one full tensor where its dimensions are stored in another order than the model's.
+    BUFFER (16 MiB), and one full tensor where its dimensions are stored in another order than the model's, or in parts
+    of another size (tensor parallelism), then with a copy of one part.
 
     Raises CheckpointError, on every rank and before anything is changed, for files that are missing, truncated or
     altered, for a checkpoint of another model or optimizer, and where a module refuses its extra state. Only a disk

@@ -13,11 +13,14 @@ such as those of a replicated parameter behind SequenceParallel, are DTensor's.
 from zero.features.tensor_parallel.checks import WrappedCheck, watch_steps
 from zero.features.tensor_parallel.parts import TensorParallel
 from zero.features.tensor_parallel.shown import ShowsUnits
+from zero.features.tensor_parallel.summoned import SummonsDTensors
 from zero.fsdp.events import model_events
+from zero.fsdp.weights import weights
 from zero.shards.parts import parts
 from zero.shards.steps import checks
 
 parts.append(TensorParallel())
 model_events.append(ShowsUnits)
 checks.append(WrappedCheck)
+weights.append(SummonsDTensors())
 watch_steps()

@@ -31,12 +31,13 @@ class Slot:
     def show(self) -> None:
         self._users += 1
         if self._users == 1:
-            self._own[self._name] = table.like(table.dtensor_of(self.param), self.param)  # type: ignore
+            self._before = self._own[self._name]  # the plain parameter, or what summon_full_params() shows
+            self._own[self._name] = table.shown(self.param)
 
     def hide(self) -> None:
         self._users -= 1
         if not self._users:
-            self._own[self._name] = self.param
+            self._own[self._name] = self._before
 
 
 class Shown:
