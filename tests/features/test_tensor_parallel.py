@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel import loss_parallel as parallel_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import plainly
@@ -388,6 +389,9 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank_with_the_remedy(rank: i
     both = {"process_group": group, "device_mesh": mesh["dp"]}
     assert "Pass one of them" in ranks.refusal(lambda: zero.setup(made(), torch.optim.SGD, stage=1, **both))
     assert "another dimension of the mesh" in ranks.refusal(lambda: zero.setup(made(), torch.optim.SGD, stage=1))
+    averaged = DistributedDataParallel(made(), device_mesh=mesh["dp"])
+    told = ranks.refusal(lambda: zero.OSS(averaged.parameters(), group=group))
+    assert "as DistributedDataParallel(device_mesh=) makes it" in told and "zero.setup(model, optim, stage=1" in told
     model = made()
     assert "partition" in ranks.refusal(lambda: zero.FSDP(model, device_mesh=mesh["dp"], partition="none"))
     assert isinstance(model.out.weight, DTensor)  # a model that was refused is as it was

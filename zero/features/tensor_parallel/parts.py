@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import has_hooks, params_of, with_local
+from zero._torch import has_hooks, is_of_ddp, params_of, with_local
 from zero.comm import Comm
 from zero.features.tensor_parallel import table
 from zero.features.tensor_parallel.shown import hide_everywhere, show_everywhere
@@ -28,6 +28,11 @@ class TensorParallel(Parts):
         ranks = [table.ranks_of(comm) for comm in comms]
         meshes: dict[Any, str] = {}
         for name, param in named:
+            if is_of_ddp(param):
+                return (
+                    f"{name!r} is the local tensor of a DTensor, as DistributedDataParallel(device_mesh=) makes it. "
+                    "Call zero.setup(model, optim, stage=1, device_mesh=mesh['dp']) with the model as it was."
+                )
             dtensor = param if table.is_dtensor(param) else table.dtensor_of(param)
             if dtensor is None:
                 continue
