@@ -348,6 +348,10 @@ def test_modules_see_dtensors_in_forward_and_where_parameters_are_summoned(rank:
         close({"y": model(tokens)}, {"y": plain(tokens)})
         close(zero.full_state_dict(model), before)
         model.module.blocks[0].down.weight.mul_(2)
+        model.module.out.weight.grad = None
+        model.module.out.weight.requires_grad_(False)
+    assert model.module.out.weight.grad is None and not model.module.out.weight.requires_grad
+    assert model.module.norm.weight.requires_grad and any(param.grad is not None for param in model.parameters())
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
     assert torch.equal(zero.full_state_dict(model)["blocks.0.down.weight"], 2 * before["blocks.0.down.weight"])
     model.load_state_dict(before)

@@ -27,17 +27,21 @@ class Slot:
     def __init__(self, holder: nn.Module, name: str, param: nn.Parameter) -> None:
         self.param = param
         self._own, self._name, self._users = params_of(holder), name, 0
+        self._before: Any = None
+        self.dtensor: Any = None
 
     def show(self) -> None:
         self._users += 1
         if self._users == 1:
             self._before = self._own[self._name]  # the plain parameter, or what summon_full_params() shows
-            self._own[self._name] = table.shown(self.param)
+            self._own[self._name] = self.dtensor = table.shown(self.param)
 
     def hide(self) -> None:
         self._users -= 1
         if not self._users:
-            self._own[self._name] = self._before
+            if self._own.get(self._name) is self.dtensor:  # else the user has replaced it, which is refused later
+                self._own[self._name] = self._before
+            self._before = self.dtensor = None
 
 
 class Shown:

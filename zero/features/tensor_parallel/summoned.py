@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from zero.features.tensor_parallel import table
-from zero.features.tensor_parallel.shown import slots_of
+from zero.features.tensor_parallel.shown import Slot, slots_of
 from zero.fsdp.model import models
 from zero.state.weights import FullWeights
 
@@ -27,5 +27,15 @@ class SummonsDTensors(FullWeights):
                 dtensor: Any = table.dtensor_of(slot.param)
                 if slot.param in full and slot.param.device.type == dtensor.device_mesh.device_type:
                     slot.show()
-                    shown.callback(slot.hide)
+                    if options.get("with_grads") and slot.param.grad is not None:
+                        slot.dtensor.grad = table.like(dtensor, slot.param.grad)
+                    shown.callback(_hide, slot, with_grads=options.get("with_grads", False))
             yield
+
+
+def _hide(slot: Slot, *, with_grads: bool) -> None:
+    """Takes over what was set. Values and gradients were written on the parameter's memory."""
+    slot.param.requires_grad_(slot.dtensor.requires_grad)
+    if with_grads and slot.dtensor.grad is None:
+        slot.param.grad = None
+    slot.hide()

@@ -99,13 +99,11 @@ def like(dtensor: DTensor, local: Tensor) -> DTensor:
 
 
 def shown(param: nn.Parameter) -> Any:
-    """Returns a DTensor to take the place of a plain parameter, with the gradient that this has."""
+    """Returns a DTensor to take the place of a plain parameter."""
     dtensor = dtensor_of(param)
     assert dtensor is not None
     made: Any = like(dtensor, param if torch.is_grad_enabled() else param.detach()).requires_grad_(param.requires_grad)
     _plain[made] = ref(param)
-    if param.grad is not None:
-        made.grad = like(dtensor, param.grad)
     return made
 
 
