@@ -323,6 +323,8 @@ def test_tied_embeddings_and_loss_parallel(rank: int, world: int, stage: int) ->
     found = zero.full_state_dict(model)
     close(found, plain.state_dict())
     assert found["out.weight"] is found["embed.weight"] or stage == 2
+    with model.summon_full_params() if isinstance(model, zero.FSDP) else nullcontext():
+        assert model.module.out.weight is model.module.embed.weight
 
 
 @ranks.on(4)

@@ -30,11 +30,12 @@ class Slot:
         self._before: Any = None
         self.dtensor: Any = None
 
-    def show(self) -> None:
+    def show(self, dtensor: Any = None) -> None:
+        """dtensor: by default a new one."""
         self._users += 1
         if self._users == 1:
             self._before = self._own[self._name]  # the plain parameter, or what summon_full_params() shows
-            self._own[self._name] = self.dtensor = table.shown(self.param)
+            self._own[self._name] = self.dtensor = table.shown(self.param) if dtensor is None else dtensor
 
     def hide(self) -> None:
         self._users -= 1

@@ -23,10 +23,12 @@ class SummonsDTensors(FullWeights):
         with super().summon(module, wrapped=wrapped, recurse=recurse, **options), ExitStack() as shown:
             units = [unit for model in models() for unit in model.units_of(wrapped, recurse=recurse)]
             full = {param for unit in units if unit.readable for param in unit.params}
+            tied: dict[nn.Parameter, Any] = {}
             for slot in [slot for holder in wrapped.modules() for slot in slots_of(holder)]:
                 dtensor: Any = table.dtensor_of(slot.param)
                 if slot.param in full and slot.param.device.type == dtensor.device_mesh.device_type:
-                    slot.show()
+                    slot.show(tied.get(slot.param))
+                    tied[slot.param] = slot.dtensor
                     if options.get("with_grads") and slot.param.grad is not None:
                         slot.dtensor.grad = table.like(dtensor, slot.param.grad)
                     shown.callback(_hide, slot, with_grads=options.get("with_grads", False))
