@@ -24,7 +24,7 @@ from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
-from zero.shards.parts import parts_here
+from zero.shards.parts import is_first, parts_here
 from zero.state.from_first import first_alone, load_state, load_weights
 from zero.state.optimizer_state import refuse_no_rank
 from zero.state.stepped_shards import SteppedShards
@@ -50,7 +50,7 @@ def full_state_dict(
     Raises ValueError where `to` is no rank of the group, RuntimeError within forward and backward.
     """
     inner, wrappers = unwrapped(model)
-    receives = to is None or parts_here().receives(inner.parameters())
+    receives = to is None or is_first(inner.parameters())
     full = full_weights(inner, _comms_of(wrappers)[0], Recipient(to, device))
     return {name_without_compile(name): value for name, value in full.items()} if receives else {}
 
@@ -118,7 +118,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | 
     refuse_no_rank(to, comm.world)
     if isinstance(optimizer, OSS):
         optimizer.consolidate_state_dict(to)
-    receives = to is None or (to == comm.rank and parts_here().receives(params_of(optimizer)))
+    receives = to is None or (to == comm.rank and is_first(params_of(optimizer)))
     return optimizer.state_dict() if receives else {}
 
 
@@ -256,4 +256,5 @@ def unwrap(model: nn.Module) -> nn.Module:
 def _without_wrapper(module: nn.Module) -> nn.Module:
     for wrapper in unwrapped(module)[1]:
         module = wrapper.unwrap() if isinstance(wrapper, FSDP | ShardedDDP) else wrapper.module
+        parts_here().take_out_of(module)
     return module

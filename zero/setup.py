@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -44,6 +45,7 @@ def setup(
     stage: int,
     params: Iterable[Any] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
     partition: Partition = "auto",
     auto_wrap_policy: Any = None,
     offload: Any = None,
@@ -56,48 +58,64 @@ def setup(
     stage: what is sharded: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also parameters.
     optim, defaults: the optimizer's class and arguments.
     params: parameters of the model, or groups of them with options of their own; by default all.
-    partition, auto_wrap_policy: as in OSS and FSDP.
+    process_group, partition, auto_wrap_policy: as in OSS and FSDP. device_mesh: the group, as a mesh of one dimension.
     offload: at stages 1 to 3, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload).
     mixed_precision: at stage 3, as in FSDP. master_dtype: at stages 1 and 2, as in OSS.
 
     At stage 1 DistributedDataParallel averages gradients, by a communication hook if all ranks run on one host; for a
-    hook of your own construct DistributedDataParallel yourself.
-    Without torch.distributed, stages 0 and 1 return the model as it is. Raises ValueError on every rank for an unknown
-    stage, an option that means nothing at the stage, parameters that cannot be used and an optimizer that is built
-    already, and RuntimeError if a launcher has started several ranks but torch.distributed is not initialised.
+    hook of your own construct DistributedDataParallel yourself. Without torch.distributed, stages 0 and 1 return the
+    model as it is. Raises ValueError on every rank for stages, options, parameters and optimizers that cannot be used,
+    and RuntimeError if a launcher has started several ranks but torch.distributed is not initialised.
     """
-    comm = Comm(process_group)
+    comm, problem = _ranks(process_group, device_mesh, model)
     asked = {"offload": offload, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
     given = {name: value for name, value in asked.items() if value is not None}
-    groups, problem = (None, None) if params is None else as_groups(params)
-    problem = _unusable(optim, stage, given) or _in_parts(model, stage) or problem or partition_problem(partition)
-    looks = stage and problem is None
-    found, problem = _measured(comm, optim, defaults, groups or [{}], partition) if looks else (None, problem)
+    groups, wrong = (None, None) if params is None else as_groups(params)
+    problem = problem or _unusable(optim, stage, given, model) or wrong or partition_problem(partition)
+    found, problem = (None, problem) if problem or not stage else _measured(comm, optim, defaults, groups, partition)
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
     named = [(name, parts_here().of(param)) for name, param in model.named_parameters()] if groups is None else []
     if stage == 3:
         cut: Partition = cut_for(partition, found)
         if cut == "even" and known(optim) is not None:
             cut = partition  # not the measured one: FSDP then checks other optimizers that step its parameters, too
-        sharded = FSDP(model, process_group=process_group, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
+        sharded = FSDP(model, process_group=comm, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
         return sharded, build(optim, parts_of(groups or []) or sharded.parameters(), named, defaults)[0]
     if stage == 0:
-        plain = model if comm.group is None else DistributedDataParallel(model, process_group=process_group)
+        plain = model if comm.group is None else DistributedDataParallel(model, process_group=comm.group)
         return plain, build(optim, groups or model.parameters(), named, defaults)[0]
     averaged = _averaged(model, comm) if stage == 1 else None
-    sharding = OSS(groups or named, optim, process_group, partition=partition, **given, **defaults)
-    return ShardedDDP(model, sharding, process_group) if averaged is None else averaged, sharding
+    sharding = OSS(groups or named, optim, comm, partition=partition, **given, **defaults)  # type: ignore[arg-type]
+    return ShardedDDP(model, sharding) if averaged is None else averaged, sharding
+
+
+def _ranks(group: Any, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Comm, str | None]:
+    """Returns the ranks that train the model together, and an error message if they cannot."""
+    problem = None
+    if mesh is not None and mesh.ndim > 1:
+        problem = (
+            f"device_mesh={mesh} has {mesh.ndim} dimensions. Pass the one that the model trains over: mesh['dp']. "
+            "Hybrid strategies take two: zero.FSDP(model, device_mesh=mesh, sharding_strategy='HYBRID_SHARD')."
+        )
+    elif mesh is not None:
+        if group is not None:
+            problem = "process_group and device_mesh both say which ranks train the model. Pass one of them."
+        group = mesh.get_group()
+    comm = Comm(group)
+    return comm, problem or parts_here().problem(model.named_parameters(), [comm])
 
 
 def _measured(
     comm: Comm,
     optim: Optim,
     defaults: Mapping[str, Any],
-    groups: Iterable[dict[str, Any]],
+    groups: Iterable[dict[str, Any]] | None,
     partition: Partition,
 ) -> tuple[Finding | None, str | None]:
     """Returns what is known or measured of the optimizer, and an error message if it cannot be sharded so."""
-    found = known(optim) if comm.world == 1 else finding_of(optim, defaults, [options(group) for group in groups])
+    found = (
+        known(optim) if comm.world == 1 else finding_of(optim, defaults, [options(group) for group in groups or [{}]])
+    )
     return found, None if found is None else optimizer_problem(title(optim), found, partition)
 
 
@@ -113,7 +131,7 @@ _INSTEAD = {
 }
 
 
-def _unusable(optim: object, stage: object, given: Mapping[str, Any]) -> str | None:
+def _unusable(optim: object, stage: object, given: Mapping[str, Any], model: nn.Module) -> str | None:
     """Returns an error message for a stage that is unknown, an optimizer, or options that mean nothing at the stage."""
     if stage not in (0, 1, 2, 3):
         return f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
@@ -124,21 +142,18 @@ def _unusable(optim: object, stage: object, given: Mapping[str, Any]) -> str | N
             f"groups as params=: zero.setup(model, {name}, stage={stage}, lr=...). To shard it as it is, see "
             "zero.OSS.from_optimizer."
         )
+    if stage == 0 and any(map(parts_here().takes, model.parameters())):
+        return "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
     wrong = next((name for name in given if stage not in _STAGES[name]), None)
     return None if wrong is None else f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
-
-
-def _in_parts(model: nn.Module, stage: int) -> str | None:
-    """Returns an error message for a tensor parallel model at a stage of DistributedDataParallel."""
-    if stage in (2, 3) or not any(map(parts_here().takes, model.parameters())):
-        return None
-    return f"the model has DTensors, which DistributedDataParallel (stage {stage}) does not take. Take stage 2 or 3."
 
 
 def _averaged(model: nn.Module, comm: Comm) -> nn.Module:
     """Stage 1's DistributedDataParallel. Without views it would hold every gradient twice, more than stage 1 saves."""
     if comm.group is None:
         return model
+    parts_here().put_into(model)
+    parts_here().show(model)
     wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
     average_by_reading(wrapped, comm)
     return wrapped

@@ -81,7 +81,7 @@ def parallelise(model: Llama, mesh: dist.DeviceMesh) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3)
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -93,9 +93,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Llama().to(device)
     parallelise(model, mesh["tp"])
-    model, optimizer = zero.setup(
-        model, torch.optim.AdamW, stage=given.stage, process_group=mesh["dp"].get_group(), lr=1e-2
-    )
+    model, optimizer = zero.setup(model, torch.optim.AdamW, stage=given.stage, device_mesh=mesh["dp"], lr=1e-2)
     torch.manual_seed(1 + mesh["dp"].get_local_rank())  # ranks of one place in "dp" have the same batches
     for _ in range(given.steps):
         tokens = (torch.randint(TOKENS, (4, 1)) + torch.arange(17)).remainder(TOKENS).to(device)

@@ -15,11 +15,11 @@ import objects  # noqa: F401 - registers its URLs, in every rank's process
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+import plainly
 import zero
 from models import CASES, OPTIMIZERS, Batch, take_step, train_step
 from zero.fsdp.fsdp import running_model
@@ -133,14 +133,7 @@ def read_plainly(checkpoint: Path) -> dict[str, Any]:
     index = json.loads((checkpoint / "index.json").read_text())
 
     def tensor(path: str) -> Tensor:
-        entry = index["tensors"][path]
-        pieces = []
-        for piece in entry["pieces"]:
-            with safe_open(checkpoint / piece["file"], "pt") as file:
-                pieces.append(file.get_tensor(piece["key"]).flatten())
-        order = entry.get("order", list(range(len(entry["shape"]))))
-        permuted = torch.cat(pieces).reshape([entry["shape"][dim] for dim in order])
-        return permuted.permute([order.index(dim) for dim in range(len(order))])
+        return plainly.tensor(checkpoint, index["tensors"][path])
 
     found: dict[str, Any] = {path: tensor(path) for path in index["tensors"] if path.startswith("model/")}
     masters = [path for path in index["tensors"] if path.startswith("master/")]

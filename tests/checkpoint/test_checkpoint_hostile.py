@@ -177,9 +177,20 @@ def more_than_there_is(told):
     entry["pieces"][0]["stop"] = 1 << 80
 
 
+def slices(order):
+    def change(told):
+        told["tensors"]["model/0.weight"]["order"] = order
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        (slices([[1, 1], 0, 1]), r"model/0.weight is cut into slices by \[1, 1\]"),  # more than it has shards
+        (slices([[2, 8], 0, 1]), "cut into slices"),
+        (slices([[1], 0, 1]), "cut into slices"),
+        (slices([[[], 8], 0, 1]), "cut into slices"),
         (two_at_one_place, "is stored where another tensor is"),
         (more_than_there_is, "these differ: 0.bias|has no"),
     ],

@@ -1,5 +1,7 @@
 """What the matrix does not have: replicas, several optimizers, state of other shapes, dtypes and ties that differ."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
+from zero.checkpoint.format import Entry, ParamShard, geometry_of
 
 
 def replicated(rank, world, path, strategy):
@@ -150,6 +153,27 @@ def test_another_order_in_memory(tmp_path):
         assert torch.equal(one, other)
         for key, value in optimizer.state[one].items():
             assert torch.equal(value, found_optimizer.state[other][key])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dim", range(4))
+def test_slices_of_tensor_parallel_ranks_are_counted_one_after_another(dim, channels_last):
+    full = torch.arange(5.0 * 4 * 3 * 7).view(5, 4, 3, 7)
+    full = full.to(memory_format=torch.channels_last) if channels_last else full
+    width, stop = -(-full.shape[dim] // 3), 0
+    for number in range(3):
+        local = full.narrow(dim, start := min(number * width, full.shape[dim]), min(width, full.shape[dim] - start))
+        if local.numel():
+            own = geometry_of(local.clone())
+            part = own.part(full.shape, dim, width, number)
+            entry = Entry.from_json(
+                json.loads(json.dumps(Entry(part.full, (ParamShard("", "", 0, 420),) * 7).to_json()))
+            )
+            assert entry.geometry == part.full and entry.problem() == "lacks elements from 420"
+            counted = torch.cat([part.full.flat(one) for one in part.full.cut(full)])
+            assert part.start == stop and torch.equal(counted[part.start : part.stop], own.flat(local))
+            stop = part.stop
+    assert stop == full.numel()
 
 
 @ranks.raises(2, "CheckpointError", "Save and load between steps")

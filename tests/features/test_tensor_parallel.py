@@ -3,11 +3,15 @@ FSDP2 on the same mesh and one process with the whole batch."""
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,17 +23,21 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel import loss_parallel as parallel_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import plainly
 import ranks
 import zero
 from matrix import WHOLE
 from processes import ROOT, python
+from zero.checkpoint.export import export
 
-OPTIMIZERS = {
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.05),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+GIVEN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
+    "Adam": (torch.optim.Adam, {"lr": 0.05}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
 }
+OPTIMIZERS = {name: partial(kind, **options) for name, (kind, options) in GIVEN.items()}
 
 
 class Block(nn.Module):
@@ -105,13 +113,8 @@ def alone(optimizer: str) -> dict[str, Tensor]:
 
 
 def wrapped(stage: int, model: nn.Module, mesh: DeviceMesh, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if stage == 3:
-        fsdp = zero.FSDP(model, device_mesh=mesh["dp"])
-        return fsdp, OPTIMIZERS[optimizer](fsdp.parameters())
-    made: dict[str, Any] = {"Adam": {"optim": torch.optim.Adam, "lr": 0.05}}
-    made["SGD"] = {"optim": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
-    oss = zero.OSS(model.parameters(), group=mesh["dp"].get_group(), **made[optimizer])
-    return zero.ShardedDDP(model, oss), oss
+    kind, options = GIVEN[optimizer]
+    return zero.setup(model, kind, stage=stage, device_mesh=mesh["dp"], **options)
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -120,25 +123,16 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(("optimizer", "sequence"), [("Adam", True), ("SGD", False)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(4)
-def test_trains_as_one_process_does(rank: int, world: int, stage: int, optimizer: str, sequence: bool) -> None:
+def test_trains_as_one_process_does(rank: int, world: int, stage: int) -> None:
     mesh = mesh_of()
-    model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, optimizer)
-    train(model, optim, mesh["dp"].get_local_rank())
-    close(full(model.state_dict()), alone(optimizer))
-
-
-def with_fsdp2(optimizer: str, *, sequence: bool) -> dict[str, Tensor]:
-    """The same by FSDP2 over tensor parallelism."""
-    mesh = mesh_of()
-    model = parallel(Model(), mesh["tp"], sequence=sequence)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    train(model, OPTIMIZERS[optimizer](model.parameters()), mesh["dp"].get_local_rank())
-    return full(model.state_dict())
+    for optimizer, sequence in (("Adam", True), ("SGD", False)):
+        model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, optimizer)
+        train(model, optim, mesh["dp"].get_local_rank())
+        unwrapped = zero.unwrap(model)
+        assert isinstance(unwrapped.out.weight, DTensor)
+        close(full(unwrapped.state_dict()), alone(optimizer))
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, rank: int | None, *, steps: int = 3) -> None:
@@ -180,13 +174,58 @@ def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank: in
         train(one, its, None if one is plain else dp, steps=2)
     close(zero.full_state_dict(model), plain.state_dict())
     close(zero.full_state_dict(again), plain.state_dict())
-    unwrapped = zero.unwrap(model)
-    assert isinstance(unwrapped.out.weight, DTensor)
-    close(full(unwrapped.state_dict()), plain.state_dict())
-    again.load_state_dict(unwrapped.state_dict())  # DTensors load as well
+    again.load_state_dict(zero.unwrap(model).state_dict())  # DTensors load as well
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+SAVED: list[tuple[int, tuple[int, int] | None]] = [(3, (2, 2)), (2, (1, 4)), (3, None), (1, (2, 2))]
+"""Stages and sizes of (dp, tp), each of which loads what the one before has saved. 10 rows are uneven over 4 ranks."""
+MORE_SAVED = [(2, None), (3, (1, 4)), (3, (4, 1)), (2, (2, 2)), (0, None), (3, (2, 2))] if WHOLE else []
+
+
+@pytest.mark.matrix
+def test_checkpoints_load_over_other_meshes_and_without_tensor_parallelism(tmp_path: Path) -> None:
+    ranks.run(save_and_load, 4, args=(tmp_path,))
+
+
+def save_and_load(rank: int, world: int, run: Path) -> None:
+    plain, weights, state = Model(), None, {}
+    adam = OPTIMIZERS["Adam"](plain.parameters())
+    for stage, sizes in [*SAVED, *MORE_SAVED]:
+        model, dp, place = Model(), 4, rank
+        if sizes is None:
+            found, optim = zero.setup(model, torch.optim.Adam, stage=stage, lr=0.05)
+        else:
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+            dp, place = sizes[0], mesh["dp"].get_local_rank()
+            found, optim = wrapped(stage, parallel(model, mesh["tp"]), mesh, "Adam")
+        if weights is not None:
+            assert zero.checkpoint.load(run, found, optim) == {"last": len(weights)}
+            loaded, of_optimizer = zero.full_state_dict(found), zero.full_optimizer_state_dict(found, optim)
+            assert all(torch.equal(loaded[name], weights[name]) for name in plain.state_dict()), (stage, sizes)
+            for (_, key, one), (_, _, other) in zip(whole_states(of_optimizer), whole_states(state), strict=True):
+                assert torch.equal(one, other), (stage, sizes, key)
+        for tokens, targets in batches(None, 1):
+            share = slice(place * 4 // dp, (place + 1) * 4 // dp)
+            loss_of(found(tokens[share]), targets[share]).backward()
+            loss_of(plain(tokens), targets).backward()
+            for one in (optim, adam):
+                one.step()
+                one.zero_grad()
+        weights, state = zero.full_state_dict(found), zero.full_optimizer_state_dict(found, optim)
+        close(weights, plain.state_dict())
+        saving = zero.checkpoint.save(run, found, optim, extra={"last": len(weights)}, wait=stage != 2)
+        saving.wait()
+    last = Path(saving.path)
+    index = json.loads((last / "index.json").read_text())
+    assert any(isinstance(entry.get("order", [0])[0], list) for entry in index["tensors"].values())
+    (file,) = export(run, run.parent / f"exported-{rank}")
+    exported = load_file(file)
+    for name, value in weights.items():
+        assert torch.equal(exported[name], value)
+        assert torch.equal(plainly.tensor(last, index["tensors"][f"model/{name}"]), value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(4)
 def test_norms_count_each_element_once(rank: int, world: int, stage: int) -> None:
     mesh = mesh_of()
@@ -204,17 +243,33 @@ def test_norms_count_each_element_once(rank: int, world: int, stage: int) -> Non
         plain.zero_grad()
 
 
+IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def with_fsdp2(mesh: DeviceMesh, optimizer: str, policy: MixedPrecisionPolicy, *, sequence: bool) -> dict[str, Tensor]:
+    """Weights after training by FSDP2 over tensor parallelism."""
+    model = parallel(Model(), mesh["tp"], sequence=sequence)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    train(model, OPTIMIZERS[optimizer](model.parameters()), mesh["dp"].get_local_rank())
+    return full(model.state_dict())
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("sequence", [False, True])
 @ranks.on(4, fresh=True)  # torch keeps the groups of an earlier mesh
-def test_has_the_bits_of_fsdp2(rank: int, world: int, sequence: bool) -> None:
-    expected = with_fsdp2("Adam", sequence=sequence)
+def test_has_the_numbers_of_fsdp2(rank: int, world: int) -> None:
     mesh = mesh_of()
-    for stage in (2, 3):
-        model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, "Adam")
-        train(model, optim, mesh["dp"].get_local_rank())
-        for name, found in zero.full_state_dict(model).items():
-            assert torch.equal(found, expected[name]), name
+    for sequence in (False, True):
+        expected = with_fsdp2(mesh, "Adam", MixedPrecisionPolicy(), sequence=sequence)
+        for stage in (1, 2, 3):
+            model, optim = wrapped(stage, parallel(Model(), mesh["tp"], sequence=sequence), mesh, "Adam")
+            train(model, optim, mesh["dp"].get_local_rank())
+            for name, found in zero.full_state_dict(model).items():
+                assert torch.equal(found, expected[name]), name
+    model = zero.FSDP(parallel(Model(), mesh["tp"]), device_mesh=mesh["dp"], mixed_precision=IN_16_BITS)
+    train(model, OPTIMIZERS["SGD"](model.parameters()), mesh["dp"].get_local_rank())
+    close(zero.full_state_dict(model), with_fsdp2(mesh, "SGD", IN_16_BITS, sequence=False))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -268,39 +323,49 @@ def test_tied_embeddings_and_loss_parallel(rank: int, world: int, stage: int) ->
     found = zero.full_state_dict(model)
     close(found, plain.state_dict())
     assert found["out.weight"] is found["embed.weight"] or stage == 2
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@ranks.on(4, fresh=True)
-def test_computes_in_bfloat16_as_fsdp2_does(rank: int, world: int) -> None:
-    mesh, in_16_bits = mesh_of(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found, expected = parallel(Model(), mesh["tp"]), parallel(Model(), mesh["tp"])
-    for block in expected.blocks:
-        fully_shard(block, mesh=mesh["dp"], mp_policy=in_16_bits)
-    fully_shard(expected, mesh=mesh["dp"], mp_policy=in_16_bits)
-    model = zero.FSDP(found, device_mesh=mesh["dp"], mixed_precision=in_16_bits)
-    for one in (model, expected):
-        train(one, OPTIMIZERS["SGD"](one.parameters()), mesh["dp"].get_local_rank())
-    weights = zero.full_state_dict(model)
-    for name, value in full(expected.state_dict()).items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6, msg=name)
+    with model.summon_full_params() if isinstance(model, zero.FSDP) else nullcontext():
+        assert model.module.out.weight is model.module.embed.weight
 
 
 @ranks.on(4)
-def test_modules_see_dtensors_in_forward_only(rank: int, world: int) -> None:
-    mesh = mesh_of()
-    seen = []
+def test_modules_see_dtensors_in_forward_and_where_parameters_are_summoned(rank: int, world: int) -> None:
+    mesh, seen = mesh_of(), []
+    (tokens, targets), (x, y) = batches(mesh["dp"].get_local_rank())[0], batches(None)[0]
 
     class Looks(Model):
         def forward(self, tokens: Tensor) -> Tensor:
             seen.append((type(self.out.weight), self.out.weight.placements, self.out.weight.shape))
             return super().forward(tokens)
 
-    model = zero.FSDP(parallel(Looks(), mesh["tp"]), device_mesh=mesh["dp"])
-    model(batches(0)[0][0])
+    model, plain = zero.FSDP(parallel(Looks(), mesh["tp"]), device_mesh=mesh["dp"]), Model()
+    loss_of(model(tokens), targets).backward()
+    loss_of(plain(x), y).backward()
     assert seen == [(DTensor, (Shard(0),), torch.Size([10, 8]))]
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
-    assert isinstance(model.state_dict()["out.weight"], DTensor)
+    before = zero.full_state_dict(model)
+    with torch.no_grad(), model.summon_full_params(with_grads=True):
+        down = model.module.blocks[0].down.weight
+        assert isinstance(down, DTensor) and isinstance(down.grad, DTensor) and down.placements == (Shard(1),)
+        torch.testing.assert_close(down.grad.full_tensor(), plain.blocks[0].down.weight.grad)
+        close({"y": model(tokens)}, {"y": plain(tokens)})
+        close(zero.full_state_dict(model), before)
+        model.module.blocks[0].down.weight.mul_(2)
+        model.module.out.weight.grad = None
+        model.module.out.weight.requires_grad_(False)
+    assert model.module.out.weight.grad is None and not model.module.out.weight.requires_grad
+    assert model.module.norm.weight.requires_grad and any(param.grad is not None for param in model.parameters())
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    assert torch.equal(zero.full_state_dict(model)["blocks.0.down.weight"], 2 * before["blocks.0.down.weight"])
+    model.load_state_dict(before)
+    close(zero.full_state_dict(model), before)
+    shapes = set()
+    model.apply(lambda module: shapes.add(module.weight.shape) if isinstance(module, nn.Linear) else None)
+    assert shapes == {(12, 8), (8, 12), (10, 8)}  # what initialises weights sees whole shapes
+
+    sharded, _ = wrapped(2, parallel(Model(), mesh["tp"]), mesh, "SGD")
+    with torch.no_grad():
+        sharded.state_dict()["out.weight"].mul_(2)  # on the memory of the parameter
+    assert torch.equal(zero.full_state_dict(sharded)["out.weight"], 2 * before["out.weight"])
 
 
 @ranks.on(4)
@@ -323,8 +388,16 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank_with_the_remedy(rank: i
         empty = Model()
     assert "to_empty()" in ranks.refusal(lambda: zero.FSDP(parallel(empty, mesh["tp"]), device_mesh=mesh["dp"]))
     group = mesh["dp"].get_group()
-    told = ranks.refusal(lambda: zero.setup(made(), torch.optim.SGD, stage=1, process_group=group, lr=0.1))
-    assert "Take stage 2 or 3" in told
+    told = ranks.refusal(lambda: zero.setup(made(), torch.optim.SGD, stage=0, process_group=group, lr=0.1))
+    assert "Take stage 1, 2 or 3" in told
+    told = ranks.refusal(lambda: zero.setup(made(), torch.optim.SGD, stage=2, device_mesh=mesh, lr=0.1))
+    assert "has 2 dimensions" in told and "zero.FSDP(model, device_mesh=mesh" in told
+    both = {"process_group": group, "device_mesh": mesh["dp"]}
+    assert "Pass one of them" in ranks.refusal(lambda: zero.setup(made(), torch.optim.SGD, stage=1, **both))
+    assert "another dimension of the mesh" in ranks.refusal(lambda: zero.setup(made(), torch.optim.SGD, stage=1))
+    averaged = DistributedDataParallel(made(), device_mesh=mesh["dp"])
+    told = ranks.refusal(lambda: zero.OSS(averaged.parameters(), group=group))
+    assert "as DistributedDataParallel(device_mesh=) makes it" in told and "zero.setup(model, optim, stage=1" in told
     model = made()
     assert "partition" in ranks.refusal(lambda: zero.FSDP(model, device_mesh=mesh["dp"], partition="none"))
     assert isinstance(model.out.weight, DTensor)  # a model that was refused is as it was
@@ -355,9 +428,6 @@ def test_steps_that_would_be_wrong_are_refused_on_every_rank(rank: int, world: i
     loss_of(sharded(tokens), targets).backward()
     assert "does not treat each element by itself" in ranks.refusal(oss.step)
 
-    found = ranks.refusal(lambda: zero.checkpoint.save("nowhere", fsdp, rows))
-    assert "zero.full_state_dict(model, to=0)" in found
-
 
 @ranks.on(4)
 def test_units_that_read_one_anothers_dtensors_are_refused(rank: int, world: int) -> None:
@@ -371,6 +441,13 @@ def test_units_that_read_one_anothers_dtensors_are_refused(rank: int, world: int
     model = zero.FSDP(parallel(Reads(), mesh["tp"]), device_mesh=mesh["dp"])
     told = ranks.refusal(lambda: model(batches(0)[0][0]))
     assert "'blocks.0' are read outside of its forward" in told and "as_one_unit" in told
+
+    tied = parallel(Model(tied=True), mesh["tp"])
+    tied.head = nn.Sequential(tied.norm, tied.out)  # a unit, whose tied parameter is the root's
+    zero.FSDP(tied, device_mesh=mesh["dp"], as_one_unit=[nn.Sequential])
+    with torch.no_grad():
+        told = ranks.refusal(lambda: tied.head(torch.ones(1, 1, 8)))
+    assert "the root unit are read outside of its forward" in told
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -434,3 +511,39 @@ def test_the_example_trains() -> None:
     written = python(*launcher, script, "--steps", 10).stdout
     assert "gate.weight {(64, 32)}" in written  # whole
     assert float(written.split()[3].strip(",")) < 2.5  # of 4.2 at first
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not WHOLE, reason="runs under make matrix: each rank imports transformers")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(4)
+def test_a_llama_of_transformers_by_its_own_plan(rank: int, world: int, stage: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=stage == 2)
+
+    def made() -> Any:
+        torch.manual_seed(1)
+        return LlamaForCausalLM(config)
+
+    styles = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    }
+    mesh, model, plain = mesh_of(), made(), made()
+    parallelize_module(model, mesh["tp"], {name: styles[style] for name, style in model.tp_plan.items()})
+    model.tie_weights()
+    found, optim = wrapped(stage, model, mesh, "SGD")
+    sgd = OPTIMIZERS["SGD"](plain.parameters())
+    torch.manual_seed(2)
+    for tokens in torch.randint(32, (3, 4, 6)):
+        share = tokens[2 * mesh["dp"].get_local_rank() :][:2]
+        found(input_ids=share, labels=share).loss.backward()
+        plain(input_ids=tokens, labels=tokens).loss.backward()
+        for one in (optim, sgd):
+            one.step()
+            one.zero_grad()
+    close(zero.full_state_dict(found), plain.state_dict())

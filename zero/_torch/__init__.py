@@ -69,6 +69,7 @@ from zero._torch.tensors import copied_without_values as copied_without_values
 from zero._torch.tensors import copy_all as copy_all
 from zero._torch.tensors import has_hooks as has_hooks
 from zero._torch.tensors import has_values as has_values
+from zero._torch.tensors import is_of_ddp as is_of_ddp
 from zero._torch.tensors import is_of_two_devices as is_of_two_devices
 from zero._torch.tensors import leaves as leaves
 from zero._torch.tensors import load_plain_values as load_plain_values

@@ -92,6 +92,11 @@ def with_local(tensor: Tensor, local: Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
+def is_of_ddp(param: Tensor) -> bool:
+    """Whether DistributedDataParallel(device_mesh=) has made a parameter of a DTensor. Nothing public tells."""
+    return hasattr(param, "_st_info")
+
+
 def has_hooks(param: Tensor) -> bool:
     """Whether a parameter has hooks on its gradient. There are public methods to register them, none to list them."""
     return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))

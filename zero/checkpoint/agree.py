@@ -16,19 +16,21 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of the shard group and, where there is one, of the replicate group.
+    """The ranks of the shard group and, where there are any, those that have other parts of the tensors (tensor
+    parallelism), and the replicate group.
 
-    rank, world: in the shard group. writes: whether this rank is in the first replica, which writes what all replicas
-    hold. all: how many ranks there are. number: this rank's place among all, as `exchange` orders them; the first's is
-    0.
+    rank, world: in the shard group, and among the ranks that have other parts. writes: whether this rank is in the
+    first replica, which writes what all replicas hold. all: how many ranks there are. number: this rank's place among
+    all, as `exchange` orders them; the first's is 0.
     """
 
-    def __init__(self, comms: Sequence[Comm]) -> None:
-        self.comms = list(comms)
-        self.rank, self.world = comms[0].rank, comms[0].world
-        self.writes = all(comm.rank == 0 for comm in comms[1:])
+    def __init__(self, shards: Comm, parts: Comm | None, replicas: Comm | None) -> None:
+        self.comms = [comm for comm in (shards, parts, replicas) if comm is not None]
+        self.writes = replicas is None or replicas.rank == 0
         self.all, self.number = 1, 0
-        for comm in comms:
+        for comm in self.comms:
+            if comm is not replicas:
+                self.rank, self.world = self.number + self.all * comm.rank, self.all * comm.world
             self.all, self.number = self.all * comm.world, self.number + self.all * comm.rank
         self.first = self.number == 0
 

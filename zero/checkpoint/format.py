@@ -2,7 +2,8 @@
 
 A checkpoint is a directory. `index.json` names every tensor and its shards, which are in one safetensors file a rank. A
 shard is a range of a tensor's elements, counted in row-major order, or, where the tensor is stored with its dimensions
-in another order, in row-major order of the permuted tensor. JSON has them as "pieces". Tensors have paths:
+in another order, in row-major order of the permuted tensor. Tensor parallel ranks have slices along one dimension: then
+elements are counted slice by slice. JSON has shards as "pieces". Tensors have paths:
 
     model/<name>                          a parameter or buffer, by the module's own name
     master/<name>                         the master of a parameter of fewer bits
@@ -16,6 +17,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -59,14 +61,16 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Geometry:
-    """A full tensor: its shape, its dtype, and the order of dimensions in which its elements are counted.
+    """A full tensor: its shape, its dtype, and the order in which its elements are counted.
 
     order: None is row-major; otherwise `tensor.permute(order)` is.
+    slices: the elements of one of `tensor.split(width, dim)` are counted before those of the next: (dim, width).
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     order: tuple[int, ...] | None = None
+    slices: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
@@ -83,12 +87,29 @@ class Geometry:
             strides[dim], step = step, step * self.shape[dim]
         return tuple(strides)
 
+    @property
+    def counting(self) -> tuple[tuple[int, ...] | None, tuple[int, int] | None]:
+        """Tensors of one shape with the same `counting` have their elements in the same order."""
+        return self.order, self.slices
+
+    def cut(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The slices of a full tensor, as views; the tensor itself if there are none."""
+        return (tensor,) if self.slices is None else tensor.split(self.slices[1], self.slices[0])
+
+    def part(self, shape: Sequence[int], dim: int, width: int, number: int) -> Part:
+        """A tensor of this geometry as the slice of a full tensor with that number, counted from 0."""
+        before = [shape[one] for one in takewhile(lambda one: one != dim, self.order or range(len(shape)))]
+        in_one_run = math.prod(before) == 1 or width >= shape[dim]  # there is nothing to count apart
+        full = Geometry(tuple(shape), self.dtype, self.order, None if in_one_run else (dim, width))
+        start = min(number * width, shape[dim]) * (full.numel // max(shape[dim], 1))
+        return Part(full, start, start + self.numel)
+
     def flat(self, tensor: Tensor) -> Tensor:
-        """A full tensor, flat, in this order: a view where memory has the same order, otherwise a copy."""
+        """A tensor without slices, flat, in this order: a view where memory has the same order, otherwise a copy."""
         return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The full tensor, as a view of a flat one in this order."""
+        """A tensor without slices, as a view of a flat one in this order."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset())
 
 
@@ -169,22 +190,34 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         full, pieces = self.geometry, [vars(shard) for shard in self.shards]
-        order = {} if full.order is None else {"order": full.order}
+        order: dict[str, Any] = {} if full.order is None else {"order": full.order}
+        if full.slices is not None:
+            order = {"order": (full.slices, *(full.order or range(len(full.shape))))}
         return {"dtype": NAMES[full.dtype], "shape": full.shape, **order, "pieces": pieces}
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Entry:
         order = tuple(entry["order"]) if "order" in entry else None
-        full = Geometry(tuple(entry["shape"]), DTYPES[entry["dtype"]], order)
+        slices = None
+        if order and isinstance(order[0], list):
+            slices, order = tuple(order[0]), None if order[1:] == (*range(len(order) - 1),) else order[1:]
+        full = Geometry(tuple(entry["shape"]), DTYPES[entry["dtype"]], order, slices)
         return Entry(full, tuple(ParamShard(**shard) for shard in entry["pieces"]))
 
     def problem(self) -> str | None:
         """Why it cannot be read, as the end of an error message for the user; None if it can."""
-        shape, order = self.geometry.shape, self.geometry.order
+        shape, (order, slices) = self.geometry.shape, self.geometry.counting
         if any(not isinstance(size, int) or size < 0 for size in shape):
             return f"has the shape {list(shape)}"
         if order is not None and sorted(order) != list(range(len(shape))):
             return f"has its dimensions in the order {list(order)}"
+        match slices:
+            case None:
+                pass
+            case (int(dim), int(width)) if 0 <= dim < len(shape) and width * len(self.shards) >= shape[dim]:
+                pass  # every slice has a shard
+            case _:
+                return f"is cut into slices by {list(slices)}"
         end = 0
         for shard in self.shards:
             if shard.start != end or shard.stop < end:

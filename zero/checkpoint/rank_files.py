@@ -57,12 +57,12 @@ def plan_save(training: Training) -> SavePlan:
     plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied, values=values))
     for name, tensor in training.tensors.items():
         if training.in_shard_group(name):
-            plan.held += filter(None, [training.owned(name)])
+            plan.held += filter(None, [None if training.repeats(name) else training.owned(name)])
         elif isinstance(tensor, nn.Parameter):
             plan.common.append(training.unsharded(name))
         elif training.ranks.rank == 0:
             plan.held.append(training.unsharded(name))
-    plan.held += training.masters(settled=True)
+    plan.held += (one for one in training.masters(settled=True) if not training.repeats(one.name[len("master/") :]))
     for optimizer in training.optimizers:
         _plan_optimizer(plan, training, optimizer)
     if not training.ranks.writes:
@@ -84,7 +84,7 @@ def _plan_optimizer(plan: SavePlan, training: Training, optimizer: Optimizer) ->
             f"the {kind(optimizer)} keeps state under {unknown[0]!r}, which is no parameter and has no owner."
         )
     for one in training.stepped(optimizer):
-        for key, value in state.get(one.tensor, {}).items():
+        for key, value in {} if training.repeats(one.name) else state.get(one.tensor, {}).items():
             path = f"{prefix}/{one.name}/{key}"
             if not isinstance(key, str) or "/" in key:
                 raise ValueError(f"{path}: names of state must be strings without a slash.")
@@ -162,7 +162,7 @@ def write_rank_file(partial: Place, rank: int, plan: SavePlan, *, shown: bool) -
     """Writes a rank's file; it is on disk when this returns. shown: show progress."""
     chunks = [_chunk(held) for held in plan.held]
     pieces = {chunk.key: [held.name, held.start, held.stop] for chunk, held in zip(chunks, plan.held, strict=True)}
-    full_tensors = {held.name: [held.full.shape, held.full.order] for held in plan.held}
+    full_tensors = {held.name: [held.full.shape, *held.full.counting] for held in plan.held}
     values = [optimizer.values for optimizer in plan.index.optimizers]
     metadata = {"zero": json.dumps({"pieces": pieces, "full_tensors": full_tensors, "values": values})}
     with progress("saving", sum(chunk.nbytes for chunk in chunks), shown) as tick:
@@ -172,7 +172,7 @@ def write_rank_file(partial: Place, rank: int, plan: SavePlan, *, shown: bool) -
 def _chunk(held: Held) -> Chunk:
     """Other libraries can read a full tensor, under its own name and with its shape."""
     key = held.name if held.is_full else f"{held.name}@{held.start}"
-    shape = held.full.shape if held.is_full and held.full.order is None else (held.numel,)
+    shape = held.full.shape if held.is_full and held.full.counting == (None, None) else (held.numel,)
     return Chunk(key, held.full.dtype, shape, lambda: iter([held.flat()]))
 
 
@@ -188,8 +188,8 @@ def seal(partial: Place, index: Index, *, keep: int | None) -> Place:
             index.files[place.name] = file.identity
             header = json.loads(file.metadata["zero"])
             for key, (path, start, stop) in header["pieces"].items():
-                shape, order = header["full_tensors"][path]
-                full = Geometry(tuple(shape), file.tensors[key][0], order and tuple(order))
+                shape, order, slices = header["full_tensors"][path]
+                full = Geometry(tuple(shape), file.tensors[key][0], order and tuple(order), slices and tuple(slices))
                 found.setdefault(path, (full, []))[1].append(ParamShard(place.name, key, start, stop))
         for number, values in enumerate(header["values"]):
             for param, state in values.items():

@@ -60,7 +60,8 @@ def load(
     another number of ranks they are left out, with a warning.
 
     Memory: existing state is overwritten in place. Besides what the rank keeps in the end there is one buffer of
-    BUFFER (16 MiB), and one full tensor where its dimensions are stored in another order than the model's.
+    BUFFER (16 MiB), and one full tensor where its dimensions are stored in another order than the model's, or in parts
+    of another size (tensor parallelism), then with a copy of one part.
 
     Raises CheckpointError, on every rank and before anything is changed, for files that are missing, truncated or
     altered, for a checkpoint of another model or optimizer, and where a module refuses its extra state. Only a disk
@@ -265,7 +266,7 @@ def _part(one: Held, key: str, name: str, stored: Geometry) -> Part:
 
 def _target(one: Held, full: Geometry, present: Any) -> Tensor:
     """The tensor to read an entry of the state into: the present one if dtype and shape fit, otherwise a new one."""
-    fitting = full if one.is_full else Geometry(tuple(one.tensor.shape), full.dtype)
+    fitting = full if one.is_full else replace(one.own, dtype=full.dtype)
     if isinstance(present, Tensor) and present.dtype == full.dtype and tuple(present.shape) == fitting.shape:
         return present
     return torch.empty_strided(fitting.shape, fitting.strides, dtype=full.dtype, device=one.tensor.device)
@@ -276,4 +277,4 @@ def _fill(source: Source, entry: Entry, held: Held) -> None:
     flat = held.flat()
     source.fill(flat, entry, held)
     if flat.numel() and flat.data_ptr() != held.tensor.data_ptr() + held.offset * flat.itemsize:  # a copy
-        held.tensor.detach().copy_(held.full.shaped(flat))
+        held.tensor.detach().copy_(held.own.shaped(flat))

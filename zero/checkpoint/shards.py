@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zero._torch import name_without_compile
 from zero.checkpoint.agree import Ranks
-from zero.checkpoint.format import Geometry, Part, geometry_of, is_extra_state, memory_order, tensor_problem
+from zero.checkpoint.format import Geometry, Part, all_of, geometry_of, is_extra_state, memory_order, tensor_problem
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
@@ -43,8 +43,8 @@ class Held(Part):
     """Elements of a full tensor, which this rank has in `tensor`, from `offset` on.
 
     name: the path of a stored tensor; of what an optimizer steps, the parameter's name.
-    tensor: of the full shape, with any strides; or of another shape, such as a shard's, with its elements in the order
-        of `full`.
+    tensor: of as many dimensions as the full one, with any strides; or flat, such as a shard, with its elements in the
+        order of `full`.
     shared: whether all ranks have the same elements.
     """
 
@@ -53,11 +53,15 @@ class Held(Part):
     offset: int = 0
     shared: bool = False
 
+    @property
+    def own(self) -> Geometry:
+        """Of `tensor`."""
+        order = self.full.order if self.tensor.dim() == len(self.full.shape) else None
+        return Geometry(tuple(self.tensor.shape), self.full.dtype, order)
+
     def flat(self) -> Tensor:
         """The elements, flat, in the order of `full`: a view where memory has that order, otherwise a copy."""
-        tensor = self.tensor.detach()
-        ordered = self.full.flat(tensor) if tuple(tensor.shape) == self.full.shape else tensor.reshape(-1)
-        return ordered[self.offset : self.offset + self.numel]
+        return self.own.flat(self.tensor.detach())[self.offset : self.offset + self.numel]
 
 
 def whole(name: str, tensor: Tensor) -> Held:
@@ -86,7 +90,9 @@ class Training:
         module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)
         self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
-        self.ranks = Ranks(_comms(wrappers, self._sharding, process_group))
+        self._parts = parts_here().ranks(module.parameters())
+        shards, replicas = _comms(wrappers, self._sharding, process_group)
+        self.ranks = Ranks(shards, self._parts, replicas)
         self.tensors: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}
         self.values: dict[str, Any] = {}
@@ -101,7 +107,7 @@ class Training:
                 self._groups += running_model(one).index.groups
                 self._own_dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
         self._places: dict[Any, Place] = {**places_in(self._groups)}
-        self.problem = unnamed or self._misfit(wrappers) or _in_parts(module)
+        self.problem = unnamed or self._misfit(wrappers)
 
     def _name_tensors(self, module: nn.Module) -> str | None:
         """Returns why not all can be named."""
@@ -162,11 +168,16 @@ class Training:
 
     def full_geometry(self, name: str) -> Geometry:
         place = self._places.get(self.tensors[name])
-        return geometry_of(self.tensors[name]) if place is None else _full(place)
+        return geometry_of(self.tensors[name]) if place is None else _of_full(place).full
 
     def in_shard_group(self, name: str) -> bool:
         """Whether it is a parameter in a shard group, of which each rank owns a shard (stages 1 to 3)."""
         return self.tensors[name] in self._places
+
+    def repeats(self, name: str) -> bool:
+        """Whether it is the same on all ranks that have parts of other tensors, and this is not the first of these."""
+        repeated = self._parts is not None and self._parts.rank > 0 and self.in_shard_group(name)
+        return repeated and parts_here().others(self.tensors[name]) is None  # type: ignore[arg-type]
 
     @property
     def unsynchronised(self) -> bool:
@@ -183,7 +194,8 @@ class Training:
         """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one)."""
         if self.stage == 3 and self.in_shard_group(name):
             return self.owned(name)
-        return replace(whole(f"model/{name}", self.tensors[name]), full=self.full_geometry(name))
+        held, place = whole(f"model/{name}", self.tensors[name]), self._places.get(self.tensors[name])
+        return held if place is None else replace(held, **vars(_of_full(place)))
 
     def unsharded(self, name: str) -> Held:
         """What is in no shard group, to be written: buffers in their own dtype, also where the model has another."""
@@ -200,10 +212,10 @@ class Training:
 
     def _shard(self, path: str, place: Place, shards: Tensor) -> Held:
         """The elements of a parameter that this rank owns. shards: those of all parameters of the group."""
-        span = place.span
+        span, of_full = place.span, _of_full(place)
         assert span is not None
-        full = replace(_full(place), dtype=shards.dtype)
-        return Held(full, span.start, span.stop, path, shards[span.offset : span.offset + span.numel])
+        full, start = replace(of_full.full, dtype=shards.dtype), of_full.start
+        return Held(full, start + span.start, start + span.stop, path, shards[span.offset : span.offset + span.numel])
 
     def stepped(self, optimizer: Optimizer) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""
@@ -214,15 +226,18 @@ class Training:
                 yield whole(name, param)
             elif place.span is not None:
                 tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
-                yield Held(_full(place), place.span.start, place.span.stop, name, tensor)
+                yield replace(self._shard(name, place, place.group.shard), tensor=tensor)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _full(place: Place) -> Geometry:
+def _of_full(place: Place) -> Part:
+    """The full tensor, and which of its elements the ranks of the shard group have."""
     shape, stride = place.group.shapes.full[place.position], place.group.shapes.strides[place.position]
-    return Geometry(tuple(shape), place.group.shard.dtype, memory_order(shape, stride))
+    own = Geometry(tuple(shape), place.group.shard.dtype, memory_order(shape, stride))
+    slice_of = parts_here().slice_of(place.group.params[place.position])
+    return all_of(own) if slice_of is None else own.part(*slice_of)
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
@@ -241,24 +256,14 @@ def _stage(wrappers: Sequence[nn.Module], sharding: Sequence[OSS]) -> int:
 
 def _comms(
     wrappers: Sequence[nn.Module], sharding: Sequence[OSS], process_group: torch.distributed.ProcessGroup | None
-) -> list[Comm]:
+) -> tuple[Comm, Comm | None]:
+    """The shard group and the replicate group."""
     for one in [*wrappers, *sharding]:
         if isinstance(one, FSDP):
             placement = running_model(one).placement
-            return [placement.comm, *([placement.replicas] if placement.replicas else [])]
+            return placement.comm, placement.replicas
         if isinstance(one, ShardedDDP | OSS):
-            return [one.comm if isinstance(one, OSS) else sharding_of(one)[0].comm]
+            return one.comm if isinstance(one, OSS) else sharding_of(one)[0].comm, None
         if isinstance(one, DistributedDataParallel):
-            return [Comm(one.process_group)]
-    return [Comm.default() if process_group is None else Comm(process_group)]
-
-
-def _in_parts(module: nn.Module) -> str | None:
-    """Returns why a model cannot be saved of which this rank has a part only, outside of its sharding."""
-    if not parts_here().title(module.parameters()):
-        return None
-    return (
-        "the model is tensor parallel: zero.checkpoint has no format for parts of tensors. Save what "
-        "zero.full_state_dict(model, to=0) and zero.full_optimizer_state_dict(model, optimizer, to=0) return, and load "
-        "it by zero.load_full_state_dict and zero.load_full_optimizer_state_dict, with or without tensor parallelism."
-    )
+            return Comm(one.process_group), None
+    return Comm.default() if process_group is None else Comm(process_group), None

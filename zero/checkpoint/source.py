@@ -1,7 +1,7 @@
 """A checkpoint that is open for reading: any part of any tensor, checked before it is used.
 
 A part is read directly into its target, or BUFFER bytes at a time where the target is on another device or has another
-dtype. A tensor that is stored with its dimensions in another order than the target's is read full.
+dtype. A tensor that is stored with its dimensions in another order than the target's, or in other slices, is read full.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Source(ExitStack):
         """Reads the blocks of the parts and compares their checksums. shown: show progress."""
         needed: dict[str, list[tuple[int, int]]] = {}
         for entry, part in parts:
-            in_order = part.full.order == entry.geometry.order
+            in_order = part.full.counting == entry.geometry.counting
             for name, low, high, _ in self._places(entry, part if in_order else all_of(entry.geometry)):
                 needed.setdefault(name, []).append((low, high))
         nbytes = sum(high - low for places in needed.values() for low, high in places)
@@ -61,10 +61,13 @@ class Source(ExitStack):
     def fill(self, target: Tensor, entry: Entry, part: Part) -> None:
         """Reads a part of a stored tensor into a flat tensor of as many elements, and converts to its dtype."""
         stored = entry.geometry
-        if part.full.order != stored.order:
-            flat = torch.empty(stored.numel, dtype=stored.dtype, device="cpu")
-            self.fill(flat, entry, all_of(stored))
-            target.copy_(part.full.flat(stored.shaped(flat))[part.start : part.stop])
+        if part.full.counting != stored.counting:
+            low = 0
+            for one in part.full.cut(self._full(entry)):
+                start, stop = max(part.start - low, 0), min(part.stop - low, one.numel())
+                if start < stop:
+                    target[low + start - part.start : low + stop - part.start] = part.full.flat(one)[start:stop]
+                low += one.numel()
             return
         direct = target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous()
         buffer = self._buffer.view(stored.dtype)
@@ -78,10 +81,22 @@ class Source(ExitStack):
                 some.copy_(buffer[: len(some)])
                 low += len(some) * stored.dtype.itemsize
 
+    def _full(self, entry: Entry) -> Tensor:
+        """Reads a full tensor."""
+        stored, low = entry.geometry, 0
+        full = torch.empty_strided(stored.shape, stored.strides, dtype=stored.dtype, device="cpu")
+        for one in stored.cut(full):
+            flat = stored.flat(one)  # a copy, if memory has not its order
+            self.fill(flat, entry, Part(stored, low, low + one.numel()))
+            if flat.data_ptr() != one.data_ptr():
+                one.copy_(replace(stored, shape=tuple(one.shape), slices=None).shaped(flat))
+            low += one.numel()
+        return full
+
     def stream(self, entry: Entry, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yields a full tensor in a dtype, row-major and flat, a buffer at a time; each is valid until the next."""
-        full = replace(entry.geometry, order=None)
-        if entry.geometry.order is None:
+        full = replace(entry.geometry, order=None, slices=None)
+        if entry.geometry == full:
             flat = self._buffer.view(full.dtype)
         else:  # it has to be read at once
             flat = torch.empty(max(full.numel, 1), dtype=full.dtype, device="cpu")

@@ -14,6 +14,7 @@ from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
 from zero.oss.saved import Missing
 from zero.sdp.wrapper import Wrapper
+from zero.shards.parts import parts_here
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,7 +108,8 @@ class Weights(Wrapper):
         """Collective. Calls fn with every module, as nn.Module.apply, on full parameters; keeps rank 0's results."""
         with self.summon_full_params():
             super().apply(fn)
-            self._model.placement.broadcast([*self.module.parameters(), *self.module.buffers()])
+            params = [parts_here().of(param) for param in self.module.parameters()]
+            self._model.placement.broadcast([*params, *self.module.buffers()])
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

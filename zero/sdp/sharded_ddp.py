@@ -107,7 +107,7 @@ class ShardedDDP(Wrapper):
         self._comm.compare("the models given to ShardedDDP", signature, problem)
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         parts_here().put_into(module, {param for param in module.parameters() if parts_here().of(param) not in held})
-        self._hide_whole = parts_here().show(module)
+        parts_here().show(module)
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
         self.broadcast_buffers = broadcast_buffers
@@ -209,7 +209,6 @@ class ShardedDDP(Wrapper):
         self.zero_grad()
         module = self.module  # waits for gathers in flight
         self._reducer.retire(UNWRAPPED)
-        self._hide_whole()
         parts_here().take_out_of(module)
         refuse_steps(self._optimizers)
         return module

@@ -7,7 +7,7 @@ is, and has the module's forward see the user's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,13 +36,18 @@ class Parts:
     def take_out_of(self, module: nn.Module) -> None:
         """Puts the user's own parameters back. The parts have full values."""
 
-    def show(self, module: nn.Module) -> Callable[[], None]:
-        """Has the module's forward see the user's parameters in place of parts. Returns what ends that."""
-        return lambda: None
+    def show(self, module: nn.Module) -> None:
+        """Has the module's forward see the user's parameters in place of parts, until they are taken out."""
 
     def others(self, param: nn.Parameter) -> Comm | None:
         """Returns the ranks that have the other elements of the tensor that a parameter is a part of; None if the part
         has all."""
+        return None
+
+    def slice_of(self, param: nn.Parameter) -> tuple[Sequence[int], int, int, int] | None:
+        """Returns, for a part, the shape of the whole tensor, the dimension along which it is cut, the length of the
+        slices along it, of which the last ones may be shorter, and the number of this slice. None if the part has all.
+        """
         return None
 
     def whole(self, param: Tensor, value: Tensor) -> Tensor:
@@ -58,13 +63,10 @@ class Parts:
         """Returns the elements of the whole tensor. numel: those of the part."""
         return numel
 
-    def title(self, params: Iterable[Tensor]) -> str:
-        """Returns which parts this rank has, as text; nothing if none is a part."""
-        return ""
-
-    def receives(self, params: Iterable[Tensor]) -> bool:
-        """Returns whether this one of the ranks that have the parts keeps what is brought together on one rank."""
-        return True
+    def ranks(self, params: Iterable[Tensor]) -> Comm | None:
+        """Returns the ranks that have the parts, of which the first keeps what is brought together on one rank; None if
+        none of the parameters is a part."""
+        return None
 
 
 parts: list[Parts] = [Parts()]
@@ -73,6 +75,12 @@ parts: list[Parts] = [Parts()]
 
 def parts_here() -> Parts:
     return parts[-1]
+
+
+def is_first(params: Iterable[Tensor]) -> bool:
+    """Returns whether this one of the ranks that have the parts keeps what is brought together on one rank."""
+    comm = parts_here().ranks(params)
+    return comm is None or comm.rank == 0
 
 
 def others_of(params: Iterable[nn.Parameter]) -> list[Comm]:

@@ -41,7 +41,7 @@ def first_alone(comms: Sequence[Comm], what: str, given: object, params: Iterabl
         who = f"only {', '.join(f'rank {rank}' for rank in having)} of {len(flags)}" if having else "no rank"
         raise ValueError(f"{what}: {who} was given any. Pass them on every rank, or on rank 0 and None elsewhere.")
     alone = having == [0] and len(flags) > 1
-    if alone and parts_here().title(params):
+    if alone and parts_here().ranks(params) is not None:
         raise ValueError(
             f"{what}: rank 0 alone was given them, but the model is tensor parallel. Pass them on every rank."
         )

@@ -322,5 +322,6 @@ def fingerprint(optimizer: Sharded) -> str:
     """The mark of this rank's shard: rank, world size and a digest of the layout."""
     bounds = [list(group.layout.bounds) for group in groups_of(optimizer)]
     layout = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()[:12]
-    part = parts_here().title(params_of(optimizer))
-    return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}{part and f', {part}'}"
+    parts = parts_here().ranks(params_of(optimizer))
+    part = "" if parts is None else f", part {parts.rank} of {parts.world}"
+    return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}{part}"

@@ -195,7 +195,7 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
         full, copies, copy = state_dict(module, sharded), {}, recipient.moved
     if not receives:
         return {}
-    in_parts = bool(parts_here().title(module.parameters()))
+    in_parts = parts_here().ranks(module.parameters()) is not None
     for name, value in full.items():
         if isinstance(value, Tensor):
             if value not in copies:  # tied weights stay one tensor

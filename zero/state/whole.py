@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.partition import Place, places_in
-from zero.shards.parts import parts_here
+from zero.shards.parts import is_first, parts_here
 from zero.state import leaves
 from zero.state.optimizer_state import consolidate
 from zero.state.stepped_shards import Sharded, groups_of
 
 
 def has_parts(optimizer: Sharded) -> bool:
-    return bool(parts_here().title(params_of(optimizer)))
+    return parts_here().ranks(params_of(optimizer)) is not None
 
 
 def consolidate_whole(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
@@ -41,7 +41,7 @@ def consolidate_whole(optimizer: Sharded, to: int | None, *, settle: bool = True
         )
 
     full = _mapped(optimizer, full, whole)
-    return full if to is None or parts_here().receives(params_of(optimizer)) else None
+    return full if to is None or is_first(params_of(optimizer)) else None
 
 
 def cut_whole(optimizer: Sharded, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -24,17 +24,18 @@ _found: WeakKeyDictionary[Optimizer, tuple[int, str | None]] = WeakKeyDictionary
 class WrappedCheck(StepCheck):
     """Refuses an OSS whose parameters' gradients no ShardedDDP brings, and optimizers that need whole parameters."""
 
+    _wrapped = 0
+    """How many parameters modules were found to have."""
+
     def changed(self) -> str | None:
         oss = self.optimizer
-        cut = _cut(oss.shards.places)
-        if cut is None and not any(table.dtensor_of(param) is not None for param in oss.shards.places):
-            return None
-        if not oss.gradients.arrive_sharded:
+        if len(oss.shards.places) != self._wrapped and any(map(table.is_apart, oss.shards.places)):
             return (
                 "OSS was given DTensors of tensor parallelism, but no ShardedDDP has the model. Wrap it: "
-                "ShardedDDP(model, optimizer). DistributedDataParallel takes no DTensors."
+                "ShardedDDP(model, optimizer). For stage 1 call zero.setup: DistributedDataParallel takes no DTensors."
             )
-        found = known(type(oss.optim)) or oss.finding
+        self._wrapped = len(oss.shards.places)
+        cut, found = _cut(oss.shards.places), known(type(oss.optim)) or oss.finding
         return None if cut is None or found is None else _unfit(oss.optim, found, oss.shards.places[cut].name)
 
 

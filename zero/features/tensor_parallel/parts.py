@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from zero._torch import has_hooks, params_of, with_local
+from zero._torch import has_hooks, is_of_ddp, params_of, with_local
 from zero.comm import Comm
 from zero.features.tensor_parallel import table
-from zero.features.tensor_parallel.shown import show_everywhere
+from zero.features.tensor_parallel.shown import hide_everywhere, show_everywhere
 from zero.features.tensor_parallel.states import remove_hooks, state_hooks
 from zero.shards.parts import Parts
 
@@ -29,6 +28,11 @@ class TensorParallel(Parts):
         ranks = [table.ranks_of(comm) for comm in comms]
         meshes: dict[Any, str] = {}
         for name, param in named:
+            if is_of_ddp(param):
+                return (
+                    f"{name!r} is the local tensor of a DTensor, as DistributedDataParallel(device_mesh=) makes it. "
+                    "Call zero.setup(model, optim, stage=1, device_mesh=mesh['dp']) with the model as it was."
+                )
             dtensor = param if table.is_dtensor(param) else table.dtensor_of(param)
             if dtensor is None:
                 continue
@@ -63,6 +67,7 @@ class TensorParallel(Parts):
             with_local(param, torch.empty(0, dtype=param.dtype, device=param.device))
 
     def take_out_of(self, module: nn.Module) -> None:
+        hide_everywhere(module)
         own: dict[nn.Parameter, Any] = {}
         for holder in module.modules():
             for name, param in params_of(holder).items():
@@ -75,18 +80,19 @@ class TensorParallel(Parts):
             dtensor.requires_grad_(param.requires_grad)
             table.forget(param)
 
-    def show(self, module: nn.Module) -> Callable[[], None]:
-        hooks = show_everywhere(module)
-
-        def hide() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return hide
+    def show(self, module: nn.Module) -> None:
+        show_everywhere(module)
 
     def others(self, param: nn.Parameter) -> Comm | None:
         dtensor = table.dtensor_of(param)
         return table.comm_of(dtensor) if dtensor is not None and table.is_cut(dtensor) else None
+
+    def slice_of(self, param: nn.Parameter) -> tuple[Sequence[int], int, int, int] | None:
+        dtensor = table.dtensor_of(param)
+        if dtensor is None or not table.is_cut(dtensor):
+            return None
+        comm, dim = table.comm_of(dtensor), dtensor.placements[0].dim % dtensor.ndim  # type: ignore[attr-defined]
+        return dtensor.shape, dim, -(-dtensor.shape[dim] // comm.world), comm.rank  # as torch.chunk
 
     def whole(self, param: Tensor, value: Tensor) -> Tensor:
         if table.is_dtensor(value):
@@ -113,17 +119,9 @@ class TensorParallel(Parts):
         dtensor = table.dtensor_of(param)
         return numel if dtensor is None else dtensor.numel()
 
-    def title(self, params: Iterable[Tensor]) -> str:
-        mesh = self._mesh(params)
-        return "" if mesh is None else f"part {mesh.get_local_rank()} of {mesh.size()}"
-
-    def receives(self, params: Iterable[Tensor]) -> bool:
-        mesh = self._mesh(params)
-        return mesh is None or mesh.get_local_rank() == 0
-
-    def _mesh(self, params: Iterable[Tensor]) -> DeviceMesh | None:
+    def ranks(self, params: Iterable[Tensor]) -> Comm | None:
         found = (table.dtensor_of(param) for param in params)
-        return next((one.device_mesh for one in found if one is not None), None)
+        return next((table.comm_of(one) for one in found if one is not None), None)
 
 
 def _problem(name: str, param: Any, ranks: Sequence[set[int]]) -> str | None:

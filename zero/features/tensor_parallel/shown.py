@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,28 +27,31 @@ class Slot:
     def __init__(self, holder: nn.Module, name: str, param: nn.Parameter) -> None:
         self.param = param
         self._own, self._name, self._users = params_of(holder), name, 0
+        self._before: Any = None
+        self.dtensor: Any = None
 
-    def show(self) -> None:
+    def show(self, dtensor: Any = None) -> None:
+        """dtensor: by default a new one."""
         self._users += 1
         if self._users == 1:
-            self._own[self._name] = table.like(table.dtensor_of(self.param), self.param)  # type: ignore
+            self._before = self._own[self._name]  # the plain parameter, or what summon_full_params() shows
+            self._own[self._name] = self.dtensor = table.shown(self.param) if dtensor is None else dtensor
 
     def hide(self) -> None:
         self._users -= 1
         if not self._users:
-            self._own[self._name] = self.param
+            if self._own.get(self._name) is self.dtensor:  # else the user has replaced it, which is refused later
+                self._own[self._name] = self._before
+            self._before = self.dtensor = None
 
 
 class Shown:
-    """Slots that are shown while any of some modules runs. readable: whether the values of a parameter are there."""
+    """Slots that are shown while any of some modules runs. model: that of the units, if they are units' slots."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
+    def __init__(self, slots: Sequence[Slot], model: Model | None = None) -> None:
+        self._slots, self._index = slots, None if model is None else model.index
         self._shown: list[Slot] = []
         self._running = 0
-
-    def readable(self, param: nn.Parameter) -> bool:
-        return True
 
     def watch(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
         """Registers hooks on the modules."""
@@ -60,9 +64,18 @@ class Shown:
             _refuse()  # what it raises is not traced
         self._running += 1
         if self._running == 1:
-            self._shown = [slot for slot in self._slots if self.readable(slot.param)]
+            self._refuse_sharded()
+            self._shown = [*self._slots]
             for slot in self._shown:
                 slot.show()
+
+    def _refuse_sharded(self) -> None:
+        """Raises RuntimeError for a tied parameter of a unit around this one that does not run."""
+        if self._index is None:
+            return
+        for slot in self._slots:
+            if slot.param in self._index and not (unit := self._index.unit_of(slot.param)).readable:
+                raise RuntimeError(_OUTSIDE.format(unit.title))
 
     def _end(self, *_: Any) -> None:
         self._running = max(self._running - 1, 0)  # an error before `_begin` calls this, too
@@ -91,26 +104,29 @@ def slots_of(module: nn.Module) -> list[Slot]:
     return [Slot(module, name, param) for name, param in own if table.dtensor_of(param) is not None]
 
 
-def show_everywhere(root: nn.Module) -> list[RemovableHandle]:
-    """Has every module show all that is inside it. Returns the hooks."""
+_hooks: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+"""Of `show_everywhere`."""
+
+
+def show_everywhere(root: nn.Module) -> None:
+    """Has every module show all that is inside it."""
     slots = {module: slots_of(module) for module in root.modules()}
-    hooks: list[RemovableHandle] = []
     for module in root.modules():
         inside = [slot for each in module.modules() for slot in slots[each]]
         if inside:
-            hooks += Shown(inside).watch([module])
-    return hooks
+            _hooks[module] = [*Shown(inside).watch([module])]
 
 
-class _OfUnit(Shown):
-    """The slots of one unit's modules; parameters of other units, tied ones, may be sharded."""
+def hide_everywhere(root: nn.Module) -> None:
+    for module in root.modules():
+        for hook in _hooks.pop(module, ()):
+            hook.remove()
 
-    def __init__(self, slots: Sequence[Slot], model: Model) -> None:
-        super().__init__(slots)
-        self._index = model.index
 
-    def readable(self, param: nn.Parameter) -> bool:
-        return param not in self._index or self._index.unit_of(param).readable
+_OUTSIDE = (
+    "parameters of {} are read outside of its forward. They are DTensors, which the unit's modules see only while one "
+    "of them runs. Put the module that reads them and the unit into one unit, by auto_wrap_policy or as_one_unit."
+)
 
 
 class ShowsUnits(ModelEvents):
@@ -125,7 +141,7 @@ class ShowsUnits(ModelEvents):
             if own := slots_of(module):
                 slots.setdefault(unit, []).extend(own)
                 holders.setdefault(unit, {unit.module}).add(module)
-        self._shown = {unit: _OfUnit(own, model) for unit, own in slots.items()}
+        self._shown = {unit: Shown(own, model) for unit, own in slots.items()}
         self._hooks = [hook for unit, one in self._shown.items() for hook in one.watch(holders[unit])]
         self._entering: Unit | None = None
 
@@ -134,11 +150,7 @@ class ShowsUnits(ModelEvents):
 
     def unsharding(self, unit: Unit) -> None:
         if unit in self._shown and unit is not self._entering and not self.model.backward.active:
-            raise RuntimeError(
-                f"parameters of {unit.title} are read outside of its forward. They are DTensors, which the unit's "
-                "modules see only while one of them runs. Put the module that reads them and the unit into one unit, "
-                "by auto_wrap_policy or as_one_unit."
-            )
+            raise RuntimeError(_OUTSIDE.format(unit.title))
 
     def abandoned(self) -> None:
         for one in self._shown.values():

@@ -37,7 +37,7 @@ class _AsDTensors(OwnHook):
         for name, param in params_of(module).items():
             saved = state_dict.get(prefix + name)
             dtensor = None if param is None else table.dtensor_of(param)
-            if dtensor is not None and isinstance(saved, Tensor) and saved is not param:
+            if dtensor is not None and isinstance(saved, Tensor) and saved is not param and not table.is_dtensor(saved):
                 state_dict[prefix + name] = table.like(dtensor, saved)
 
 
@@ -46,9 +46,11 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any)
     errors = more[-1]
     for name, param in params_of(module).items():
         value = state_dict.get(prefix + name)
-        if param is not None and isinstance(value, Tensor) and table.dtensor_of(param) is not None:
+        dtensor = None if param is None else table.dtensor_of(param)
+        if dtensor is not None and param is not None and isinstance(value, Tensor):
             try:
-                state_dict[prefix + name] = parts_here().cut(param, value)
+                part = parts_here().cut(param, value)
+                state_dict[prefix + name] = table.like(dtensor, part) if table.is_dtensor(param) else part
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + name}, which is tensor parallel: it {error}.")
                 state_dict[prefix + name] = param.detach()

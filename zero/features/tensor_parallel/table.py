@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _dtensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By plain parameter."""
 _plain: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By DTensor: a weak reference to the plain parameter."""
+"""By DTensor, the user's own or one that is shown: a weak reference to the plain parameter."""
 _comms: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By DeviceMesh: its ranks. Equal meshes may have other process groups."""
 _made = [0]
@@ -42,8 +43,9 @@ def is_dtensor(value: object) -> bool:
 
 
 def dtensor_of(param: Tensor) -> DTensor | None:
-    """Returns the DTensor that a plain parameter stands for; None for other parameters."""
-    found: DTensor | None = _dtensors.get(param)
+    """Returns the DTensor that a plain parameter stands for, also of what is shown in its place; None for others."""
+    plain = plain_of(param)
+    found: DTensor | None = _dtensors.get(param if plain is None else plain)
     return found
 
 
@@ -61,6 +63,12 @@ def made_plain(param: Any) -> nn.Parameter:
         _dtensors[found], _plain[param] = param, ref(found)
         _made[0] += 1
     return found
+
+
+def is_apart(param: nn.Parameter) -> bool:
+    """Returns whether no module has a plain parameter: the DTensor that it stands for still has its values."""
+    dtensor: Any = dtensor_of(param)
+    return dtensor is not None and bool(param.numel() and dtensor.detach().to_local().numel())
 
 
 def forget(param: nn.Parameter) -> None:
@@ -88,6 +96,15 @@ def like(dtensor: DTensor, local: Tensor) -> DTensor:
 
     mesh, placements = dtensor.device_mesh, dtensor.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=dtensor.shape, stride=dtensor.stride())
+
+
+def shown(param: nn.Parameter) -> Any:
+    """Returns a DTensor to take the place of a plain parameter."""
+    dtensor = dtensor_of(param)
+    assert dtensor is not None
+    made: Any = like(dtensor, param if torch.is_grad_enabled() else param.detach()).requires_grad_(param.requires_grad)
+    _plain[made] = ref(param)
+    return made
 
 
 def ranks_of(comm: Comm) -> set[int]:
