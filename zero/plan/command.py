@@ -118,10 +118,8 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", choices=("nccl", "gloo"), default="nccl", help="of the process group (default: %(default)s)")
     how = "with gloo: all ranks run on one Linux host, and read one another's memory"
     add("--one-host", action="store_true", help=how)
-    how = (
-        "stages 1 and 2 with the optimizer's shards in the memory of the host; RATIO: a share of them, between 0 and 1,"
-    )
-    how += " or 'least': what has to be there for stage 2 to fit into --memory"
+    how = "stages 1 and 2 with the optimizer's shards in the memory of the host; RATIO: a share of them up to 1, or"
+    how += " 'least': what has to be there for stage 2 to fit into --memory"
     add("--offload", nargs="?", type=_share, const=1.0, metavar="RATIO", help=how)
     add("--host-memory", type=_size, metavar="SIZE", help="with --offload least: what a rank has of the host's memory")
     how = "measure a step's activations: the forward's arguments, such as 2x1024:int64,2x1024:int64"

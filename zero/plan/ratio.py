@@ -50,7 +50,7 @@ def smallest_ratio(
     host = found.cost(stage).host
     if host_memory is not None and host > host_memory:
         raise ValueError(
-            f"with {high}% of stage {stage} offloaded, the least with which it fits on the device, a rank needs {host:,} "
-            f"bytes of the host's memory, and has {host_memory:,}. Take more ranks, or zero.DiskOffload."
+            f"with {high}% of stage {stage} offloaded, the least with which it fits on the device, a rank needs "
+            f"{host:,} bytes of the host's memory, and has {host_memory:,}. Take more ranks, or zero.DiskOffload."
         )
     return high / 100, found
