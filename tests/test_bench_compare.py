@@ -165,7 +165,7 @@ def test_the_step_of_offloaded_shards_is_measured_beside_a_copy(tmp_path):
         assert len(taken) == 2 and written["steps"][title]["ms"] > 0
     assert written["steps"]["copy"]["to_copy"] == 1
     assert "training" not in written
-    assert len(trained) == 6
+    assert len(trained) == 11
     assert all(found["down"] == found["up"] == 0 < found["backward_ms"] for found in trained.values())
 
 

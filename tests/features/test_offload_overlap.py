@@ -3,12 +3,15 @@ as if nothing overlapped."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +136,16 @@ def test_a_process_alone_overlaps(rank, world, stage):
     same(rank, world, stage, "adamw", {})
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_from_files_training_is_the_same(rank, world, tmp_path, stage):
+    found, expected = (
+        losses_and_weights(rank, stage, OPTIMIZERS["adamw"], zero.DiskOffload(tmp_path, overlap=overlap))
+        for overlap in (True, False)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2)
 def test_with_a_share_on_the_device_training_is_the_same(rank, world, stage):
@@ -221,6 +234,30 @@ def test_a_checkpoint_has_what_was_stepped(rank, world, tmp_path, stage):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_steps_that_overlap_and_such_that_cannot_take_turns(rank, world, stage):
+    """With a closure the optimizer steps the shards itself, which were not to be read in 16 bits."""
+    told = []
+    for overlap in (True, False):
+        options = {"dtype": torch.bfloat16} if stage == 2 else {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}
+        model, optimizer = wrapped(stage, OPTIMIZERS["adamw"], offload_of(stage, overlap), **options)
+        dtype = torch.bfloat16 if stage == 2 else torch.float32
+
+        def closure(step: int) -> Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            loss = loss_of(model, rank, step, dtype)  # noqa: B023
+            loss.backward()
+            return loss.detach()
+
+        for step in range(4):
+            told.append(optimizer.step(partial(closure, step)) if step % 2 else closure(step))
+            if step % 2 == 0:
+                optimizer.step()
+        told.append(zero.full_state_dict(model))
+    torch.testing.assert_close(told[:5], told[5:], rtol=0, atol=0)
+
+
 class Waits(Slow):
     """Steps begin once they may."""
 
@@ -270,6 +307,41 @@ def test_an_error_in_the_thread_is_raised_on_every_rank_by_the_next_forward(rank
     kind, words = (MemoryError, "out of memory of the test") if rank == 1 else (RuntimeError, "rank 1")
     with pytest.raises(kind, match=words):
         loss_of(model, rank, 1)
+
+
+class Dies(Slow):
+    """A process ends in the step of a group."""
+
+    def step_part(self, part: Any) -> None:
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().step_part(part)
+
+
+@dataclass(frozen=True)
+class DiesCPU(Dies, Apart):
+    pass
+
+
+@dataclass(frozen=True)
+class DiesShards(Dies, zero.CPUOffload):
+    pass
+
+
+def killed(rank: int, world: int, path: Path, stage: int) -> str:
+    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], (DiesCPU if stage == 2 else DiesShards)(overlap=True))
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    return ranks.refusal(lambda: zero.checkpoint.save(path, model, optimizer))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_where_a_rank_dies_in_a_step_the_others_raise_and_no_checkpoint_is_left(tmp_path, stage):
+    with pytest.raises(ranks.RankError) as raised:
+        ranks.run(killed, 2, args=(tmp_path / "one", stage), timeout=20, fresh=True)
+    assert "rank 1" in raised.value.outcomes[0].value
+    with pytest.raises(zero.checkpoint.CheckpointError):
+        zero.checkpoint.load(tmp_path / "one", nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -252,7 +252,7 @@ class OnHost(Home):
     ) -> None:
         if closure or type(optimizer) not in ELEMENTWISE or not (self.overlap or self.by_group):
             for group in groups:
-                group.finish_step()
+                group.reveal()
             return
         held = {*params}
         for group in groups:
