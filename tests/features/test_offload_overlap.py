@@ -360,14 +360,20 @@ def test_gradients_that_are_written_while_they_are_read_are_an_error(rank, world
     assert "were written while a step beside" in ranks.refusal(lambda: loss_of(model, rank, 1))
 
 
-@ranks.on(2)
-def test_zeros_in_place_of_gradients_wait(rank, world):
-    """At stage 2 zero_grad is the optimizer's own."""
-    model, optimizer = wrapped(2, OPTIMIZERS["sgd"], offload_of(2, True))
-    loss_of(model, rank, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    loss_of(model, rank, 1)
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2, timeout=20)
+def test_zeros_in_place_of_gradients_wait_and_dropping_them_does_not(rank, world, stage):
+    offload = (WaitsCPU if stage == 2 else WaitsShards)(overlap=True)
+    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload)
+    for set_to_none in (True, False):
+        offload.begins.clear()
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        if set_to_none:
+            model.zero_grad()  # a step may not begin yet
+        offload.begins.set()
+        model.zero_grad(set_to_none=False)
+        loss_of(model, rank, 1)
 
 
 @ranks.on(2)

@@ -229,6 +229,10 @@ class FSDP(Weights):
             [(param, param.grad) for param in params], self._model.comm, float(norm_type), params[0].device, dtypes
         )
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients. With set_to_none=True nobody reads the parameters, which may still be stepped."""
+        nn.Module.zero_grad(self.module if set_to_none else self, set_to_none)
+
     @property
     def require_backward_grad_sync(self) -> bool:
         """False within no_sync, as with DistributedDataParallel."""
