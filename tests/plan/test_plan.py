@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 import zero
 from counted import OPTIMIZERS, Block, Model, nbytes
+from optimizers import Moments, Wrapping
 from processes import ROOT, python
 from zero.fsdp.fsdp import running_model
 from zero.plan import Options, Sizes, stages
@@ -155,6 +156,8 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
         (partial(torch.optim.Adam, amsgrad=True), 3),
         (torch.optim.Adafactor, 0),
         (torch.optim.Muon, 1),
+        (Moments, 1),  # two, in 16 bits
+        (partial(Wrapping, compiled=True), 2),
     ],
 )
 def test_states_of_an_optimizer_are_those_that_it_makes(optim, states):
@@ -346,10 +349,15 @@ def test_what_the_command_line_cannot_plan_is_one_line(arguments, message):
     assert "\n" not in str(exited.value)
 
 
-def test_only_optimizers_that_can_be_made_are_offered(capsys):
-    with pytest.raises(SystemExit):
-        main(["--parameters", "1e6", "--optimizer", "Optimizer"])
-    assert "invalid choice: 'Optimizer'" in capsys.readouterr().err
+def test_optimizers_are_torchs_or_the_users_own(capsys):
+    job = ["--parameters", "1e6", "--layers", "1", "--world", "2", "--json", "--optimizer"]
+    states = []
+    for name in "Adam", "optimizers:Moments":
+        main([*job, name])
+        states.append([cost["optimizer"] for cost in json.loads(capsys.readouterr().out)["costs"]])
+    assert [2 * own for own in states[1]] == pytest.approx(states[0], rel=0.01)
+    with pytest.raises(SystemExit, match="'Optimizer' is no optimizer of torch"):
+        main([*job, "Optimizer"])
 
 
 def test_it_is_a_function_and_a_package():

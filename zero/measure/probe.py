@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch import has_hooks
 from zero.measure.numbers import Numbers, numbers
 from zero.measure.shapes import shard_shape
 from zero.measure.undisturbed import seed, undisturbed
@@ -59,6 +60,7 @@ class Kind(Enum):
     ELEMENTWISE = "that element alone"
     TENSORWISE = "the parameter that it is in"
     COUPLED = "other parameters, too"
+    HOOKED = "gradients, in hooks on parameters"
     UNKNOWN = "not known"
 
 
@@ -78,6 +80,10 @@ class Finding:
 
 class _LateError(BaseException):
     """The time limit has passed. No optimizer's error: what these are caught by does not catch it."""
+
+
+class _HookedError(BaseException):
+    """The optimizer has registered hooks on the tensors."""
 
 
 class _DifferenceError(Exception):
@@ -109,6 +115,8 @@ def probe(build: Build, options: Mapping[str, Any], granularity: int | None = No
             return replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
         except _LateError:
             return Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", True, True)
+        except _HookedError:
+            return Finding(Kind.HOOKED)
 
 
 class _Measure:
@@ -231,6 +239,8 @@ class _Measure:
             return _Outcome([], [], [{}] * (_STEPS + 1))
         seed(0)
         optimizer = self._build([{**deepcopy(dict(self._options)), "params": params}])
+        if any(map(has_hooks, params)):
+            raise _HookedError
         _set_rate(optimizer)
         if callable(train := getattr(optimizer, "train", None)):
             train()  # Schedule-Free requires it
