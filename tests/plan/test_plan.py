@@ -230,7 +230,7 @@ def test_where_nothing_fits_why_says_what_offload_and_recomputing_bring():
                 x = checkpoint(block, x, use_reentrant=False)
             return nn.functional.linear(self.norm(x), self.embedding.weight).sum()
 
-    model, by_hand = gpt_of(1e6, 4, torch.float32), Recomputing(4, 120, 2564)
+    model, by_hand = gpt_of(1e6, 3, torch.float32), Recomputing(3, 144, 1753)
     how = {"world_size": 8, "batch": batch_of(512), "stages": [3]}
     plan = zero.plan(model, memory=1, **how)
     [cost] = plan.recomputing
@@ -302,13 +302,8 @@ def test_a_number_of_parameters_is_a_gpt_of_that_size(parameters, layers, found)
 
 
 def test_of_a_number_of_parameters_the_tokens_are_computed_and_bytes_are_of_a_fitting_unit(capsys):
-    job = ["--parameters", "1M", "--world", "2", "--hardware", "h100-8"]
-    main([*job, "--tokens", "4096"])
-    told = capsys.readouterr().out
-    assert "MiB a rank and step\n" in told, "activations are counted"
-    main([*job, "--tokens", "512", "--json"])
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["activations"] and len(plan["times"]) == 7
+    main(["--parameters", "1M", "--layers", "1", "--world", "2", "--tokens", "4096"])
+    assert "MiB a rank and step\n" in capsys.readouterr().out, "activations are counted"
 
 
 def test_the_command_line_knows_of_one_host(capsys):
