@@ -1,13 +1,16 @@
 """Python as users start it, in a process of its own."""
 
+import multiprocessing.util
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,16 +45,57 @@ def _as_python(arguments: list[str], cwd: str, environment: dict[str, str], file
     torch.set_num_threads(1)
     for name in [name for name in sys.modules if name.split(".")[0] == "zero"]:
         del sys.modules[name]  # to be imported with these settings
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     try:
         _run(arguments)
     except Exception:
         sys.exit(traceback.format_exc())
 
 
+_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+def _execute_child(popen: Any, args: Any, *rest: Any) -> None:
+    """What Popen starts a process by, such as torchrun its ranks: Python is forked here, too."""
+    if isinstance(args, str) or args[0] != sys.executable:
+        return _execute(popen, args, *rest)
+    _, _, _, _, cwd, env, *_, start_new_session, _ = rest
+    pipes = rest[9:15]  # to and from the process, and its errors
+    popen.pid = os.fork()
+    if not popen.pid:
+        code: object = 0
+        try:
+            if start_new_session:
+                os.setsid()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            for number, file in enumerate(pipes[3::2], 1):
+                if file != -1:
+                    os.dup2(file, number)
+            os.environ.clear()
+            _as_python(list(args[1:]), cwd or os.getcwd(), env or {}, [])
+        except BaseException as error:
+            code = error.code if isinstance(error, SystemExit) else traceback.format_exc()
+        os._exit(_left(code))
+    popen._child_created = True
+    popen._close_pipe_fds(*pipes)
+    return None
+
+
+def _left(code: object) -> int:
+    """Ends as the interpreter does. Returns the exit code."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    multiprocessing.util._exit_function()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else int(code is not None)
+
+
 def _run(arguments: list[str]) -> None:
-    while arguments[0] == "-W":
-        warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
-        arguments = arguments[2:]
+    while arguments[0] in ("-W", "-u"):
+        if arguments.pop(0) == "-W":
+            warnings.simplefilter(arguments.pop(0))  # type: ignore[arg-type]
     first, *rest = arguments
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     if first in ("-m", "-c"):
