@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from zero.fsdp.fsdp import running_model
 from zero.plan import Options, Sizes, stages
 from zero.plan.command import _count, main
 from zero.plan.gpt import GPT, batch_of, gpt_of
+from zero.plan.timeline import PREFETCHES
 
 MIXED = zero.MixedPrecision(param_dtype=torch.bfloat16)
 
@@ -316,16 +318,18 @@ def test_the_command_line_knows_of_one_host(capsys):
     assert [stage for stage in across if within[stage] < across[stage]] == ["2", "3 kept", "3"]
 
 
-def test_the_command_line_knows_of_prefetching(capsys):
-    peaks = []
-    for name in "memory-first", "default", "speed-first":
-        job = ["--parameters", "1e7", "--layers", "3", "--world", "4", "--backend", "gloo", "--json"]
-        main([*job, "--prefetch", name])
-        peaks.append({cost["stage"]: cost["peak"] for cost in json.loads(capsys.readouterr().out)["costs"]})
-    memory_first, default, speed_first = peaks
-    assert memory_first["3"] < default["3"] < speed_first["3"]
-    for stage in ("0", "1", "2"):
-        assert memory_first[stage] == default[stage] == speed_first[stage]
+def test_gathering_further_ahead_needs_more(capsys, monkeypatch):
+    sizes, peaks = Sizes.of_count(1e7, 3), []
+    for name, prefetch in PREFETCHES.items():
+        plan = zero.plan(sizes, world_size=4, stages=[2, 3], prefetch=prefetch, options=Options(backend="gloo"))
+        peaks.append((plan.cost(2).peak, plan.cost(3).peak))
+        planned = mock.Mock(return_value=plan)
+        monkeypatch.setattr("zero.plan.command.plan", planned)
+        main(["--parameters", "1e6", "--layers", "1", "--prefetch", name, "--json"])
+        assert planned.call_args.kwargs["prefetch"] == prefetch
+    (at_2, memory_first), (_, default), (_, speed_first) = peaks
+    assert memory_first < default < speed_first
+    assert [one for one, _ in peaks] == [at_2] * 3
 
 
 @pytest.mark.parametrize(
