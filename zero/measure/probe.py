@@ -82,10 +82,6 @@ class _LateError(BaseException):
     """The time limit has passed. No optimizer's error: what these are caught by does not catch it."""
 
 
-class _HookedError(BaseException):
-    """The optimizer has registered hooks on the tensors."""
-
-
 class _DifferenceError(Exception):
     """A comparison failed; the message says where."""
 
@@ -110,13 +106,13 @@ def probe(build: Build, options: Mapping[str, Any], granularity: int | None = No
     """
     with undisturbed():
         measure = _Measure(build, options)
+        if measure.hooks():
+            return Finding(Kind.HOOKED)
         try:
             found = measure.find(granularity)
             return replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
         except _LateError:
             return Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", True, True)
-        except _HookedError:
-            return Finding(Kind.HOOKED)
 
 
 class _Measure:
@@ -124,6 +120,13 @@ class _Measure:
         self._build, self._options = build, options
         self._closure = False
         self._until = time.monotonic() + _SECONDS
+
+    def hooks(self) -> bool:
+        """Whether the optimizer registers hooks on a tensor that is given to it. Some do on large ones only."""
+        param = nn.Parameter(_values([_LARGE])[0][0])
+        with suppress(Exception):  # it may raise anything, and is then measured
+            self._build([{**deepcopy(dict(self._options)), "params": [param]}])
+        return has_hooks(param)
 
     def find(self, granularity: int | None) -> Finding:
         try:
@@ -239,8 +242,6 @@ class _Measure:
             return _Outcome([], [], [{}] * (_STEPS + 1))
         seed(0)
         optimizer = self._build([{**deepcopy(dict(self._options)), "params": params}])
-        if any(map(has_hooks, params)):
-            raise _HookedError
         _set_rate(optimizer)
         if callable(train := getattr(optimizer, "train", None)):
             train()  # Schedule-Free requires it
