@@ -8,7 +8,8 @@ import pytest
 import gpus
 import ranks
 
-FOR_ALL = ["transformers.trainer", "peft", "accelerate", "sklearn.datasets", "torch._inductor.compile_fx"]
+FOR_ALL = ["transformers.trainer", "peft", "accelerate", "lightning.pytorch", "sklearn.datasets"]
+FOR_ALL += ["torch._inductor.compile_fx"]
 """What takes each rank process seconds to import, and several files of the suite need."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 
 class ByParameter(Optimizer):
@@ -262,3 +263,56 @@ class Slow(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
+
+
+class Moments(ByParameter):
+    """Adam whose moments have a dtype of their own, whatever that of the parameters; may round these at random."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, dtype: Any = torch.bfloat16, at_random: bool = False) -> None:
+        super().__init__(params, lr)
+        self.dtype, self.at_random = dtype, at_random
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(step=torch.tensor(0.0))
+            state.update({name: torch.zeros_like(param, dtype=self.dtype) for name in ("mean", "square")})
+        state["step"] += 1
+        mean = state["mean"].float().lerp(param.grad.float(), 0.1)
+        square = state["square"].float().lerp(param.grad.float().square(), 0.01)
+        state["mean"].copy_(mean)
+        state["square"].copy_(square)
+        step = float(state["step"])
+        update = mean / (1 - 0.9**step) / ((square / (1 - 0.99**step)).sqrt() + 1e-8)
+        if self.at_random and param.dtype == torch.bfloat16:
+            update = update * (1 + torch.rand_like(update) / 256)
+        param.copy_(param.float() - group["lr"] * update)
+
+
+class Wrapping(ByParameter):
+    """Keeps its momentum in a tensor that wraps others, as quantised state is kept. compiled: the step of a tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1, compiled: bool = False) -> None:
+        super().__init__(params, lr)
+        self.compiled = compiled
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["mean"] = TwoTensor(torch.zeros_like(param), torch.zeros_like(param))
+        step = torch.compile(self.update, fullgraph=True) if self.compiled else self.update
+        step(param, state["mean"].a, param.grad, group["lr"])
+
+    @staticmethod
+    def update(param: Tensor, mean: Tensor, gradient: Tensor, lr: float) -> None:
+        param.sub_(mean.mul_(0.9).add_(gradient), alpha=lr)
+
+
+class Hooked(ByParameter):
+    """Steps parameters while backward runs, by hooks on them, and so can be no optimizer of shards."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for param in self.param_groups[0]["params"]:
+            param.register_post_accumulate_grad_hook(lambda param: param.data.sub_(param.grad, alpha=lr))
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        pass

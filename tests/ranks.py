@@ -114,6 +114,14 @@ def start(*more: str) -> None:
     multiprocessing.forkserver.ensure_running()
 
 
+def forked(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Starts a process of its own, in which nothing was done yet but the server's imports. Returns the process."""
+    start()
+    process = _context.Process(target=fn, args=args)
+    process.start()
+    return process
+
+
 def run(
     fn: Callable[..., Any],
     world: int = 2,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ranks
+from processes import python
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -28,11 +29,7 @@ def write(file: Path, milliseconds: dict[str, float], cpu: str = "one") -> Path:
 
 
 def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run("compare.py", *arguments)
-
-
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
@@ -93,8 +90,7 @@ def test_ratios_of_peers_are_those_of_turns_next_to_one_another(monkeypatch):
 
 
 def test_one_rank_of_a_large_world_is_run_alone():
-    done = run("gpu.py", "--world", 64, "--task", "one", "--steps", 1, "--variants", "zero3")
-    assert done.returncode == 0, done.stderr
+    done = python(BENCHMARKS / "gpu.py", "--world", 64, "--task", "one", "--steps", 1, "--variants", "zero3")
     assert "one rank of 64, one" in done.stdout
     assert "zero stage 3" in done.stdout
 
@@ -195,8 +191,7 @@ def test_the_checks_that_a_benchmark_takes_away_are_there_and_come_back(monkeypa
 
 def test_stage_3_takes_no_longer_than_fsdp2_under_the_same_clocks():
     """Gradients travel in float32, units are gathered as early as can be."""
-    done = run("clocks.py", "--world", 8, "--layers", 2, "--travel", "float32")
-    assert done.returncode == 0, done.stderr
+    done = python(BENCHMARKS / "clocks.py", "--world", 8, "--layers", 2, "--travel", "float32")
     found = re.findall(r"(FSDP2|stage 3, \S+) .* ([\d.]+)$", done.stdout, re.MULTILINE)
     ratios = {who: float(ratio) for who, ratio in found}
     assert [*ratios] == ["FSDP2", "stage 3, memory-first", "stage 3, default", "stage 3, speed-first"]

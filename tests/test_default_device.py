@@ -6,8 +6,6 @@ The model and its inputs are on the CPU; what zero makes by itself must follow t
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +24,7 @@ import ranks
 import zero
 from models import CASES, Batch, take_step, train_step
 from optimizers import TrainedLion
+from processes import python
 from reference import same
 from transports import between_hosts
 from zero.checkpoint.export import export, export_dcp
@@ -309,4 +308,4 @@ import zero, zero.plan, zero.checkpoint
 found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.is_meta]
 assert not found, found
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+    python("-W", "ignore", "-c", script)

@@ -27,6 +27,7 @@ from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.parts import is_first, parts_here
 from zero.state.from_first import first_alone, load_state, load_weights
 from zero.state.optimizer_state import refuse_no_rank
+from zero.state.own_dtypes import keep_dtypes
 from zero.state.stepped_shards import SteppedShards
 from zero.state.weights import Recipient, full_weights
 from zero.wrappers import Wrapped, prepared, unwrapped
@@ -147,6 +148,8 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
         sharded.load_optim_state_dict(optimizer, state_dict)
     else:
         optimizer.load_state_dict(state_dict)
+        if not isinstance(optimizer, OSS):
+            keep_dtypes(optimizer, state_dict)
 
 
 def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> OSS | SteppedShards:

@@ -1,10 +1,7 @@
 """Out to others, and in from others."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections import Counter
 
@@ -36,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import zero
 from models import GPT, take_step
+from processes import python
 from zero.checkpoint.__main__ import main
 from zero.checkpoint.export import export, export_dcp
 from zero.checkpoint.importing import import_checkpoint
@@ -137,9 +135,8 @@ def test_inspect_of_nothing(tmp_path, capsys):
 
 def test_the_command_line(run, tmp_path):
     path, _ = run
-    command = [sys.executable, "-m", "zero.checkpoint", "export", str(path), str(tmp_path), "--max-shard-size", "7EB"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
-    assert done.returncode == 2 and "'7EB' is no size" in done.stderr
+    done = python("-m", "zero.checkpoint", "export", path, tmp_path, "--max-shard-size", "7EB", code=2)
+    assert "'7EB' is no size" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------ import

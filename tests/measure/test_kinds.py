@@ -17,7 +17,21 @@ import optimizers
 import ranks
 import zero
 from models import take_step
-from optimizers import ByPlace, Clipping, Curious, Eight, Estimating, Grouped, Lamb, Lion, Noisy, Sam, TrainedLion
+from optimizers import (
+    ByPlace,
+    Clipping,
+    Curious,
+    Eight,
+    Estimating,
+    Grouped,
+    Hooked,
+    Lamb,
+    Lion,
+    Moments,
+    Noisy,
+    Sam,
+    TrainedLion,
+)
 from reference import Net, batch, built, distributed, loss_of, same_weights
 from zero.measure import probe
 from zero.measure.kinds import Finding, Kind, finding_of
@@ -35,6 +49,8 @@ KINDS = {
     "a number of all, for later": (Estimating, {}, Kind.COUPLED, "it wrote 'd' .* where it had some of the parameters"),
     "random numbers": (Noisy, {}, Kind.COUPLED, "draws random numbers, for one tensor after another"),
     "its place in the list": (ByPlace, {"most": None}, Kind.COUPLED, "another place in the list"),
+    "at random in 16 bits only": (Moments, {"at_random": True}, Kind.ELEMENTWISE, ""),
+    "hooks": (Hooked, {}, Kind.HOOKED, ""),
     "a closure": (Sam, {"base_optimizer": SGD, "lr": 0.1}, Kind.COUPLED, "beside other tensors"),
     "what is not told": (Curious, {"secret": "other"}, Kind.UNKNOWN, "AssertionError"),
 }
@@ -113,6 +129,11 @@ REFUSED = {
     "whole asked for": (Noisy, {"partition": "whole"}, ["draws random numbers", *COUPLED]),
     "norms, cut": (Lamb, {"partition": "even"}, ["needs each parameter whole", "Choose partition='whole'"]),
     "8 bits, cut": (Eight, {"granularity": 256}, ["granularity=256 cuts", "partition='whole'"]),
+    "hooks": (
+        Hooked,
+        {"partition": "even"},
+        ["takes gradients in hooks", "Pass a plain optimizer; to step it"],
+    ),
     "unknown": (Curious, {"secret": "other"}, ["could not be measured", "partition='even'", "partition='whole'"]),
 }
 
@@ -121,6 +142,20 @@ REFUSED = {
 @ranks.raises(2, ValueError, timeout=15)
 def test_what_cannot_be_sharded_so_is_refused_on_every_rank_with_the_reason(rank, world, optim, given, words):
     zero.OSS(built(Net).parameters(), optim, **given)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.raises(2, "Exception", "Moments .* draws random numbers, for one torch.bfloat16 tensor after", timeout=15)
+def test_rounding_at_random_is_refused_where_parameters_have_16_bits(rank, world, stage):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = built(Net).to(dtype)
+        if stage == 3:
+            model = zero.FSDP(model)
+            optimizer = Moments(model.parameters(), at_random=True)
+            model(batch(rank, 0).to(dtype)).sum().backward()
+            optimizer.step()
+        else:
+            zero.OSS(model.parameters(), Moments, at_random=True, master_dtype=None)
 
 
 @ranks.raises(2, ValueError, "took more than 0 seconds", timeout=15)

@@ -303,8 +303,10 @@ def test_hops_take_their_time():
 
 
 def test_json_has_the_times(capsys):
-    main(["--parameters", "1e7", "--layers", "4", "--world", "8", "--hardware", "h100-8", "--tokens", "4096", "--json"])
-    times = json.loads(capsys.readouterr().out)["times"]
+    main(["--parameters", "1e7", "--layers", "2", "--world", "8", "--hardware", "h100-8", "--tokens", "4096", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["activations"]
+    times = plan["times"]
     assert [(one["stage"], one["prefetch"]) for one in times] == [
         *((stage, None) for stage in "012"),
         ("3 kept", "default"),

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import matrix
 import ranks
-from optimizers import ByParameter, Lamb
+from optimizers import ByParameter, Lamb, Wrapping
 from reference import (
     Net,
     batch,
@@ -523,15 +523,6 @@ def test_a_state_of_other_shapes_is_refused_on_every_rank_and_nothing_changes(ch
     for told in ranks.run(_misfits, 2, args=(change,)):
         assert told.startswith("ValueError: the state of parameter")
         assert f"'exp_avg' of shape [1, 2], but the parameter has {shape}" in told
-
-
-class Wrapping(ByParameter):
-    """Keeps its momentum in a tensor that wraps others, as quantised state is kept."""
-
-    def step_one(self, param, state, group):
-        if not state:
-            state["mean"] = TwoTensor(torch.zeros_like(param), torch.zeros_like(param))
-        param.sub_(state["mean"].a.mul_(0.9).add_(param.grad), alpha=group["lr"])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

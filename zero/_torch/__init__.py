@@ -79,6 +79,7 @@ from zero._torch.tensors import with_local as with_local
 from zero._torch.tensors import without_memory as without_memory
 from zero._torch.tensors import without_values as without_values
 from zero._torch.tensors import wrap_others as wrap_others
+from zero._torch.tensors import wrapped_in as wrapped_in
 from zero._torch.tensors import wraps_others as wraps_others
 
 NEWEST_TESTED = (2, 15)

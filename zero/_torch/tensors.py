@@ -87,6 +87,14 @@ def wraps_others(tensor: Tensor) -> bool:
     return _python_dispatch.is_traceable_wrapper_subclass(tensor)
 
 
+def wrapped_in(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a tensor's bytes: those that it wraps, and that these wrap; the tensor itself otherwise."""
+    if not wraps_others(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [each for name in names for each in wrapped_in(getattr(tensor, name))]
+
+
 def with_local(tensor: Tensor, local: Tensor) -> None:
     """Gives a DTensor another local tensor. DTensor.from_local would make another object."""
     tensor._local_tensor = local  # type: ignore[attr-defined]

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero.measure.kinds import Finding, known, measured
+from zero.measure.kinds import Finding, is_assumed, known, measured, narrow_among
 from zero.measure.param_groups import described_options, options, params_of
+from zero.measure.single_step import single_step
 
 
 def finding_of_built(optimizer: Optimizer) -> Finding:
@@ -23,7 +24,16 @@ def finding_of_built(optimizer: Optimizer) -> Finding:
     if found is not None:
         return found
     groups = [options(group) for group in optimizer.param_groups]
-    return measured(type(optimizer), _description(optimizer), partial(_built_alike, optimizer), groups)
+    alike, narrow = partial(_built_alike, optimizer), narrow_among(params_of(optimizer))
+    return measured(type(optimizer), _description(optimizer), alike, groups, narrow=narrow)
+
+
+def state_made_by(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The state that the optimizer's first step makes for a matrix of this dtype in such a group; empty for torch's
+    own, whose state has the dtype of the parameter, and where that cannot be measured."""
+    if known(type(optimizer)) is not None:
+        return {}
+    return single_step(partial(_built_alike, optimizer), options(group), dtype).state
 
 
 def _built_alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -76,7 +86,9 @@ def _description(optimizer: Optimizer) -> str:
 
 
 def _others(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """All other optimizers of the process. Takes 70 ms with 300,000 objects in it."""
+    """All other optimizers of the process. Takes 70 ms with 300,000 objects in it, and is left out in a rehearsal."""
+    if is_assumed():
+        return iter(())
     return (one for one in gc.get_objects() if issubclass(type(one), Optimizer) and one is not optimizer)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,21 @@ from torch.optim import Optimizer
 from zero.measure.named import build
 from zero.measure.param_groups import called, described_options
 from zero.measure.probe import Build, Finding, Kind, probe
+from zero.measure.single_step import single_step
 
-__all__ = ["ELEMENTWISE", "Finding", "Kind", "finding_of", "known", "measured", "title", "unwrapped"]
+__all__ = [
+    "ELEMENTWISE",
+    "Finding",
+    "Kind",
+    "assumed",
+    "finding_of",
+    "is_assumed",
+    "known",
+    "measured",
+    "narrow_among",
+    "title",
+    "unwrapped",
+]
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
@@ -27,9 +41,12 @@ ELEMENTWISE: frozenset[type] = frozenset(
 
 _TENSORWISE = (torch.optim.Adafactor, torch.optim.Muon)
 
-_found: WeakKeyDictionary[Any, dict[tuple[str, int | None], Finding]] = WeakKeyDictionary()
+_Key = tuple[str, int | None, torch.dtype | None]
+_found: WeakKeyDictionary[Any, dict[_Key, Finding]] = WeakKeyDictionary()
 
-_WORST_FIRST = (Kind.COUPLED, Kind.UNKNOWN, Kind.TENSORWISE, Kind.ELEMENTWISE)
+_assumed: list[Finding] = []
+
+_WORST_FIRST = (Kind.HOOKED, Kind.COUPLED, Kind.UNKNOWN, Kind.TENSORWISE, Kind.ELEMENTWISE)
 
 
 def known(optim: Callable[..., object] | None) -> Finding | None:
@@ -65,10 +82,11 @@ def finding_of(
     defaults: Mapping[str, Any] | None = None,
     groups: Sequence[Mapping[str, Any]] = ({},),
     granularity: int | None = None,
+    narrow: torch.dtype | None = None,
 ) -> Finding:
     """The kind of an optimizer that `optim(params, **defaults)` builds from groups with these options.
 
-    granularity: parameters are cut at multiples of so many elements.
+    granularity: parameters are cut at multiples of so many elements. narrow: see narrow_among.
     """
     given = dict(defaults or {})
     while isinstance(optim, partial):
@@ -84,21 +102,28 @@ def finding_of(
         with_names = [{**groups[0], "param_names": [name for name, _ in named]}]
         return build(optim, with_names, named, deepcopy(given))[0]
 
-    return measured(optim, described_options(given), built, groups, granularity)
+    return measured(optim, described_options(given), built, groups, granularity, narrow)
 
 
 def measured(
-    source: Any, options: str, build: Build, groups: Sequence[Mapping[str, Any]], granularity: int | None = None
+    source: Any,
+    options: str,
+    build: Build,
+    groups: Sequence[Mapping[str, Any]],
+    granularity: int | None = None,
+    narrow: torch.dtype | None = None,
 ) -> Finding:
     """The kind of an optimizer of groups with such options: the worst kind of any group.
 
     source, options: what `build` builds, and with which options, as text; they are the key of the cache.
     """
+    if _assumed:
+        return _assumed[-1]
     findings = {}
     for group in groups:
         key = f"{options}; {described_options({name: _sort(value) for name, value in group.items()})}"
         if key not in findings:
-            findings[key] = _remembered(source, (key, granularity), build, group)
+            findings[key] = _remembered(source, (key, granularity, narrow), build, group)
     found = findings.values()
     return replace(
         min(found, key=lambda one: _WORST_FIRST.index(one.kind)),
@@ -107,13 +132,36 @@ def measured(
     )
 
 
-def _remembered(source: Any, key: tuple[str, int | None], build: Build, group: Mapping[str, Any]) -> Finding:
+@contextmanager
+def assumed(found: Finding) -> Iterator[None]:
+    """In this context no optimizer is measured, which would step tensors without values where zero.plan rehearses."""
+    _assumed.append(found)
+    try:
+        yield
+    finally:
+        _assumed.pop()
+
+
+def narrow_among(params: Iterable[Tensor]) -> torch.dtype | None:
+    """The dtype of parameters that are stepped in fewer bits than float32, if there are any."""
+    return next((param.dtype for param in params if param.is_floating_point() and param.itemsize < 4), None)
+
+
+def is_assumed() -> bool:
+    return bool(_assumed)
+
+
+def _remembered(source: Any, key: _Key, build: Build, group: Mapping[str, Any]) -> Finding:
     try:
         known_before = _found.setdefault(source, {})
     except TypeError:  # without weak references it is measured each time
         known_before = {}
     if key not in known_before:
-        known_before[key] = probe(build, group, key[1])
+        found, narrow = probe(build, group, key[1]), key[2]
+        if narrow and found.kind is not Kind.COUPLED and single_step(build, group, narrow).draws:
+            reason = f"it draws random numbers, for one {narrow} tensor after another"
+            found = replace(found, kind=Kind.COUPLED, reason=reason)
+        known_before[key] = found
     return known_before[key]
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch import has_hooks
 from zero.measure.numbers import Numbers, numbers
 from zero.measure.shapes import shard_shape
 from zero.measure.undisturbed import seed, undisturbed
@@ -59,6 +60,7 @@ class Kind(Enum):
     ELEMENTWISE = "that element alone"
     TENSORWISE = "the parameter that it is in"
     COUPLED = "other parameters, too"
+    HOOKED = "gradients, in hooks on parameters"
     UNKNOWN = "not known"
 
 
@@ -104,6 +106,8 @@ def probe(build: Build, options: Mapping[str, Any], granularity: int | None = No
     """
     with undisturbed():
         measure = _Measure(build, options)
+        if measure.hooks():
+            return Finding(Kind.HOOKED)
         try:
             found = measure.find(granularity)
             return replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
@@ -116,6 +120,13 @@ class _Measure:
         self._build, self._options = build, options
         self._closure = False
         self._until = time.monotonic() + _SECONDS
+
+    def hooks(self) -> bool:
+        """Whether the optimizer registers hooks on a tensor that is given to it. Some do on large ones only."""
+        param = nn.Parameter(_values([_LARGE])[0][0])
+        with suppress(Exception):  # it may raise anything, and is then measured
+            self._build([{**deepcopy(dict(self._options)), "params": [param]}])
+        return has_hooks(param)
 
     def find(self, granularity: int | None) -> Finding:
         try:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm, Wire
-from zero.measure.kinds import Finding, Kind, finding_of, known, title
+from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
 from zero.measure.named import build
 from zero.measure.param_groups import called, described_options, options
 from zero.shards.arguments import (
@@ -64,11 +64,11 @@ class Choices:
         problem = problem or wrong_home or wire_problem(named_params(self.groups), self.wire, "broadcast_fp16")
         elsewhere = ((name, instead_of(name, of="OSS")) for name in defaults)
         problem = problem or next((f"OSS has no option {name!r}.{text}" for name, text in elsewhere if text), None)
+        self._master_dtype = torch.float32 if self.home.apart and master_dtype is None else master_dtype
         found, unfit = (None, None) if problem else self._look_at(self.groups)
         self.cut = cut_for(partition, found, granularity)
         self.writes_frozen = found is not None and found.writes_frozen
         self.finding = None if known(optim) is not None else found
-        self._master_dtype = torch.float32 if self.home.apart and master_dtype is None else master_dtype
         signature = [
             f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
             f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}, {self.home.alike}",
@@ -99,7 +99,9 @@ class Choices:
         found = known(self._optim)
         if found is None and self._comm.world > 1:
             of_groups = [options(group) for group in groups]
-            found = finding_of(self._optim, self._defaults, of_groups, self.granularity)
+            stepped_apart = self._master_dtype is not None
+            narrow = None if stepped_apart else narrow_among(param for _, param in named_params(groups))
+            found = finding_of(self._optim, self._defaults, of_groups, self.granularity, narrow)
         if found is None:
             return None, None
         partition = "even" if cut == "even" and found.kind is Kind.TENSORWISE else self._partition

@@ -60,7 +60,7 @@ def _planned(given: argparse.Namespace) -> tuple[Plan, str]:
         offload=None if given.offload is None else zero.CPUOffload(ratio=given.offload or 1.0),
     )
     more = {
-        "optimizer": getattr(torch.optim, given.optimizer),
+        "optimizer": _optimizer(given.optimizer),
         "memory": given.memory,
         "batch": given.batch,
         "prefetch": PREFETCHES[given.prefetch],
@@ -109,7 +109,8 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, metavar="N", help="... of so many blocks (default: by its size)")
     add("--world", type=_worlds, metavar="N,N", default=[8], help="numbers of ranks (default: 8)")
     add("--memory", type=_size, metavar="SIZE", help="what a rank has, such as 80GiB")
-    add("--optimizer", choices=_optimizers(), default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
+    how = "of torch.optim, or MODULE:CLASS for one of your own"
+    add("--optimizer", default="AdamW", metavar="NAME", help=f"{how} (default: AdamW)")
     how = "parameters in float32, in bfloat16, or computed in bfloat16 with float32 masters (mixed)"
     add("--precision", choices=PRECISIONS, default="float32", help=f"{how} (default: %(default)s)")
     add("--partition", choices=("auto", "even", "whole"), default="auto", help="where parameters are cut")
@@ -148,14 +149,18 @@ def _share(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a share above 0, up to 1, nor 'least'") from None
 
 
-def _built(text: str) -> Any:
+def _named(text: str) -> Any:
     module, _, name = text.partition(":")
     if not module or not name:
-        raise ValueError(f"{text!r} is not of the form package.module:factory.")
+        raise ValueError(f"{text!r} is not of the form package.module:name.")
     try:
-        factory = attrgetter(name)(importlib.import_module(module))
+        return attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{text!r} was not found: {error}.") from error
+
+
+def _built(text: str) -> Any:
+    factory = _named(text)
     if not callable(factory):
         raise ValueError(f"{text!r} is a {type(factory).__name__}, not a function that builds a model.")
     if problem := misfit(factory):
@@ -164,9 +169,14 @@ def _built(text: str) -> Any:
         return factory()
 
 
-def _optimizers() -> list[str]:
+def _optimizer(text: str) -> Any:
+    if ":" in text:
+        return _named(text)
     base = torch.optim.Optimizer
-    return sorted(n for n, o in vars(torch.optim).items() if isinstance(o, type) and issubclass(o, base) and o != base)
+    known = sorted(n for n, o in vars(torch.optim).items() if isinstance(o, type) and issubclass(o, base) and o != base)
+    if text not in known:
+        raise ValueError(f"{text!r} is no optimizer of torch.optim: {', '.join(known)}. Or write MODULE:CLASS.")
+    return getattr(torch.optim, text)
 
 
 def _worlds(text: str) -> list[int]:

@@ -14,7 +14,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from zero._torch import DEVICE_OF, DispatchMode, wrap_others
+from zero._torch import DEVICE_OF, DispatchMode, wrap_others, wrapped_in
 
 
 class Meter(DispatchMode):
@@ -139,7 +139,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind the tensors, each byte of memory counted once."""
     outermost: list[torch.UntypedStorage] = []
     without_address = 0
-    for storage in {tensor.untyped_storage() for tensor in tensors}:
+    for storage in {each.untyped_storage() for tensor in tensors for each in wrapped_in(tensor)}:
         if not _has_address(storage):
             without_address += storage.nbytes()
         elif not any(_lies_within(storage, other) for other in outermost):

@@ -22,7 +22,6 @@ from zero._torch import (
     VALUE_OF,
     buffers_of,
     copied_without_values,
-    is_compiled,
     is_of_two_devices,
     without_values,
 )
@@ -126,8 +125,7 @@ def rehearsing(sizes: Sizes, device: str, trace: Trace) -> Iterator[tuple[Sizes,
         if torch.get_default_device().type != device:  # a mode, which takes time
             stack.enter_context(torch.device(device))
         stack.enter_context(torch.enable_grad())
-        if any(map(is_compiled, sizes.module.modules())):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # blocks, and steps, may be compiled
         mode = without_values()
         try:
             sizes = copied_without_values(sizes, mode)

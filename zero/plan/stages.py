@@ -21,6 +21,7 @@ from zero.comm.packing import batches
 from zero.comm.traffic import traffic
 from zero.fsdp import FSDP, Prefetch
 from zero.fsdp.fsdp import running_model
+from zero.measure.kinds import Finding, assumed, finding_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.oss.gradients import full_gradient
@@ -36,6 +37,7 @@ from zero.plan.transport import Rehearsed, rehearsed
 from zero.sdp import ShardedDDP
 from zero.sdp.tensors import map_tensors
 from zero.shards.home import homes
+from zero.shards.partition import cut_for
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
 
@@ -67,6 +69,10 @@ class Job:
     @property
     def device(self) -> str:
         return "cuda" if self.options.backend == "nccl" and torch.cuda.is_available() else "cpu"
+
+    @property
+    def finding(self) -> Finding:
+        return finding_of(self.optim, granularity=self.options.granularity)
 
     def comm(self, rank: int, world: int, *, stride: int = 1) -> Comm:
         """stride: from one of the group's ranks to the next among all ranks."""
@@ -154,7 +160,7 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
         job.sizes.module,
         process_group=comms if hybrid else comms[0],
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
-        partition=job.options.partition,
+        partition=cut_for(job.options.partition, job.finding),
         sharding_strategy=strategies[kept],
         optimizer_sharding=job.options.optimizer_sharding,
         mixed_precision=job.sizes.precision,
@@ -177,7 +183,7 @@ def cost_of(job: Job, stage: str) -> Cost:
 
 
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]:
-    with rehearsing(job.sizes, job.device, job.trace) as (sizes, rehearsal):
+    with assumed(job.finding), rehearsing(job.sizes, job.device, job.trace) as (sizes, rehearsal):
         job, module = replace(job, sizes=sizes), sizes.module
         inputs: Sequence[Any]
         if job.batch is None:

@@ -49,7 +49,13 @@ def optimizer_problem(
             f"{optim} computes a step of one parameter from others, too: {found.reason}. A rank steps the parameters "
             f"that it owns, and would train to other numbers, whatever the partition: {optim} cannot be sharded. "
             "Use it without zero (stage 0); if one of its options does so, such as a clipping by the norm of all "
-            "gradients, switch that off."
+            "gradients, or rounding at random, switch that off."
+        )
+    if found.kind is Kind.HOOKED:
+        return (
+            f"{optim} takes gradients in hooks that it registers on parameters, which are not called for the shards "
+            "that a rank steps: it cannot be sharded. Pass a plain optimizer; to step it on the CPU, or during "
+            "backward, is an option of zero's own (docs/memory.md)."
         )
     if found.kind is Kind.TENSORWISE and granularity is not None:
         return (

@@ -89,7 +89,8 @@ def unusable(param: object, name: str) -> str | None:
     if wraps_others(param) and not parts_here().takes(param):
         return (
             f"{name} is a {type(param).__name__}, which wraps other tensors (DTensor, quantised). zero shards plain "
-            "parameters: undo the other library's sharding or quantisation first."
+            "parameters: undo the other library's sharding or quantisation first. torchao's float8 layers have plain "
+            "parameters with enable_fsdp_float8_all_gather=False."
         )
     if param.layout != torch.strided:
         return f"{name} has layout {param.layout}. zero shards dense parameters: call .to_dense() on it first."

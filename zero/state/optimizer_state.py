@@ -28,6 +28,7 @@ from zero.oss import OSS
 from zero.shards.masters import settled
 from zero.shards.parts import parts_here
 from zero.state import leaves
+from zero.state.own_dtypes import keep_dtypes
 from zero.state.param_shard import ParamShard
 from zero.state.shard_mark import ShardMark, texts_of
 from zero.state.stepped_shards import Sharded, groups_of
@@ -212,8 +213,10 @@ def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], gro
 
 def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
     """Loads a state by parameters, and the groups' options, into a plain optimizer by its own `load_state_dict`, which
-    converts dtype and device of the entries."""
-    optimizer.load_state_dict({**numbered(optimizer, taken, options), param_groups.SHARD_MARK: OWN})
+    converts device and dtype of the entries; see own_dtypes."""
+    state_dict = numbered(optimizer, taken, options)
+    optimizer.load_state_dict({**state_dict, param_groups.SHARD_MARK: OWN})
+    keep_dtypes(optimizer, state_dict)
 
 
 OWN = "own"

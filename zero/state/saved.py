@@ -19,6 +19,7 @@ from zero.fsdp.weights import OptimizerState, states
 from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.oss.saved import saved_states
 from zero.state import optimizer_state as state
+from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import ShardMark, texts_of
 from zero.state.stepped_shards import SteppedShards
 from zero.state.whole import consolidate_whole, cut_whole, has_parts
@@ -86,6 +87,7 @@ class Stepped(OptimizerState):
         stepped = _shards(model, optimizer)
         if _marked_as_own(stepped, state_dict["param_groups"]):
             optimizer.load_state_dict(state_dict)
+            keep_dtypes(optimizer, state_dict)
         else:
             state.load(stepped, cut_whole(stepped, state_dict))
 
@@ -121,14 +123,24 @@ class Stepped(OptimizerState):
                 group[SHARD_MARK] = shard_mark
             return None
 
+        taken: list[dict[str, Any]] = []
+
         def cut(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
             stepped = SteppedShards(optimizer, shard_groups, comm)
-            if given.get(SHARD_MARK) == state.OWN or _marked_as_own(stepped, given["param_groups"]):
+            if given.get(SHARD_MARK) == state.OWN:
                 return None
-            return state.numbered(optimizer, *state.own_shard(stepped, cut_whole(stepped, given)))
+            if not _marked_as_own(stepped, given["param_groups"]):
+                given = state.numbered(optimizer, *state.own_shard(stepped, cut_whole(stepped, given)))
+            taken[:] = [given]
+            return given
+
+        def keep(optimizer: Optimizer) -> None:
+            if taken:
+                keep_dtypes(optimizer, taken.pop())
 
         optimizer.register_state_dict_post_hook(mark)
         optimizer.register_load_state_dict_pre_hook(cut)
+        optimizer.register_load_state_dict_post_hook(keep)
 
 
 _registered: WeakKeyDictionary[Model, WeakSet[Optimizer]] = WeakKeyDictionary()

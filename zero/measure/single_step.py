@@ -1,0 +1,46 @@
+"""What one step of a tensor of the user's own dtype shows, where `probe` steps float32: optimizers may round 16-bit
+parameters at random, and keep their state in a dtype of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.measure.probe import Build
+from zero.measure.undisturbed import seed, undisturbed
+
+
+@dataclass(frozen=True)
+class SingleStep:
+    """draws: whether the step drew random numbers. state: that it made."""
+
+    draws: bool = False
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def single_step(build: Build, options: Mapping[str, Any], dtype: torch.dtype) -> SingleStep:
+    """Steps a matrix of this dtype by an optimizer that `build` makes of a group with these options.
+
+    An empty one if that is not possible: the optimizer is foreign code, and may raise anything.
+    """
+    with undisturbed():
+        param = nn.Parameter(torch.ones(12, 16, dtype=dtype, device="cpu"))
+        param.grad = torch.ones_like(param)
+        try:
+            optimizer = build([{**deepcopy(dict(options)), "params": [param]}])
+            if callable(train := getattr(optimizer, "train", None)):
+                train()
+            seed(0)
+            before = torch.get_rng_state(), random.getstate()
+            step: Callable[[], Any] = optimizer.step
+            step()
+            draws = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+            return SingleStep(draws, dict(optimizer.state.get(param, {})))
+        except Exception:
+            return SingleStep()
