@@ -1,0 +1,37 @@
+"""`python -m zero.features.replicas` runs the coordinator."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+import torch.distributed as dist
+
+from zero.features.replicas.coordinator import Coordinator
+
+
+async def serve(port: int, replicas: int, timeout: float) -> None:
+    """Serves until no replica is left that has the training state. port: 0 takes a free one. Prints the port."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    coordinator = Coordinator(replicas, timeout, store.port)
+    server = await asyncio.start_server(coordinator.serve, port=port)
+    print(f"port {server.sockets[0].getsockname()[1]}", flush=True)
+    async with server:
+        await coordinator.over.wait()
+        await asyncio.sleep(0.1)  # for what was written last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m zero.features.replicas", description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--port", type=int, default=29400, help="that replicas connect to (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, default=1, help="that training begins with (default: %(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds that replicas wait for one another (default: %(default)s)"
+    )
+    given = parser.parse_args()
+    asyncio.run(serve(given.port, given.replicas, given.timeout))
+
+
+if __name__ == "__main__":
+    main()
