@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -208,7 +208,8 @@ class Served:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self.coordinator.over.set)
+        with suppress(RuntimeError):  # it is over already
+            self._loop.call_soon_threadsafe(self.coordinator.over.set)
         self._thread.join()
 
 
