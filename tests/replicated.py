@@ -8,13 +8,15 @@ steps in one process, in plain PyTorch.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -35,7 +37,8 @@ STEADY = 2
 
 @dataclass(frozen=True)
 class Death:
-    """index: of the replica among those that live, 0 is the oldest. place: see `doomed`."""
+    """index: of the replica among those that live, 0 is the oldest. place: see `doomed`; or "sending", in which the
+    oldest one dies as soon as another joins, before all have been there for some steps."""
 
     index: int
     rank: int
@@ -44,7 +47,8 @@ class Death:
 
 @dataclass(frozen=True)
 class Run:
-    """replicas: at the beginning. restarts: whether a replica that died is started again."""
+    """replicas: at the beginning. restarts: whether a replica that died is started again. stillborn: the names of those
+    that die as they receive the state."""
 
     replicas: int
     shards: int
@@ -52,7 +56,7 @@ class Run:
     deaths: tuple[Death, ...] = ()
     optimizer: str = "adam"
     restarts: bool = True
-    clip: float | None = None
+    stillborn: tuple[str, ...] = ()
 
     def expected(self, deaths: int) -> int:
         return self.replicas if self.restarts else self.replicas - deaths
@@ -106,19 +110,22 @@ def doomed(model: nn.Module, optimizer: torch.optim.Optimizer, place: str) -> It
     def die_when_done(self: Membership, message: dict[str, Any]) -> None:
         die() if "done" in message else send(self, message)
 
-    if place == "forward":
-        last.register_forward_hook(die)
-    elif place == "backward":
-        last.register_forward_hook(lambda module, args, output: output.register_hook(die) and None)
-    elif place == "step":
-        optimizer.register_step_pre_hook(die)
-    elif place == "averaging":
-        with mock.patch.object(StoreGroup, "average", die):
-            yield
-    elif place == "averaged":
-        with mock.patch.object(Membership, "_send", die_when_done):
-            yield
-    if place not in ("averaging", "averaged"):
+    with ExitStack() as stack:
+        if place == "forward":
+            last.register_forward_hook(die)
+        elif place == "backward":
+            last.register_forward_hook(lambda module, args, output: output.register_hook(die) and None)
+        elif place == "step":
+            optimizer.register_step_pre_hook(die)
+        elif place == "averaging":
+            stack.enter_context(mock.patch.object(StoreGroup, "average", die))
+        elif place == "averaged":
+            stack.enter_context(mock.patch.object(Membership, "_send", die_when_done))
+        elif place in ("sending", "receiving"):
+            method = "send" if place == "sending" else "receive"
+            transfer, number = getattr(StoreGroup, method), itertools.count()
+            with_death = lambda *args: die() if next(number) == 3 else transfer(*args)  # noqa: E731
+            stack.enter_context(mock.patch.object(StoreGroup, method, with_death))
         yield
 
 
@@ -127,18 +134,17 @@ def train(rank: int, world: int, run: Run, port: int, name: str) -> tuple[Progre
     optim, options = OPTIMIZERS[run.optimizer]
     model, optimizer = zero.setup(build(), optim, stage=run.stage, **options)
     progress, losses = Progress(), {}
-    replicas = zero.fault_tolerant(model, optimizer, f"localhost:{port}", name=name, state={"progress": progress})
+    with doomed(model, optimizer, "receiving" if name in run.stillborn else ""):
+        replicas = zero.fault_tolerant(model, optimizer, f"localhost:{port}", name=name, state={"progress": progress})
     while not (progress.deaths == len(run.deaths) and progress.steady == STEADY + 1):
         assert replicas.step == len(progress.history) < 20_000
-        due = progress.steady == STEADY and progress.deaths < len(run.deaths)
-        death = run.deaths[progress.deaths] if due else None
-        dies = death is not None and replicas.index == death.index and rank == death.rank
-        with doomed(model, optimizer, death.place if death is not None and dies else ""):
+        death = run.deaths[progress.deaths] if progress.deaths < len(run.deaths) else None
+        dies = death is not None and (progress.steady == STEADY or death.place == "sending")
+        dies = dies and (replicas.index, rank) == (death.index, death.rank)
+        with doomed(model, optimizer, death.place if dies else ""):
             loss = loss_of(model(batch(replicas.step, name, rank)))
             optimizer.zero_grad()
             loss.backward()
-            if run.clip is not None:
-                zero.clip_grad_norm_(model, optimizer, run.clip)
             losses[replicas.step] = loss.item()
             optimizer.step()
         progress.see(replicas.names, run)
@@ -171,8 +177,6 @@ def trained_alone(
             means.append([mean_in_order(gradients) for gradients in zip(*of_ranks, strict=True)])
         for param, gradients in zip(model.parameters(), zip(*means, strict=True), strict=True):
             param.grad = mean_in_order(gradients)
-        if run.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), run.clip)
         optimizer.step()
     return losses, model.state_dict()
 
@@ -207,6 +211,10 @@ class Served:
         self._listening.wait()
         return self
 
+    def end_soon(self) -> None:
+        """Ends the coordinator while replicas train."""
+        self._loop.call_later(0.5, self.coordinator.over.set)
+
     def __exit__(self, *_: object) -> None:
         with suppress(RuntimeError):  # it is over already
             self._loop.call_soon_threadsafe(self.coordinator.over.set)
@@ -220,16 +228,33 @@ def supervised(run: Run, port: int, letter: str) -> tuple[str, list[Any] | ranks
         try:
             return name, ranks.run(train, run.shards, (run, port, name), timeout=90, fresh=True)
         except ranks.RankError as error:
-            verdicts = [outcome.verdict for outcome in error.outcomes]
-            if "died with exit code -9" not in verdicts or not run.restarts:
+            if not run.restarts or "died with exit code -9" not in [outcome.verdict for outcome in error.outcomes]:
                 return name, error
     raise AssertionError("never ended")
 
 
-def replicate(run: Run) -> dict[str, Any]:
-    """Trains. Returns, by the last name of each replica, the results of its ranks, or the error."""
+def each(start: Callable[[str], Any], number: int) -> list[Any]:
+    """Calls `start` with the letter of each replica, in threads, and returns what it returns."""
     ranks.start()
     ranks._store()  # here, because threads would make several
-    with Served(run.replicas) as served, ThreadPoolExecutor(run.replicas) as threads:
-        letters = "abcdefgh"[: run.replicas]
-        return dict(threads.map(lambda letter: supervised(run, served.port, letter), letters))
+    with ThreadPoolExecutor(number) as threads:
+        return [*threads.map(start, "abcdefgh"[:number])]
+
+
+def ended(fn: Callable[..., Any], served: Served, shards: Mapping[str, int], *args: Any) -> dict[str, list[Any]]:
+    """Runs `fn(rank, world, port, letter, *args)` on replicas. By letter, what each rank returned or what became of it.
+    shards: the number of ranks, by letter."""
+
+    def start(letter: str) -> tuple[str, list[Any]]:
+        try:
+            return letter, ranks.run(fn, shards[letter], (served.port, letter, *args), fresh=True)
+        except ranks.RankError as error:
+            return letter, [one.value if one.returned else one.verdict for one in error.outcomes]
+
+    return dict(each(start, len(shards)))
+
+
+def replicate(run: Run) -> dict[str, Any]:
+    """Trains. Returns, by the last name of each replica, the results of its ranks, or the error."""
+    with Served(run.replicas) as served:
+        return dict(each(partial(supervised, run, served.port), run.replicas))

@@ -13,19 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_CONNECTS = 10.0
+"""Seconds in which all members must have come, at most."""
+
 
 class StoreGroup:
     """Collective over `world` members, each with another `rank`. Transfers that fail raise RuntimeError; `close` must
     follow, so that the members that wait for this one raise as well.
 
-    host, port: of a TCPStore. name: another one for each group. timeout: seconds that members wait for one another.
+    host, port: of a TCPStore. name: another one for each group. timeout: seconds that members wait for one another in
+        transfers; all must come to the constructor within a few seconds.
     """
 
     def __init__(self, host: str, port: int, name: str, rank: int, world: int, timeout: float) -> None:
-        wait = timedelta(seconds=timeout)
-        store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False, timeout=wait))
-        self.rank, self.world = rank, world
-        self._group: Any = dist.ProcessGroupGloo(store, rank, world, wait)
+        soon = timedelta(seconds=min(timeout, _CONNECTS))
+        store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False, timeout=soon))
+        self.world = world
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world, soon)
+        self._group.set_timeout(timedelta(seconds=timeout))
 
     def close(self) -> None:
         """Closes the connections to the other members."""

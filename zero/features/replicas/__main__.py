@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 
 import torch.distributed as dist
 
@@ -12,7 +11,7 @@ from zero.features.replicas.coordinator import Coordinator
 
 
 async def serve(port: int, replicas: int, timeout: float) -> None:
-    """Serves until no replica is left that has the training state. port: 0 takes a free one. Prints the port."""
+    """Serves until no replica is left that has the training state. Prints the port; 0 takes a free one."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     coordinator = Coordinator(replicas, timeout, store.port)
     server = await asyncio.start_server(coordinator.serve, port=port)
@@ -23,7 +22,8 @@ async def serve(port: int, replicas: int, timeout: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m zero.features.replicas", description=sys.modules["__main__"].__doc__)
+    """Takes the options of the command, which are those of `serve`."""
+    parser = argparse.ArgumentParser("python -m zero.features.replicas", description="Runs the coordinator of replicas")
     parser.add_argument("--port", type=int, default=29400, help="that replicas connect to (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="that training begins with (default: %(default)s)")
     parser.add_argument(

@@ -7,8 +7,8 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
-from weakref import WeakSet
+from typing import Any, BinaryIO, TypeVar
+from weakref import WeakSet, finalize
 
 from zero.comm.store_group import StoreGroup
 
@@ -53,6 +53,7 @@ class Membership:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _sockets.add(self._socket)
         self._lines = self._socket.makefile("rb")
+        finalize(self, _close, self._socket, self._lines)
         self._send({"enter": key, "name": name, "rank": rank, "size": size})
 
     def run(self, kind: str, step: int, work: Callable[[Round], Result]) -> Result:
@@ -118,6 +119,11 @@ class Membership:
 _START = "Start it first: python -m zero.features.replicas --port PORT --replicas NUMBER."
 
 _sockets: WeakSet[socket.socket] = WeakSet()
+
+
+def _close(connection: socket.socket, lines: BinaryIO) -> None:
+    lines.close()
+    connection.close()
 
 
 def _forget() -> None:
