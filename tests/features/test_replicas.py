@@ -10,8 +10,8 @@ import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
-from replicated import Death, Run, Served, batch, build, die, doomed, ended, loss_of, replicate, trained_alone
+from replicated import Death, Run, Served, batch, build, doomed, ended, loss_of, replicate, trained_alone
+from zero.features.replicas.membership import Membership
 
 WHOLE = bool(os.environ.get("ZERO_FAULTS"))
 PLACES = ["forward", "backward", "averaging", "averaged", "step"]
@@ -154,12 +155,6 @@ def until_the_end(rank: int, world: int, port: int, letter: str, act: str) -> st
             if due and (act, letter) == ("stopped", "b"):
                 with subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"]):
                     os.kill(os.getpid(), signal.SIGSTOP)
-            if due and (act.partition(" ")[0], letter) == ("forked", "b"):
-                if os.fork():
-                    die()
-                while not os.path.exists(act.partition(" ")[2]):
-                    time.sleep(0.1)
-                os._exit(0)
             backwards = 2 if due and (act, letter) == ("twice", "b") else 1
             with doomed(model, optimizer, "averaged" if due and act == "gone" and "ab"[rank] == letter else ""):
                 for _ in range(backwards):
@@ -185,10 +180,25 @@ def test_a_rank_that_is_stopped_is_taken_for_lost_and_told_so_when_it_runs_again
     assert found["b"][0].startswith("RuntimeError: replica b cannot go on: it has not come where others wait for 1 s.")
 
 
-def test_a_rank_is_lost_at_once_though_a_process_that_it_has_forked_lives_on(tmp_path):
-    found = how_it_ended(f"forked {tmp_path / 'end'}", timeout=1000.0)
-    (tmp_path / "end").touch()
-    assert found["a"] == ["trained with [['a', 'b'], ['a']]"]
+@ranks.on(1, fresh=True)
+def test_a_connection_ends_with_its_process_although_a_process_that_was_forked_lives_on(rank, world):
+    with socket.create_server(("localhost", 0)) as server:
+        membership = Membership(f"localhost:{server.getsockname()[1]}", "key", "a", 0, 1)
+        connection, _ = server.accept()
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writes)
+        os.read(reads, 1)  # until the parent closes its end, or ends
+        os._exit(0)
+    del membership
+    connection.settimeout(10)
+    with connection:
+        while connection.recv(1024):
+            pass
+    os.close(writes)
+    os.waitpid(child, 0)
+    os.close(reads)
 
 
 def test_when_no_replica_has_all_shards_the_ranks_that_live_are_told():
