@@ -6,13 +6,21 @@ process that takes the same steps with the replicas that were there.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
+import sys
+import time
 from contextlib import nullcontext
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import zero
 from replicated import Death, Run, Served, batch, build, doomed, ended, loss_of, replicate, trained_alone
+from zero.features.replicas.coordinator import Coordinator
 from zero.features.replicas.membership import Membership
 
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "docs" / "examples" / "replicas.py"
 WHOLE = bool(os.environ.get("ZERO_FAULTS"))
 PLACES = ["forward", "backward", "averaging", "averaged", "step"]
 
@@ -235,6 +246,106 @@ def test_replicas_that_run_other_backwards_are_told():
     found = how_it_ended("twice")
     for text in found["a"] + found["b"]:
         assert "out of step: they are in average at step 2 and in average at step 3. All must run as many" in text
+
+
+# ------------------------------------------------------------------------------------------------------ under torchrun
+
+
+def start(*command: str, **how: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-m", *command], env=environment, text=True, **how)
+
+
+def ranks_of(torchrun: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    return [int(child) for child in children if SCRIPT.name in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not WHOLE, reason="make faults runs it; above, replicas are killed without torchrun")
+def test_under_torchrun_replicas_that_are_killed_start_again_and_end_with_the_same_weights(tmp_path):
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
+    with start("zero.features.replicas", "--port", "0", "--replicas", "2", stdout=PIPE, stderr=PIPE) as served:
+        address = f"localhost:{served.stdout.readline().split()[1]}"
+        jobs = {
+            name: start(*launcher, str(SCRIPT), address, name, "--steps", "40000", cwd=tmp_path) for name in ("a", "b")
+        }
+        moments = random.Random(0)
+        for victim in ("a", "b", "a"):
+            while "2 replicas train" not in served.stderr.readline():
+                pass
+            time.sleep(moments.uniform(0, 1))
+            os.kill(moments.choice(ranks_of(jobs[victim])), signal.SIGKILL)
+        assert [job.wait() for job in jobs.values()] == [0, 0]
+        assert "a joined; 2 replicas train" in served.stderr.read()
+    first, second = (torch.load(tmp_path / f"weights-{name}.pt", weights_only=True) for name in jobs)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+# -------------------------------------------------------------------------------------- the coordinator without ranks
+
+
+class Rank:
+    """The only rank of a replica, which says what a test lets it say. `told`: what the coordinator has said."""
+
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        self.told: list[dict[str, Any]] = []
+        self._reader = asyncio.StreamReader()
+        self._task = asyncio.create_task(coordinator.serve(self._reader, self))
+        self._say({"enter": name, "name": name, "rank": 0, "size": 1})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._reader.feed_data(json.dumps(message).encode() + b"\n")
+
+    async def says(self, **message: Any) -> dict[str, Any]:
+        """Returns what it is told last."""
+        self._say(message)
+        await asyncio.sleep(0.01)
+        return self.told[-1] if self.told else {}
+
+    def write(self, line: bytes) -> None:
+        self.told.append(json.loads(line))
+
+    def close(self) -> None:
+        pass
+
+
+async def rounds_that_fail() -> None:
+    coordinator = Coordinator(2, 30.0, 1)
+    first, second = Rank(coordinator, "a"), Rank(coordinator, "b")
+    for number in (1, 2, 3):
+        await first.says(ready="join", step=0)
+        begun = await second.says(ready="join", step=0)
+        assert (begun["go"], begun["generation"], begun["joining"]) == (number, number, [1])
+        await first.says(failed=number, why="no route")
+        assert {"abort": number} in second.told
+    for rank in (first, second):
+        assert rank.told[-1]["error"] == "3 rounds failed although no replica was lost. The last error: no route"
+    assert coordinator.over.is_set()
+
+
+def test_rounds_that_fail_are_repeated_with_new_groups_but_not_for_ever():
+    asyncio.run(rounds_that_fail())
+
+
+async def a_rank_that_is_silent_when_others_are_done() -> None:
+    coordinator = Coordinator(2, 0.1, 1)
+    first, second = Rank(coordinator, "a"), Rank(coordinator, "b")
+    await first.says(ready="join", step=0)
+    await second.says(ready="join", step=0)
+    await first.says(done=1)
+    await second.says(done=1)
+    await first.says(ready="average", step=0)
+    assert (await second.says(ready="average", step=0))["go"] == 2
+    await first.says(done=2)
+    await asyncio.sleep(0.2)
+    assert second.told[-1]["error"].startswith("replica b cannot go on: it has not come where others wait")
+    assert first.told[-1] == {"abort": 2}
+    assert (await first.says(ready="average", step=0))["members"] == ["a"]
+
+
+def test_a_rank_that_does_not_say_that_it_is_done_is_lost():
+    asyncio.run(a_rank_that_is_silent_when_others_are_done())
 
 
 @pytest.mark.parametrize(
