@@ -10,13 +10,11 @@ import asyncio
 import itertools
 import json
 import os
-import random
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from subprocess import PIPE
@@ -152,6 +150,30 @@ def test_accumulated_gradients_are_averaged_before_they_are_unscaled_and_clipped
         torch.testing.assert_close(weights, expected)
 
 
+def masters_of_both(rank: int, world: int, port: int, letter: str) -> list[Tensor]:
+    """Trains for some steps with another replica. Returns the weights, masters and optimizer state."""
+    options: dict[str, Any] = {"master_dtype": torch.float32, "offload": zero.CPUOffload(), "lr": 0.02}
+    model, optimizer = zero.setup(build().to(torch.bfloat16), torch.optim.Adam, stage=2, **options)
+    replicas, together = zero.fault_tolerant(model, optimizer, f"localhost:{port}", name=letter), 0
+    while together < 4:
+        loss_of(model(batch(replicas.step, letter + "0", rank).to(torch.bfloat16))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        together += replicas.count == 2
+    states = zero.full_optimizer_state_dict(model, optimizer)["state"].values()
+    weights = [value for name, value in zero.full_state_dict(model).items() if name.endswith(("weight", "bias"))]
+    return [*weights, *(value for state in states for value in state.values())]
+
+
+def test_a_replica_that_joins_has_the_masters_and_the_offloaded_state():
+    with Served(1) as served:
+        found = ended(masters_of_both, served, {"a": 2, "b": 2})
+    first, *others = [returned for of_ranks in found.values() for returned in of_ranks]
+    assert len(first) > 20
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
 # ----------------------------------------------------------------------------------------------- what cannot go on
 
 
@@ -253,31 +275,34 @@ def test_replicas_that_run_other_backwards_are_told():
 
 def start(*command: str, **how: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-m", *command], env=environment, text=True, **how)
+    return subprocess.Popen([sys.executable, *command], env=environment, text=True, **how)
 
 
 def ranks_of(torchrun: subprocess.Popen[str]) -> list[int]:
     children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    return [int(child) for child in children if SCRIPT.name in Path(f"/proc/{child}/cmdline").read_text()]
+    return [int(child) for child in children if "slower.py" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not WHOLE, reason="make faults runs it; above, replicas are killed without torchrun")
 def test_under_torchrun_replicas_that_are_killed_start_again_and_end_with_the_same_weights(tmp_path):
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
-    with start("zero.features.replicas", "--port", "0", "--replicas", "2", stdout=PIPE, stderr=PIPE) as served:
-        address = f"localhost:{served.stdout.readline().split()[1]}"
-        jobs = {
-            name: start(*launcher, str(SCRIPT), address, name, "--steps", "40000", cwd=tmp_path) for name in ("a", "b")
-        }
-        moments = random.Random(0)
-        for victim in ("a", "b", "a"):
-            while "2 replicas train" not in served.stderr.readline():
-                pass
-            time.sleep(moments.uniform(0, 1))
-            os.kill(moments.choice(ranks_of(jobs[victim])), signal.SIGKILL)
-        assert [job.wait() for job in jobs.values()] == [0, 0]
-        assert "a joined; 2 replicas train" in served.stderr.read()
+    script, step = tmp_path / "slower.py", "        schedule.step()\n"  # so that others still train after a restart
+    script.write_text(SCRIPT.read_text().replace(step, f"{step}        __import__('time').sleep(0.01)\n"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
+    served = start("-m", "zero.features.replicas", "--port", "0", "--replicas", "2", stdout=PIPE, stderr=PIPE)
+    address = f"localhost:{served.stdout.readline().split()[1]}"
+    options = ["--steps", "4000"]
+    jobs = {name: start(*launcher, str(script), address, name, *options, cwd=tmp_path) for name in ("a", "b")}
+    try:
+        for victim in ("a", "b", "a", ""):
+            assert any("2 replicas train" in line for line in served.stderr)
+            for rank in ranks_of(jobs[victim])[-1:] if victim else ():
+                os.kill(rank, signal.SIGKILL)
+        assert [job.wait(300) for job in jobs.values()] == [0, 0]
+    finally:
+        for process in (*jobs.values(), served):
+            process.terminate()
+            process.communicate()
     first, second = (torch.load(tmp_path / f"weights-{name}.pt", weights_only=True) for name in jobs)
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
 
