@@ -12,6 +12,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -148,6 +149,8 @@ def train(rank: int, world: int, run: Run, port: int, name: str) -> tuple[Progre
             losses[replicas.step] = loss.item()
             optimizer.step()
         progress.see(replicas.names, run)
+        if replicas.count < run.expected(progress.deaths):
+            time.sleep(0.02)  # else those that start again have little of the CPU
     return progress, losses, zero.full_state_dict(model)
 
 
@@ -211,6 +214,11 @@ class Served:
         self._listening.wait()
         return self
 
+    def wait(self) -> None:
+        """Waits until it has ended by itself, when no replica is left."""
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
     def end_soon(self) -> None:
         """Ends the coordinator while replicas train."""
         self._loop.call_later(0.5, self.coordinator.over.set)
@@ -257,4 +265,6 @@ def ended(fn: Callable[..., Any], served: Served, shards: Mapping[str, int], *ar
 def replicate(run: Run) -> dict[str, Any]:
     """Trains. Returns, by the last name of each replica, the results of its ranks, or the error."""
     with Served(run.replicas) as served:
-        return dict(each(partial(supervised, run, served.port), run.replicas))
+        found = dict(each(partial(supervised, run, served.port), run.replicas))
+        served.wait()
+        return found

@@ -283,6 +283,15 @@ def ranks_of(torchrun: subprocess.Popen[str]) -> list[int]:
     return [int(child) for child in children if "slower.py" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
+def test_the_command_serves_until_no_replica_is_left():
+    with start("-m", "zero.features.replicas", "--port", "0", stdout=PIPE, stderr=PIPE) as served:
+        membership = Membership(f"localhost:{served.stdout.readline().split()[1]}", "key", "a", 0, 1)
+        assert membership.run("join", 0, lambda this: this.members) == ["a"]
+        del membership
+        assert served.wait(30) == 0
+        assert served.stderr.read() == "a joined; 1 replicas train\nreplica a is gone: rank 0 has ended; 0 train\n"
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not WHOLE, reason="make faults runs it; above, replicas are killed without torchrun")
 def test_under_torchrun_replicas_that_are_killed_start_again_and_end_with_the_same_weights(tmp_path):
@@ -291,7 +300,7 @@ def test_under_torchrun_replicas_that_are_killed_start_again_and_end_with_the_sa
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
     served = start("-m", "zero.features.replicas", "--port", "0", "--replicas", "2", stdout=PIPE, stderr=PIPE)
     address = f"localhost:{served.stdout.readline().split()[1]}"
-    options = ["--steps", "4000"]
+    options = ["--steps", "3000"]
     jobs = {name: start(*launcher, str(script), address, name, *options, cwd=tmp_path) for name in ("a", "b")}
     try:
         for victim in ("a", "b", "a", ""):

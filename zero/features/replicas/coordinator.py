@@ -61,6 +61,8 @@ class Coordinator:
         self._start_with, self._timeout, self._port = start, timeout, port
         self._replicas: dict[str, Replica] = {}
         """All that are connected, by id."""
+        self._gone: set[str] = set()
+        """The ids of those that are lost, of which ranks may still come."""
         self._members: list[Replica] = []
         """Those that have the training state, the oldest first."""
         self._group: list[Replica] = []
@@ -84,18 +86,24 @@ class Coordinator:
                 replica = self._enter(entry, writer)
                 async for line in reader:
                     self._hear(replica, rank, json.loads(line))
+        except asyncio.CancelledError:  # it is the coordinator that ends
+            replica = None
+            raise
         finally:
             writer.close()
-        if replica is not None:
-            self._lose(replica, f"rank {rank} has ended")
+            if replica is not None:
+                self._lose(replica, f"rank {rank} has ended")
 
     def _enter(self, entry: Message, writer: asyncio.StreamWriter) -> Replica:
-        replica = self._replicas.setdefault(entry["enter"], Replica(entry["name"], entry["size"]))
+        key = entry["enter"]
+        replica = self._replicas.setdefault(key, Replica(entry["name"], entry["size"]))
         replica.ranks[entry["rank"]] = writer
         others = self._members or [*self._replicas.values()]
         if others[0].size != replica.size:
             sizes = f"it has {replica.size} ranks, and replica {others[0].name} has {others[0].size}"
             self._lose(replica, sizes, "Start all replicas with the same number of ranks.")
+        elif key in self._gone:
+            self._lose(replica, "another rank of it has ended")
         return replica
 
     def _hear(self, replica: Replica, rank: int, message: Message) -> None:
@@ -103,7 +111,7 @@ class Coordinator:
             replica.ready[rank] = (message["ready"], message["step"])
             self._advance()
         elif self._running and message.get("done") == self._round:
-            if replica in self._involved and not self._done:
+            if replica in self._involved and not any(one in self._involved for one, _ in self._done):
                 self._expect()
             self._done.add((replica, rank))
             if all((one, rank) in self._done for one in self._group for rank in range(one.size)):
@@ -120,6 +128,7 @@ class Coordinator:
         if not known:
             return
         del self._replicas[known[0]]
+        self._gone.add(known[0])
         was_member = replica in self._members
         self._members = [one for one in self._members if one is not replica]
         _say(f"replica {replica.name} is gone: {why}; {len(self._members)} train")
