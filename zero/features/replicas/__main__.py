@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 
 import torch.distributed as dist
 
@@ -14,8 +15,11 @@ async def serve(port: int, replicas: int, timeout: float) -> None:
     """Serves until no replica is left that has the training state. Prints the port; 0 takes a free one."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     coordinator = Coordinator(replicas, timeout, store.port)
-    server = await asyncio.start_server(coordinator.serve, port=port)
-    print(f"port {server.sockets[0].getsockname()[1]}", flush=True)
+    both = socket.has_dualstack_ipv6()  # one socket, as a free port of two would be two ports
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listening = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+    server = await asyncio.start_server(coordinator.serve, sock=listening)
+    print(f"port {listening.getsockname()[1]}", flush=True)
     async with server:
         await coordinator.over.wait()
         await asyncio.sleep(0.1)  # for what was written last
