@@ -36,6 +36,7 @@ SECTIONS = {
             "ParameterCount",
             "step_in_backward",
             "join",
+            "fault_tolerant",
             "GradScaler",
         ],
     ),

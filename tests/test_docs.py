@@ -30,6 +30,8 @@ import matrix
 import ranks
 import zero
 from launched import launched
+from replicated import Served
+from zero.comm import Comm
 from zero.fsdp.options import translators
 from zero.integrations.accelerate import ZeroPlugin
 from zero.plan import Options
@@ -102,6 +104,13 @@ def saved() -> Namespace:
     return names
 
 
+def coordinated() -> Namespace:
+    """A model of stage 3 as the only replica of a coordinator."""
+    served = Served(1).__enter__() if dist.get_rank() == 0 else None
+    port = Comm.default().all_gather_text(str(served.port) if served is not None else "")[0]
+    return {**trained(3), "coordinator": f"localhost:{port}", "served": served}
+
+
 PREAMBLES: dict[str, Callable[[], Namespace]] = {
     "model": model,
     "stage 1": functools.partial(trained, 1),
@@ -109,6 +118,7 @@ PREAMBLES: dict[str, Callable[[], Namespace]] = {
     "stage 3": functools.partial(trained, 3),
     "uneven batches": uneven,
     "a checkpoint": saved,
+    "a coordinator": coordinated,
 }
 
 
@@ -157,6 +167,7 @@ WITHOUT_A_SCRIPT = (
     "parallelism",
     "plan",
     "reliability",
+    "replicas",
 )
 """The pages that do not begin with a script."""
 

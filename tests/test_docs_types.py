@@ -23,7 +23,7 @@ IMPORTS = (
 )
 MODEL = "model = GPT(); batches = [(torch.zeros(2, 4), torch.zeros(2, 4))]; tokens, targets = batches[0]"
 TRAINED = "model, optimizer = zero.setup(GPT(), torch.optim.Adam, stage={}, lr=1e-3)"
-STAGES = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "a checkpoint": 3}
+STAGES = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "a checkpoint": 3, "a coordinator": 3}
 
 
 def preamble(marker: str) -> str:
@@ -33,6 +33,7 @@ def preamble(marker: str) -> str:
     if not name:
         return ""
     trained = f"; {TRAINED.format(STAGES[name])}" if name in STAGES else ""
+    trained += "; coordinator = ''" if name == "a coordinator" else ""
     return f"{IMPORTS}; from documented.models import GPT, Block; {MODEL}{trained}"
 
 

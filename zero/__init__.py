@@ -65,6 +65,7 @@ from zero.shards.log import show_as_asked
 if TYPE_CHECKING:  # features bring these, unless their folders are missing
     from zero.features.int8 import Int8
     from zero.features.offload import CPUOffload, DiskOffload
+    from zero.features.replicas import fault_tolerant
     from zero.features.step_in_backward import step_in_backward
     from zero.features.uneven import join
     from zero.plan import plan
@@ -98,6 +99,7 @@ __all__ = [
     "Traffic",
     "clip_grad_norm_",
     "count_parameters",
+    "fault_tolerant",
     "full_optimizer_state_dict",
     "full_state_dict",
     "grad_norm",

@@ -25,6 +25,7 @@ WHOLE = bool(os.environ.get("ZERO_MATRIX"))
 NAMES = {
     "int8": ["Int8"],
     "offload": ["CPUOffload", "DiskOffload"],
+    "replicas": ["fault_tolerant"],
     "step_in_backward": ["step_in_backward"],
     "uneven": ["join"],
 }

@@ -15,6 +15,7 @@ NAMES = {
     "CPUOffload": "offload",
     "DiskOffload": "offload",
     "Int8": "int8",
+    "fault_tolerant": "replicas",
     "join": "uneven",
     "step_in_backward": "step_in_backward",
 }
