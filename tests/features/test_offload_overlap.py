@@ -32,7 +32,9 @@ WIDTH = 12
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
     "adamw": partial(AdamW, lr=1e-2),
-    "fused": lambda params: AdamW(params, lr=torch.tensor(1e-2, device="cpu"), fused=True),  # a scheduler writes into the tensor
+    "fused": lambda params: AdamW(
+        params, lr=torch.tensor(1e-2, device="cpu"), fused=True
+    ),  # a scheduler writes into the tensor
 }
 
 
