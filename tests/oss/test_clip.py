@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+import gpus
 import ranks
 from reference import FEATURES, MOMENTUM, Net, at_stage, built, clip, loss_of
 from zero import OSS, ShardedDDP
+from zero.shards import norm
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 CASES = [(stage, partition) for stage in (1, 2) for partition in ("even", "whole")]
@@ -182,3 +184,13 @@ def test_clipping_twice_scales_what_is_there(rank, world, stage):
         optimizer.step()
     assert norms[2:] == pytest.approx(norms[:2], rel=1e-6)
     assert_close(weights(sharded[0]), weights(plain[0]), "weights")
+
+
+@gpus.cpu_only("a GPU is not asked for the number")
+@pytest.mark.parametrize(("max_norm", "written"), [(2.0, False), (1.0, True), (math.nan, True)])
+def test_gradients_that_are_short_enough_are_not_written(max_norm, written):
+    """A product with one would change nothing, and take a third of the time of a step in the memory of the CPU."""
+    gradients = [torch.full((4,), 0.75), torch.zeros(0)]
+    version = gradients[0]._version
+    norm.clip(gradients, torch.tensor(1.5), max_norm)
+    assert (gradients[0]._version > version) == written

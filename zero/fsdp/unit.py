@@ -174,7 +174,7 @@ class Unit:
 
         Raises RuntimeError if an earlier all-gather of them failed.
         """
-        if ahead and any(group.stepping for group in self.groups):
+        if ahead and any(group.pending_step is not None for group in self.groups):
             return
         for unsharding in () if ahead else self.events.unsharding:
             unsharding(self)

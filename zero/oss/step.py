@@ -101,7 +101,7 @@ class Step:
             with self._comm.telling(self._failure):
                 self._oss.shards.step_group(self._oss.optim, group, beside=True)
         for group in groups:
-            if group.stepping and self.leaves_in_flight:
+            if group.pending_step is not None and self.leaves_in_flight:
                 group.launch_unshard(wire=wire, conceal=True, after=partial(masters.write, group))
                 continue
             if by_group and not overlaps:

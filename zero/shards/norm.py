@@ -58,7 +58,9 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scales the gradients, whose norm is `norm`, in place to a norm of at most `max_norm`, as torch does."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, dtype), alike in _alike(gradients):
-        multiply_all(alike, scale.to(device, dtype))
+        factor = scale.to(device, dtype)
+        if device.type != "cpu" or float(factor) != 1:  # on a GPU the host would have to wait for the number
+            multiply_all(alike, factor)
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterator[tuple[tuple[torch.device, torch.dtype], list[Tensor]]]:

@@ -13,6 +13,7 @@ that no tool takes the parameters of one buffer for tied weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class ShardGroup:
     label: the name of the group in error messages.
     `shard`: see above. `stepped`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
         (masters.py). Whoever asks for one of them, who may write into it, waits for a step that runs beside.
-    `stepping`: whether there is one.
+    `pending_step`: that step.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ShardGroup:
         self.frees = options.own_shard and (self.comm.world > 1 or options.home.apart or other_dtype)
         """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
-        self._step: Handle | None = None
+        self.pending_step: Handle | None = None
         self._rounded: Tensor | None = None
         """What a step beside has left next to `stepped`: the same in the dtype that computes. None if it may differ."""
         self.departure: Any = None
@@ -166,30 +167,25 @@ class ShardGroup:
         """Whether the parameters are full on this rank."""
         return self.state is GroupState.UNSHARDED or self._summoned is not None
 
-    @property
-    def stepping(self) -> bool:
-        return self._step is not None
-
     def step_beside(self, step: Handle, rounded: Tensor | None) -> None:
         """`step.wait` waits for a thread that writes `stepped`, and perhaps `rounded`, which is then sent instead."""
-        self._step, self._rounded = step, rounded
-        if self.state is GroupState.SHARDED:
-            self._conceal(self.shard_views)
+        self.pending_step, self._rounded = step, rounded
+        self._bind_at_rest()
 
     def finish_step(self) -> None:
         """Waits for the step that runs beside, if there is one. Raises its error."""
-        step, self._step = self._step, None
+        step, self.pending_step = self.pending_step, None
         if step is not None:
             with self.exchange.gathered_by.telling(self._failure):
                 step.wait()
+            self._bind_at_rest()
 
     def reveal(self) -> None:
         """Lets sharded parameters be read and written, after the step that runs beside."""
-        if self._step is not None or self._rounded is not None:
-            self.finish_step()
+        self.finish_step()
+        if self._rounded is not None:
             self._rounded = None
-            if self.state is GroupState.SHARDED:
-                self._bind(self.shard_views)
+            self._bind_at_rest()
 
     @property
     def outgoing(self) -> Tensor:
@@ -221,10 +217,10 @@ class ShardGroup:
         after: `finish_unshard` launches the all-gather, `ahead`, and calls this before. The host has waited for all
             computing before this call.
         """
-        ahead, by, from_host = ahead or self.stepping, self.exchange.gathered_by, self.home.apart
-        keeps = self.full, self.exchange
-        if after is None:
-            self.finish_step()
+        if self.pending_step is not None:
+            ahead = True
+            if after is None:
+                self.finish_step()
         self._become(GroupState.GATHERING)
         if conceal:
             self._conceal(self._full_views)
@@ -235,17 +231,16 @@ class ShardGroup:
             if self.frees:
                 self.gathered_as = wire if self.comm.world > 1 else PLAIN
                 self.full.untyped_storage().resize_(self.full.nbytes)
-            return self.exchange.gather(self.full, self.outgoing if self.frees else None, wire, channel)
+            shard = self._shard if self._rounded is None else self._rounded
+            return self.exchange.gather(self.full, shard if self.frees else None, wire, channel)
 
-        def launch() -> Handle:
+        by, keeps, from_host = self.exchange.gathered_by, (self.full, self.exchange), self.home.apart
+        launch = partial(self.streams.gather, by, gather, keeps=keeps, ahead=ahead, from_host=from_host)
+        try:
             with shown("unshard", self.label, self.comm.rank), torch.no_grad():
-                handle = self.streams.gather(by, gather, keeps=keeps, ahead=ahead, from_host=from_host)
+                self._handle = launch() if after is None else Handle(lambda: launch().wait())
                 if from_host:
                     self.home.used(self._shard)
-            return handle
-
-        try:
-            self._handle = launch() if after is None else Handle(lambda: launch().wait())
         except BaseException:
             self._become(GroupState.LOST)
             raise
@@ -331,6 +326,11 @@ class ShardGroup:
         """Binds the parameters to views of one NaN, in the shapes of these."""
         unknown = views[0].new_full((), torch.nan)
         self._bind([unknown.expand(view.shape) for view in views])
+
+    def _bind_at_rest(self) -> None:
+        if self.state is GroupState.SHARDED:
+            hidden = self.pending_step is not None or self._rounded is not None
+            (self._conceal if hidden else self._bind)(self.shard_views)
 
     def _bind(self, views: Sequence[Tensor]) -> None:
         self._bound = views

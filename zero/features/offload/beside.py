@@ -206,7 +206,7 @@ def _as_now(optimizer: Optimizer, state: MutableMapping[Tensor, Any], params: Se
 def steps_beside(optimizer: Optimizer) -> bool:
     """Whether someone has yet to wait for steps of the optimizer."""
     state: Any = optimizer.state
-    return isinstance(state, AwaitedState) and any(group.stepping for group in state.groups)
+    return isinstance(state, AwaitedState) and any(group.pending_step is not None for group in state.groups)
 
 
 class OnHost(Home):
