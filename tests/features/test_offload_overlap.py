@@ -169,6 +169,22 @@ def test_what_forward_needs_first_stays_on_the_device(rank, world, stage):
     assert away[0] is False
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+@ranks.on(2)
+def test_a_step_is_pending_on_every_rank_alike(rank, world, in_backward):
+    """Also on a rank that owns nothing of a unit: units whose steps are pending are not gathered ahead."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    policy, offload = ModuleWrapPolicy({nn.Linear}), zero.CPUOffload(overlap=True)
+    model = zero.FSDP(net, auto_wrap_policy=policy, offload=offload, partition="whole")
+    optimizer = SGD(model.parameters(), lr=0.05)
+    if in_backward:
+        zero.step_in_backward(model, optimizer)
+    groups = model._model.index.groups
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    assert all(group.pending_step is not None for group in groups)
+
+
 @pytest.mark.parametrize("ratio", [0, -1, 1.5, float("nan")])
 def test_a_share_that_is_none_is_refused(ratio):
     with pytest.raises(ValueError, match="ratio="):

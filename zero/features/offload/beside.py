@@ -256,8 +256,9 @@ class OnHost(Home):
             return
         held = {*params}
         for group in groups:
-            own = [param for param in group.params if param in held and param.grad is not None]
-            if own:
+            own = [param for param in group.params if param in held]
+            if self.overlap or any(param.grad is not None for param in own):
+                # Also of a group of which only others own shards: what is gathered ahead depends on pending steps.
                 self.step_group(group, optimizer, own, beside=self.overlap)
         taken = {param: param.grad for param in params if param.grad is not None}
         for param in taken:  # the optimizer's own step is to leave these

@@ -222,21 +222,20 @@ class StepsOfUnits(StepsInBackward):
             self._done.add(unit)
 
     def _step(self, unit: Unit) -> None:
-        with_gradients = [param for param in unit.params if param.grad is not None]
-        if not with_gradients:
-            return
+        """Also where only other ranks own shards: what is gathered ahead depends on pending steps."""
         self._partly = True
         for group in unit.groups:
             own = [param for param in group.params if param.grad is not None]
             group.home.step_group(group, self._optimizer, own, beside=True, urgent=True)
             self._begun.append(group)
-        for param in with_gradients:
-            param.grad = None
+            for param in own:
+                param.grad = None
 
     def end(self, units: Collection[Unit]) -> None:
         """Steps the remaining parameters, when all units are at rest."""
         for unit in units:
-            self._step(unit)
+            if any(param.grad is not None for param in unit.params):
+                self._step(unit)
         self.join()
         self._done.clear()
         super().end(units)
