@@ -213,7 +213,9 @@ class FSDP(Weights):
         with ExitStack() as stack:
             for scaling in self._model.events.scaling:
                 stack.enter_context(scaling())
-            norm.clip([param.grad for param in self._model.index if param.grad is not None], total, float(max_norm))
+            gradients = [param.grad for param in self._model.index if param.grad is not None]
+            apart = any(group.home.apart for group in self._model.index.groups)
+            norm.clip(gradients, total, float(max_norm), apart=apart)
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:

@@ -144,7 +144,8 @@ class OwnedGradients:
     def clip(self, max_norm: float, total: Tensor) -> Tensor:
         """Scales all gradients, whose norm is `total`, to at most max_norm. Returns the norm before."""
         full = [param.grad for param in self._oss.shards if param.grad is not None]
-        norm.clip(self._oss.shards.gradients() if self.arrive_sharded else full, total, max_norm)
+        held, apart = self._oss.shards.gradients() if self.arrive_sharded else full, self._oss.shards.home.apart
+        norm.clip(held, total, max_norm, apart=apart)
         return total
 
 

@@ -54,12 +54,16 @@ def _powers(shards: Iterable[Tensor], norm_type: float, device: torch.device) ->
     return (together.max() if math.isinf(norm_type) else together.pow(norm_type).sum()).double()
 
 
-def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales the gradients, whose norm is `norm`, in place to a norm of at most `max_norm`, as torch does."""
+def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, *, apart: bool) -> None:
+    """Scales the gradients, whose norm is `norm`, in place to a norm of at most `max_norm`, as torch does.
+
+    apart: they may lie elsewhere than on the device. Those in the memory of the CPU are not multiplied with one, which
+    would take a third of the time of a step; to ask for the number would make the host wait for a device.
+    """
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, dtype), alike in _alike(gradients):
         factor = scale.to(device, dtype)
-        if device.type != "cpu" or float(factor) != 1:  # on a GPU the host would have to wait for the number
+        if not apart or device.type != "cpu" or float(factor) != 1:
             multiply_all(alike, factor)
 
 
