@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,16 +47,6 @@ class Slow:
         super().step_part(part)  # type: ignore[misc]
 
 
-@dataclass(frozen=True)
-class SlowCPU(Slow, Apart):
-    pass
-
-
-@dataclass(frozen=True)
-class SlowShards(Slow, zero.CPUOffload):
-    pass
-
-
 def wrapped(stage: int, optim: Any, offload: Any, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     block = partial(FeedForward, WIDTH, 2 * WIDTH)
@@ -71,10 +60,15 @@ def wrapped(stage: int, optim: Any, offload: Any, **options: Any) -> tuple[nn.Mo
     return zero.ShardedDDP(net, optimizer, reduce_buffer_size=200), optimizer
 
 
+def overlapping(stage: int, steps: type = Slow, **options: float) -> Any:
+    """steps: how long a step takes, or what becomes of it."""
+    return type("Overlapping", (steps, zero.CPUOffload if stage == 3 else Apart), {})(overlap=True, **options)
+
+
 def offload_of(stage: int, overlap: bool, ratio: float = 1.0) -> Any:
-    if stage == 3:
-        return SlowShards(overlap=True, ratio=ratio) if overlap else zero.CPUOffload()
-    return SlowCPU(overlap=True, ratio=ratio) if overlap else Apart()
+    if overlap:
+        return overlapping(stage, ratio=ratio)
+    return zero.CPUOffload() if stage == 3 else Apart()
 
 
 def loss_of(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -286,16 +280,6 @@ class Waits(Slow):
         super().step_part(part)
 
 
-@dataclass(frozen=True)
-class WaitsCPU(Waits, Apart):
-    pass
-
-
-@dataclass(frozen=True)
-class WaitsShards(Waits, zero.CPUOffload):
-    pass
-
-
 class Fails(Slow):
     """The step of a group raises an error on one rank."""
 
@@ -305,20 +289,10 @@ class Fails(Slow):
         super().step_part(part)
 
 
-@dataclass(frozen=True)
-class FailsCPU(Fails, Apart):
-    pass
-
-
-@dataclass(frozen=True)
-class FailsShards(Fails, zero.CPUOffload):
-    pass
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(2, timeout=20)
 def test_an_error_in_the_thread_is_raised_on_every_rank_by_the_next_forward(rank, world, stage):
-    offload = FailsCPU(overlap=True) if stage == 2 else FailsShards(overlap=True)
+    offload = overlapping(stage, Fails)
     model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload)
     loss_of(model, rank, 0).backward()
     optimizer.step()
@@ -336,18 +310,8 @@ class Dies(Slow):
         super().step_part(part)
 
 
-@dataclass(frozen=True)
-class DiesCPU(Dies, Apart):
-    pass
-
-
-@dataclass(frozen=True)
-class DiesShards(Dies, zero.CPUOffload):
-    pass
-
-
 def killed(rank: int, world: int, path: Path, stage: int) -> str:
-    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], (DiesCPU if stage == 2 else DiesShards)(overlap=True))
+    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], overlapping(stage, Dies))
     loss_of(model, rank, 0).backward()
     optimizer.step()
     return ranks.refusal(lambda: zero.checkpoint.save(path, model, optimizer))
@@ -365,7 +329,7 @@ def test_where_a_rank_dies_in_a_step_the_others_raise_and_no_checkpoint_is_left(
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(2, timeout=20)
 def test_gradients_that_are_written_while_they_are_read_are_an_error(rank, world, stage):
-    offload = (WaitsCPU if stage == 2 else WaitsShards)(overlap=True)
+    offload = overlapping(stage, Waits)
     offload.begins.clear()
     model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload)
     loss_of(model, rank, 0).backward()
@@ -381,7 +345,7 @@ def test_gradients_that_are_written_while_they_are_read_are_an_error(rank, world
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(2, timeout=20)
 def test_zeros_in_place_of_gradients_wait_and_dropping_them_does_not(rank, world, stage):
-    offload = (WaitsCPU if stage == 2 else WaitsShards)(overlap=True)
+    offload = overlapping(stage, Waits)
     model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload)
     for set_to_none in (True, False):
         offload.begins.clear()

@@ -67,7 +67,11 @@ class Home:
         """Steps only these parameters, which lie here: the shards of one group. The optimizer treats each element by
         itself. beside: may return before, and `ShardGroup.finish_step` waits. urgent: those before are needed later."""
         group.arrive()
-        unhooked(part_of(optimizer, params))()
+        self.step_part(part_of(optimizer, params))
+
+    def step_part(self, part: Optimizer) -> None:
+        """Steps all parameters of an optimizer, which lie here. May be called in another thread."""
+        unhooked(part)()
 
     def before_step(
         self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[ShardGroup], *, closure: bool

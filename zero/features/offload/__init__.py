@@ -39,7 +39,6 @@ class CPUOffload(OnHost):
     overlap: `step` returns while a thread steps one shard group after another, and each all-gather of the next forward
         waits for the step of its own group. A step is as without, bit for bit, with the gradients and options that it
         began with. torch's optimizers that treat each element by itself overlap, without a closure; others do not.
-
     ratio: the share of the parameters whose shards and optimizer state are offloaded, by whole buckets (stages 1 and 2)
         or units (stage 3). Those that forward needs first stay on the device, which steps them, as many as fit into the
         remaining share.
@@ -114,9 +113,9 @@ class DiskOffload:
     The optimizer steps one parameter after another, so that the state of one parameter is resident at a time. An
     optimizer that does not treat each element by itself, and a step with a closure, step all parameters at once.
 
-    overlap: as of CPUOffload. The files of the next parameter are read while one is stepped.
     path: a directory on this rank's machine, created if it is missing. The files are unnamed and vanish when the
         process ends; save checkpoints to keep the state.
+    overlap: as of CPUOffload. The files of the next parameter are read while one is stepped.
 
     glibc keeps much of the memory of freed tensors, unless MALLOC_MMAP_THRESHOLD_=262144 is in the environment when the
     process starts.

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zero._torch import has_values, writes_so_far
 from zero.comm import Handle
 from zero.measure.kinds import ELEMENTWISE
-from zero.shards.home import Home, part_of, unhooked
+from zero.shards.home import Home, part_of
 from zero.shards.shard_group import ShardGroup
 
 
@@ -222,10 +222,6 @@ class OnHost(Home):
     def overlaps(self) -> bool:  # type: ignore[override]
         return self.overlap
 
-    def step_part(self, part: Optimizer) -> None:
-        """Steps all parameters of an optimizer."""
-        unhooked(part)()
-
     def rounded(self, group: ShardGroup) -> Tensor | None:
         """Returns memory for what is sent in the place of a stepped tensor, in the dtype that computes."""
         return None
@@ -244,8 +240,7 @@ class OnHost(Home):
             rounded = self.rounded(group) if self.overlap else None
             step_beside(group, optimizer, params, self.step_part, rounded, urgent=urgent, at_most=at_most)
         else:
-            group.arrive()
-            self.step_part(part_of(optimizer, params))
+            super().step_group(group, optimizer, params, beside=False)
 
     def before_step(
         self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[ShardGroup], *, closure: bool
