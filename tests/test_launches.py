@@ -96,16 +96,22 @@ def fsdp2(model: Any) -> tuple[nn.Module, Any]:
 
 
 def launched(_: int, __: int, build: Callable[[nn.Module], tuple[nn.Module, Any]], world: int) -> tuple[Launched, int]:
-    """In the third step, and the number of shard groups."""
+    """In the step of the fewest kernels once two are done, and the number of shard groups.
+
+    Autograd copies a gradient to which anybody in the process has a reference, be it for a moment only.
+    """
     dist.init_process_group("fake", rank=3, world_size=world, store=FakeStore())
     torch.manual_seed(0)
     model, optimizer = build(GPT())
     tokens = torch.randint(WORDS, (2, 16))
-    for _ in range(3):
+    counts = []
+    for _ in range(6):
         optimizer.zero_grad()
         with Count() as count:
             model(tokens).backward()
             optimizer.step()
+        counts.append(count)
+    count = min(counts[2:], key=lambda count: count.of_each.total())
     of_optimizer = optimizer.shards.shard_groups if isinstance(optimizer, zero.OSS) else ()
     groups = running_model(model).index.groups if isinstance(model, zero.FSDP) else of_optimizer
     return Launched(count.of_each.total(), count.collectives, count.of_each), len(groups)
