@@ -177,7 +177,7 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
             memory.in_host_memory(made)
         return made
 
-    for module in ("zero.shards.shard_group", "zero.features.streams"):
+    for module in ("zero.shards.shard_group", "zero.features.streams", "zero.features.offload.norms"):
         stack.enter_context(mock.patch(f"{module}.apart", lambda one, other: on_host(one) != on_host(other)))
     stack.enter_context(mock.patch.object(offload.CPUOffload, "place", placed))
     stack.enter_context(mock.patch.object(offload.CPUOffload, "has", lambda home, shard: on_host(shard)))

@@ -146,7 +146,10 @@ class GradBucket:
         with shown("wait_for_reduce", group.label, group.comm.rank):
             sums: Tensor = handle.wait()
         used: list[tuple[int, Tensor]] = []
-        for index, flat in self._messages.cut(group.bring(sums)):
+        brought = group.bring(sums)
+        if group.home.apart:
+            group.home.brought(brought, sums, [flat for _, flat in self._messages.cut(sums)])
+        for index, flat in self._messages.cut(brought):
             gradient = group.shapes.shaped(index, flat)
             (used if index in self._sent else self._undecided).append((index, gradient))
         self._add(used)

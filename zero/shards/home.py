@@ -48,6 +48,10 @@ class Home:
     def returned(self, shard: Tensor) -> None:
         """Called after a stepped tensor was copied into its shard on the device."""
 
+    def brought(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
+        """Called after gradients were brought here: `there`, the copy of the flat `sums`. own: the gradient of each
+        parameter, views of `sums`."""
+
     def used(self, shard: Tensor) -> None:
         """Called after a placed tensor was read or written, when it will not be used for a while."""
 

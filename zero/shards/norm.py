@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from zero._torch import multiply_all, norms_of
 from zero.comm import Comm
 from zero.shards.parts import parts_here
+
+known_norms: list[Callable[[Sequence[Tensor], float], Mapping[int, Tensor]]] = []
+"""Asked for norms, 0-dim, by position among gradients, before gradients are read. The float is the norm's type."""
 
 
 def total_norm(
@@ -43,10 +46,15 @@ def total_norm(
 
 def _powers(shards: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Returns the sum of the powers of all elements, or for inf the largest, 0-dim, in float64."""
+    own = [shard for shard in shards if shard.numel()]
+    known = {position: norm for ask in known_norms for position, norm in ask(own, norm_type).items()}
     norms = [
-        norm
-        for (_, of), alike in _alike(shard for shard in shards if shard.numel())
-        for norm in norms_of(alike, norm_type, torch.float32 if of in (torch.float16, torch.bfloat16) else None)
+        *known.values(),
+        *(
+            norm
+            for (_, of), alike in _alike(shard for position, shard in enumerate(own) if position not in known)
+            for norm in norms_of(alike, norm_type, torch.float32 if of in (torch.float16, torch.bfloat16) else None)
+        ),
     ]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)

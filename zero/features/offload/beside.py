@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from zero._torch import has_values, writes_so_far
 from zero.comm import Handle
+from zero.features.offload import norms
 from zero.measure.kinds import ELEMENTWISE
 from zero.shards.home import Home, part_of
 from zero.shards.shard_group import ShardGroup
@@ -221,6 +222,9 @@ class OnHost(Home):
     @property
     def overlaps(self) -> bool:  # type: ignore[override]
         return self.overlap
+
+    def brought(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
+        norms.note(there, sums, own)
 
     def rounded(self, group: ShardGroup) -> Tensor | None:
         """Returns memory for what is sent in the place of a stepped tensor, in the dtype that computes."""
