@@ -23,7 +23,9 @@ import zero
 from models import take_step
 from reference import at_stage, clip, same_where_the_cpu_steps, weights
 from sidebyside import data
-from zero.features.offload.memory import digest, pinned
+from zero._torch import PinnedMemory, pinned
+from zero.features.offload.digests import digest
+from zero.features.streams import Streams
 from zero.shards import masters
 
 STAGES = [1, 2]
@@ -132,24 +134,61 @@ def test_a_digest_tells_whatever_is_written(dtype):
     assert int(digest(before.clone())) == digests[0]
 
 
-def test_pinned_memory_has_the_size_of_its_tensor_and_is_given_back():
-    """torch's own allocator takes the next power of two."""
-    runtime = mock.Mock()
-    runtime.cudaHostRegister.return_value = 0
+@pytest.fixture
+def runtime() -> Any:
+    """CUDA's, which pins everything."""
+    found = mock.Mock()
+    found.cudaHostRegister.return_value = 0
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
-        mock.patch("torch.cuda.cudart", return_value=runtime),
+        mock.patch("torch.cuda.cudart", return_value=found),
     ):
-        there = pinned([5, 1000], torch.float32)
-        assert (there.shape, there.dtype) == ((5, 1000), torch.float32)
-        runtime.cudaHostRegister.assert_called_once_with(there.data_ptr(), 20_000, 0)
-        address = there.data_ptr()
-        assert not runtime.cudaHostUnregister.called
-        del there
-        runtime.cudaHostUnregister.assert_called_once_with(address)
-        runtime.cudaHostRegister.return_value = 2
-        with pytest.raises(RuntimeError, match=r"20000 bytes .* could not be pinned.*ulimit.*pin_memory=False"):
-            pinned([5000], torch.float32)
+        yield found
+
+
+def test_pinned_memory_has_the_size_of_its_tensor_and_is_given_back(runtime):
+    """torch's own allocator takes the next power of two."""
+    there = pinned([5, 1000], torch.float32)
+    assert (there.shape, there.dtype) == ((5, 1000), torch.float32)
+    runtime.cudaHostRegister.assert_called_once_with(there.data_ptr(), 20_000, 0)
+    address = there.data_ptr()
+    assert not runtime.cudaHostUnregister.called
+    del there
+    runtime.cudaHostUnregister.assert_called_once_with(address)
+    runtime.cudaHostRegister.return_value = 2
+    with pytest.raises(RuntimeError, match=r"20000 bytes .* could not be pinned.*ulimit.*pin_memory=False"):
+        pinned([5000], torch.float32)
+
+
+def test_pinned_memory_is_used_again_once_no_view_of_it_is_left(runtime):
+    """As of gradients, which are dropped after each step."""
+    memory = PinnedMemory()
+    first, second = memory.empty([6000], torch.float32), memory.empty([6000], torch.float32)
+    address, view = first.data_ptr(), first[10:20]
+    assert second.data_ptr() != address
+    del first
+    assert memory.empty([6000], torch.float32).data_ptr() not in (address, second.data_ptr())
+    del view
+    assert memory.empty([6000], torch.float32).data_ptr() == address
+    del second, memory
+    assert runtime.cudaHostUnregister.call_count == runtime.cudaHostRegister.call_count == 3
+
+
+def test_gradients_get_pinned_memory_of_exact_size_once(runtime):
+    like = pinned([2**18], torch.float32)
+    with mock.patch("torch.get_device_module", return_value=mock.MagicMock()):
+        streams = Streams(torch.device("cuda:0"))
+    with (
+        mock.patch("zero.features.streams.apart", lambda one, other: True),
+        mock.patch.object(Tensor, "is_pinned", return_value=True),
+        mock.patch.object(Tensor, "record_stream"),
+    ):
+        found = [streams.bring(torch.full([2**18 + 1], step), like).unique().tolist() for step in (1.0, 2.0, 3.0)]
+    assert found == [[1], [2], [3]]
+    sizes = [call.args[1] for call in runtime.cudaHostRegister.call_args_list]
+    assert sizes == [2**20, 2**20 + 4]
+    del like
+    assert runtime.cudaHostUnregister.call_count == 2, "what was brought for a tensor goes with it"
 
 
 @pytest.mark.parametrize("offload", ["cpu", "disk"])

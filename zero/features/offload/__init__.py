@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import has_values
+from zero._torch import has_values, pinned
 from zero.features.offload.beside import OnHost
+from zero.features.offload.digests import digest
 from zero.features.offload.disk import Disk
-from zero.features.offload.memory import digest, pinned
 from zero.fsdp.events import ModelEvents, model_events
 from zero.shards.home import DEVICE, Home, homes
 from zero.shards.shard_group import ShardGroup

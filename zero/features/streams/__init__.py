@@ -25,13 +25,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import current_stream_of
+from zero._torch import PinnedMemory, current_stream_of
 from zero.comm import Comm, Handle
 from zero.comm.streams import NoStreams, apart, stream_makers
 
 _PIECE = 2**20
 """Elements that are rounded and sent at a time: they stay in the processor's cache in between."""
+
+_EXACT = 2**20
+"""Bytes from which a copy gets memory of exact size. Pinning takes the system longer than torch's allocator needs."""
 
 
 class Streams(NoStreams):
@@ -44,6 +48,8 @@ class Streams(NoStreams):
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._current
+        self._pinned = WeakIdKeyDictionary()
+        """Memory for copies, by the tensor that they are copied for."""
         self._at_host: set[Any] = set()
         """Streams that read or write the memory of the CPU."""
         self._buffers: list[Tensor | None] = [None, None]
@@ -102,7 +108,12 @@ class Streams(NoStreams):
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         if not apart(source, like) or like.device.type != "cpu":
             return super().bring(source, like)
-        copy = torch.empty(source.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_pinned())
+        pins = like.is_pinned()
+        if pins and source.nbytes >= _EXACT:
+            memory: PinnedMemory = self._pinned.setdefault(like, PinnedMemory())
+            copy = memory.empty(source.shape, like.dtype)
+        else:
+            copy = torch.empty(source.shape, dtype=like.dtype, device="cpu", pin_memory=pins)
         self.to_host(source, copy)
         return copy
 

@@ -1,11 +1,6 @@
-"""Pinned memory of exact size, and digests by which tensors on the device are told from what was written there."""
+"""Digests, by which tensors on the device are told from what was written there."""
 
 from __future__ import annotations
-
-import mmap
-from collections.abc import Sequence
-from math import prod
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -14,27 +9,6 @@ _CHUNK = 2**22
 """Elements of which a digest is made at a time: it needs 16 bytes for each."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor in pinned memory of the CPU, with memory for as many bytes as it has, in whole pages.
-
-    torch's own allocator of pinned memory takes the next power of two.
-    """
-    nbytes = prod(shape) * dtype.itemsize
-    if not nbytes or not torch.cuda.is_available():
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.accelerator.is_available())
-    pages, runtime = mmap.mmap(-1, nbytes), torch.cuda.cudart()
-    there = torch.frombuffer(pages, dtype=dtype).view(*shape)
-    address = there.data_ptr()
-    error = runtime.cudaHostRegister(address, nbytes, 0)
-    if int(error):
-        raise RuntimeError(
-            f"{nbytes} bytes of memory of the CPU could not be pinned: {error}. The limit of locked memory (ulimit -l) "
-            "may be too low. Raise it, or pass CPUOffload(pin_memory=False)."
-        )
-    finalize(pages, runtime.cudaHostUnregister, address)
-    return there
 
 
 def digest(tensor: Tensor) -> Tensor:

@@ -1,0 +1,52 @@
+"""Pinned memory of exact size. torch's own allocator takes the next power of two."""
+
+from __future__ import annotations
+
+import mmap
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in pinned memory of the CPU, with memory for as many bytes as it has, in whole pages."""
+    return PinnedMemory().empty(shape, dtype)
+
+
+class PinnedMemory:
+    """Tensors in pinned memory, which is used again once a tensor has been freed, and given back with this object.
+
+    On other devices than CUDA's, memory is torch's own.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        """By the number of bytes."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor without values. Raises RuntimeError if the system does not pin so much memory."""
+        nbytes = prod(shape) * dtype.itemsize
+        if not nbytes or not torch.cuda.is_available():
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.accelerator.is_available())
+        free = self._free[nbytes]
+        pages = free.pop() if free else _pin(nbytes)
+        view = memoryview(pages)  # the tensor holds it
+        finalize(view, free.append, pages)
+        return torch.frombuffer(view, dtype=dtype).view(*shape)
+
+
+def _pin(nbytes: int) -> mmap.mmap:
+    pages, runtime = mmap.mmap(-1, nbytes), torch.cuda.cudart()
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+    error = runtime.cudaHostRegister(address, nbytes, 0)
+    if int(error):
+        raise RuntimeError(
+            f"{nbytes} bytes of memory of the CPU could not be pinned: {error}. The limit of locked memory (ulimit -l) "
+            "may be too low. Raise it, or pass CPUOffload(pin_memory=False)."
+        )
+    finalize(pages, runtime.cudaHostUnregister, address)
+    return pages
