@@ -55,39 +55,79 @@ def crossed(there: Simulated, model: nn.Module, optimizer: Any, dtype: torch.dty
     return dict(there.memory.crossed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_the_parameters(stage, dtype):
-    """Gradients leave in float32 also where the parameters have 16 bits."""
+@pytest.mark.parametrize(
+    ("stage", "dtype", "world", "leaving"),
+    [
+        (1, torch.float32, WORLD, 4),
+        (2, torch.float32, WORLD, 4),
+        (1, torch.bfloat16, WORLD, 2),
+        (2, torch.bfloat16, WORLD, 4),  # the sums of several ranks are float32
+        (2, torch.bfloat16, 1, 2),
+    ],
+)
+def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_the_parameters(
+    stage, dtype, world, leaving
+):
     with simulated() as there:
         module = Net().to(dtype)
-        optimizer = zero.OSS(module.parameters(), sgd, there.comm(RANK, WORLD), offload=zero.CPUOffload())
+        comm = there.comm(min(RANK, world - 1), world)
+        optimizer = zero.OSS(module.parameters(), sgd, comm, offload=zero.CPUOffload())
         model = zero.ShardedDDP(module, optimizer) if stage == 2 else module
         found, buckets = crossed(there, model, optimizer, dtype), len(optimizer.shards.shard_groups)
-    assert found == {TO_CPU: 4 * OWNED, FROM_CPU: dtype.itemsize * OWNED, NUMBERS: buckets}
+    owned = 4 * NUMEL // world
+    assert found == {TO_CPU: leaving * owned, FROM_CPU: dtype.itemsize * owned, NUMBERS: buckets}
 
 
 @pytest.mark.parametrize(
-    ("options", "gathered"),
+    ("options", "gathered", "leaving", "world"),
     [
-        ({}, 2 * 2 + 2),  # the block that ran last, and the root unit, stay unsharded for backward
-        ({"mixed_precision": HALF}, 2 * 2 + 2),
-        ({"mixed_precision": HALF, "offload": OVERLAP}, (2 * 2 + 2) / 2),
-        ({"reshard_after_forward": False}, 4),
+        ({}, 2 * 2 + 2, 4, WORLD),  # the block that ran last, and the root unit, stay unsharded for backward
+        ({"mixed_precision": HALF}, 2 * 2 + 2, 4, WORLD),
+        ({"mixed_precision": HALF, "offload": OVERLAP}, (2 * 2 + 2) / 2, 4, WORLD),
+        ({"mixed_precision": HALF, "offload": OVERLAP}, (2 * 3 + 1) / 2, 2, 1),  # the block that ran last does not
+        ({"reshard_after_forward": False}, 4, 4, WORLD),
     ],
-    ids=["float32", "16 bits", "16 bits, overlapping", "kept"],
+    ids=["float32", "16 bits", "16 bits, overlapping", "one rank", "kept"],
 )
-def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options, gathered):
+def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options, gathered, leaving, world):
     """In float32 also where the device computes in 16 bits, unless a thread has rounded what it stepped.
 
     gathered: units, some of them twice, in multiples of float32's bytes.
     """
     with simulated() as there:
         policy = ModuleWrapPolicy({Block})
-        comm, options = there.comm(RANK, WORLD), {"offload": zero.CPUOffload(), **options}
+        comm, options = there.comm(min(RANK, world - 1), world), {"offload": zero.CPUOffload(), **options}
         model = zero.FSDP(Net(), process_group=comm, auto_wrap_policy=policy, **options)
         found = crossed(there, model, sgd(model.parameters()))
-    assert found == {TO_CPU: 4 * OWNED, FROM_CPU: 4 * gathered * NUMEL // WORLD}
+    assert found == {TO_CPU: leaving * 4 * NUMEL // world, FROM_CPU: 4 * gathered * NUMEL // world}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_that_left_in_16_bits_train_to_the_same_bits(stage, overlap):
+    """Of a rank by itself they are what they were. They add up over two backwards in float32, as on the device."""
+    trained = []
+    for offload in (None, zero.CPUOffload(overlap=overlap)):
+        torch.manual_seed(0)
+        module = Net()
+        with simulated() as there:
+            comm = there.comm(0, 1)
+            if stage == 3:
+                policy = ModuleWrapPolicy({Block})
+                model = zero.FSDP(module, comm, auto_wrap_policy=policy, mixed_precision=HALF, offload=offload)
+                optimizer: Any = sgd(model.parameters())
+            else:
+                params = module.to(torch.bfloat16).parameters()
+                optimizer = zero.OSS(params, sgd, comm, master_dtype=torch.float32, offload=offload)
+                model = zero.ShardedDDP(module, optimizer) if stage == 2 else module
+            for number in range(6):
+                optimizer.zero_grad()
+                for backward in range(1 + number % 2):
+                    model(torch.randn(2, 8, dtype=torch.bfloat16) + backward).square().sum().backward()
+                optimizer.step()
+            trained.append([param.detach().clone() for param in model.parameters()])
+    for ours, plain in zip(*trained, strict=True):
+        assert torch.equal(ours, plain)
 
 
 def test_an_operator_on_both_is_noticed():

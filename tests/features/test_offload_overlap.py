@@ -26,6 +26,7 @@ import zero
 from features.test_oss_offload import Apart
 from models import FeedForward, Stack
 from sidebyside import data
+from zero.features.offload.beside import Widening
 
 WIDTH = 12
 OPTIMIZERS: dict[str, Any] = {
@@ -370,3 +371,51 @@ def test_a_step_that_a_scaler_skips_is_skipped(rank, world):
         scaler.update()
         now = zero.full_state_dict(model)
         assert all(map(torch.equal, before.values(), now.values())) == (factor > 1)
+
+
+class Late:
+    """An event. Copies of gradients arrive one after another."""
+
+    def __init__(self, error: str = "") -> None:
+        self.happened, self._error = threading.Event(), error
+
+    def query(self) -> bool:
+        return self.happened.is_set()
+
+    def synchronize(self) -> None:
+        assert self.happened.wait(10)
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+@ranks.on(1, bare=True)
+def test_gradients_of_16_bits_are_widened_in_the_thread_a_few_at_a_time(rank, world):
+    events = [Late() for _ in range(9)]
+    gradients = [torch.zeros(1000) for _ in events]
+    begun: list[Widening] = []
+
+    def bring() -> None:
+        for number, (event, gradient) in enumerate(zip(events, gradients, strict=True)):
+            begun.append(Widening(torch.full([1000], number + 0.5, dtype=torch.bfloat16), event, gradient))
+
+    bringing = threading.Thread(target=bring)
+    bringing.start()
+    bringing.join(0.2)
+    assert len(begun) == 4, "memory for more is not taken before one of these is widened"
+    for event in events:
+        event.happened.set()
+    bringing.join(10)
+    for number, (widening, gradient) in enumerate(zip(begun, gradients, strict=True)):
+        widening.synchronize()
+        assert widening.query()
+        assert gradient.unique().tolist() == [number + 0.5]
+        assert gradient._version == 0, "only writes of others count"
+
+
+@ranks.on(1, bare=True)
+def test_what_goes_wrong_in_widening_is_raised_where_the_gradient_is_waited_for(rank, world):
+    event = Late("the device was lost")
+    event.happened.set()
+    widening = Widening(torch.ones(3, dtype=torch.bfloat16), event, torch.zeros(3))
+    with pytest.raises(RuntimeError, match="the device was lost"):
+        widening.synchronize()

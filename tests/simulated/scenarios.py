@@ -128,9 +128,10 @@ def with_a_penalty(model: nn.Module, optimizer: Any) -> None:
 
 
 def with_clipping(model: nn.Module, optimizer: Any) -> None:
+    """Within the limit: the number that gradients on the CPU are multiplied with would be taken to be on the device."""
     optimizer.zero_grad()
-    model(torch.ones(2, WIDTH)).sum().backward()
-    (optimizer.clip_grad_norm if isinstance(optimizer, zero.OSS) else model.clip_grad_norm_)(1.0)
+    model(ones(model)).sum().backward()
+    (optimizer.clip_grad_norm if isinstance(optimizer, zero.OSS) else model.clip_grad_norm_)(1e6)
     optimizer.step()
 
 
@@ -139,7 +140,7 @@ def in_two_backwards(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
     for context in (model.no_sync(), nullcontext(), nullcontext()):
         with context:
-            model(torch.ones(2, WIDTH)).sum().backward()
+            model(ones(model)).sum().backward()
     optimizer.step()
 
 
@@ -265,6 +266,13 @@ SCENARIOS: dict[str, Any] = {
     "3 offloaded, overlapping, stepped in backward": stage_3(take=stepped_in_backward, offload=OVERLAP),
     "3 offloaded, one rank": stage_3(offload=zero.CPUOffload(), world=1),
     "3 offloaded in 16 bits": stage_3(offload=zero.CPUOffload(), mixed_precision=HALF),
+    "3 offloaded in 16 bits, one rank": stage_3(offload=zero.CPUOffload(), mixed_precision=HALF, world=1),
+    "3 overlapping in 16 bits, one rank, clipped": stage_3(
+        offload=OVERLAP, mixed_precision=HALF, world=1, take=with_clipping
+    ),
+    "3 in 16 bits, one rank, stepped in backward": stage_3(
+        offload=OVERLAP, mixed_precision=HALF, world=1, take=stepped_in_backward
+    ),
     "3 offloaded, accumulated": stage_3(offload=zero.CPUOffload(), take=in_two_backwards),
     "3 offloaded, evaluated": stage_3(offload=zero.CPUOffload(), take=evaluated_and_written),
     "3 offloaded, a block by itself": stage_3(offload=zero.CPUOffload(), take=a_block_by_itself),
@@ -286,6 +294,10 @@ SCENARIOS: dict[str, Any] = {
     "2 offloaded, overlapping, written after the step": stage_2(bucket=200, offload=OVERLAP, take=masters_written),
     "2 offloaded, accumulated": stage_2(bucket=200, offload=zero.CPUOffload(), take=in_two_backwards),
     "2 offloaded, one rank": stage_2(bucket=200, offload=zero.CPUOffload(), world=1),
+    "2 offloaded in 16 bits, one rank": stage_2(bucket=200, offload=zero.CPUOffload(), dtype=torch.bfloat16, world=1),
+    "2 in 16 bits, one rank, accumulated": stage_2(
+        bucket=200, offload=OVERLAP, dtype=torch.bfloat16, world=1, take=in_two_backwards
+    ),
     "2 offloaded in 16 bits": in_small_chunks(stage_2(offload=zero.CPUOffload(), dtype=torch.bfloat16)),
     "2 offloaded, written after the step": stage_2(bucket=200, offload=zero.CPUOffload(), take=masters_written),
     "2 with master weights": stage_2(master_dtype=torch.float32, dtype=torch.bfloat16),

@@ -45,6 +45,7 @@ from zero._torch.optimizers import takes_state_hooks as takes_state_hooks
 from zero._torch.optimizers import without_optimizer_hooks as without_optimizer_hooks
 from zero._torch.pinned import PinnedMemory as PinnedMemory
 from zero._torch.pinned import pinned as pinned
+from zero._torch.pinned import pinned_for as pinned_for
 from zero._torch.process_groups import abort as abort
 from zero._torch.process_groups import all_gather_of_one_tensor as all_gather_of_one_tensor
 from zero._torch.process_groups import all_to_all_of_one_tensor as all_to_all_of_one_tensor

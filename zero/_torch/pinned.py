@@ -10,6 +10,16 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_kept = WeakIdKeyDictionary()
+"""Memory for copies, by the tensor for which they are made."""
+
+
+def pinned_for(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As `pinned`, in memory that is used again, and is kept as long as `tensor`."""
+    memory: PinnedMemory = _kept.setdefault(tensor, PinnedMemory())
+    return memory.empty(shape, dtype)
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

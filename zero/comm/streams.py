@@ -14,6 +14,18 @@ from zero.comm.comm import Comm
 from zero.comm.transport import Handle
 
 
+class Arrived:
+    """In the place of an event after copies that were synchronous."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+ARRIVED = Arrived()
+
+
 class NoStreams:
     """The interface, and the answers for devices without streams, such as the CPU."""
 
@@ -32,8 +44,8 @@ class NoStreams:
         return launch()
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
-        """Returns `source` in the dtype and on the device of `like`. A copy to the CPU is complete only after the host
-        has waited for `departure`, or has called `settle`."""
+        """Returns `source` on the device of `like`, in the narrower dtype of both. A copy to the CPU is complete only
+        after the host has waited for `departure`, or has called `settle`."""
         return source.to(like.device, like.dtype)
 
     def send(self, source: Tensor, to: Tensor) -> None:
@@ -42,8 +54,8 @@ class NoStreams:
         to.copy_(source)
 
     def departure(self) -> Any:
-        """Returns an event after all copies to the CPU so far; None if copies are synchronous."""
-        return None
+        """Returns an event after all copies to the CPU so far."""
+        return ARRIVED
 
     def begin(self) -> None:
         """Marks the start of a forward or backward. Its all-gathers `ahead` wait for all computing until here."""

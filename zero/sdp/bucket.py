@@ -146,7 +146,7 @@ class GradBucket:
         with shown("wait_for_reduce", group.label, group.comm.rank):
             sums: Tensor = handle.wait()
         used: list[tuple[int, Tensor]] = []
-        brought = group.bring(sums)
+        brought = group.bring(sums.to(self._sent_as) if group.home.apart and group.exchange.alone else sums)
         if group.home.apart:
             group.home.brought(brought, sums, [flat for _, flat in self._messages.cut(sums)])
         for index, flat in self._messages.cut(brought):

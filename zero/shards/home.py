@@ -48,6 +48,11 @@ class Home:
     def returned(self, shard: Tensor) -> None:
         """Called after a stepped tensor was copied into its shard on the device."""
 
+    def converted(self, brought: Tensor, departure: Any, stepped: Tensor) -> tuple[Tensor, Any]:
+        """Returns a gradient that is on its way here in the dtype of what is stepped, perhaps without values yet, and
+        the event after which it has them. departure: the event after which `brought` has them."""
+        return brought.to(stepped.dtype), departure
+
     def brought(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
         """Called after gradients were brought here: `there`, the copy of the flat `sums`. own: the gradient of each
         parameter, views of `sums`."""

@@ -24,6 +24,7 @@ class Exchange:
     `optimizer_sharding`: the value of FSDP's option by which users get it.
     `packs`: whether `reduce` needs gradients as one message in the order of the layout.
     `kept`: tensors that it holds between gathers, besides the shard.
+    `alone`: whether the averages of `reduce` are what this rank has sent.
     """
 
     optimizer_sharding: Literal["group", "all"] = "group"
@@ -34,6 +35,10 @@ class Exchange:
         self.gathered_by, self._layout = comm, layout
         self._own = layout.segment(comm.rank)
         self.rename(label)
+
+    @property
+    def alone(self) -> bool:
+        return all(comm.world == 1 for comm in self.comms())
 
     def rename(self, label: str) -> None:
         """Sets the name of the group in error messages; on every rank at the same point."""

@@ -67,8 +67,8 @@ class ShardGroup:
         self.pending_step: Handle | None = None
         self._rounded: Tensor | None = None
         """What a step beside has left next to `stepped`: the same in the dtype that computes. None if it may differ."""
-        self.departure: Any = None
-        """The event after the last copy of gradients that are on their way to the CPU. None: all have arrived."""
+        self.departures: list[Any] = []
+        """The events after copies of gradients that are on their way to the CPU."""
         self._summoned: Tensor | None = None
         self.gathered_as = PLAIN
         self._lay_out(other_dtype, computed_as)
@@ -146,8 +146,6 @@ class ShardGroup:
     def own_of_full(self) -> Tensor:
         """This rank's segment of `full`."""
         return self.full[self.layout.segment(self.comm.rank)]
-
-    # --------------------------------------------------------------------------------------------------- state
 
     def _become(self, state: GroupState) -> None:
         if state not in self._next[self.state]:
@@ -281,18 +279,20 @@ class ShardGroup:
         """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`."""
         if apart(sums, self._stepped):
             brought = self.streams.bring(sums, self._stepped)
-            self.departure = self.streams.departure()
+            brought, departure = self.home.converted(brought, self.streams.departure(), self._stepped)
+            self.departures.append(departure)
             return brought
         return sums.to(self._stepped.dtype)
 
     def arrive(self) -> None:
         """Makes the host wait for the copies of `bring`."""
-        if self.departure is not None:
-            self.departure.synchronize()
-            self.departure = None
+        while self.departures:
+            self.departures.pop().synchronize()
 
     def settle(self) -> None:
         """Makes the host wait for copies of `bring`, and for reads of `shard` by the device."""
+        if self.pending_step is None:  # else the step waits for gradients, and they are its own
+            self.arrive()
         self.streams.settle()
 
     # --------------------------------------------------------------------------------------- summon_full_params

@@ -1,4 +1,5 @@
-"""Steps of shards in a thread beside the training, which goes on: in backward, and until the next forward.
+"""Steps of shards in a thread beside the training, which goes on: in backward, and until the next forward. Before them
+it widens gradients that left the device in 16 bits.
 
 A step reads the gradients, options and state that its parameters had when it began. Whoever reads what it writes waits:
 ShardGroup.finish_step for the shard, AwaitedState for the optimizer's state. torch's kernels release the interpreter's
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from zero._torch import has_values, writes_so_far
+from zero._torch import has_values, pinned_for, writes_so_far
 from zero.comm import Handle
 from zero.features.offload import norms
 from zero.measure.kinds import ELEMENTWISE
@@ -30,7 +31,7 @@ from zero.shards.shard_group import ShardGroup
 
 @dataclass(eq=False)
 class Task:
-    """One step. arrived: whether its gradients have. `ended` has no result."""
+    """One step, or another job. arrived: whether its gradients have. `ended` has no result."""
 
     step: Callable[[], None]
     arrived: Callable[[], bool]
@@ -38,7 +39,7 @@ class Task:
 
 
 class Tasks:
-    """Steps that have not begun."""
+    """Tasks that have not begun."""
 
     def __init__(self) -> None:
         self._by_urgency: deque[Task] = deque()
@@ -63,24 +64,25 @@ class Tasks:
 
 
 class Worker:
-    """The thread, which runs steps one after another."""
+    """The thread, which runs tasks one after another."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._tasks = Tasks()
-        self._unfinished: set[Future[None]] = set()
+        self._unfinished: dict[str, set[Future[None]]] = defaultdict(set)
 
-    def start(self, task: Task, *, urgent: bool, at_most: int | None) -> Handle:
-        """Returns a handle whose `wait` waits for the step, and raises its error.
+    def start(self, task: Task, *, urgent: bool, at_most: int | None, kind: str = "steps") -> Handle:
+        """Returns a handle whose `wait` waits for the task, and raises its error.
 
-        urgent: it is needed before those that wait. at_most: how many may wait or run; waits until there are fewer.
+        urgent: it is needed before those that wait. at_most: how many of its kind may wait or run; waits until there
+        are fewer.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-steps")
-        self._unfinished = {one for one in self._unfinished if not one.done()}
-        while at_most is not None and len(self._unfinished) >= at_most:
-            self._unfinished = wait(self._unfinished, return_when="FIRST_COMPLETED").not_done
-        self._unfinished.add(task.ended)
+        unfinished = {one for one in self._unfinished[kind] if not one.done()}
+        while at_most is not None and len(unfinished) >= at_most:
+            unfinished = wait(unfinished, return_when="FIRST_COMPLETED").not_done
+        self._unfinished[kind] = {*unfinished, task.ended}
         self._tasks.add(task, urgent=urgent)
         self._thread.submit(self._run_next)
         return Handle(task.ended.result)
@@ -158,13 +160,13 @@ def step_beside(
     part = _as_now(optimizer, awaited.without_waiting, params)
     awaited.groups.add(group)
     gradients = [param.grad for held in part.param_groups for param in held["params"]]
-    written, departure = writes_so_far(gradients), group.departure
+    written, departures = writes_so_far(gradients), [*group.departures]
 
     def arrived() -> bool:
-        return departure is None or departure.query()
+        return all(departure.query() for departure in departures)
 
     def run() -> None:
-        if departure is not None:
+        for departure in departures:
             departure.synchronize()
         step(part)
         if rounded is not None:
@@ -178,6 +180,34 @@ def step_beside(
 
     increment_version([*params])  # so that autograd refuses tensors that it saved of them
     group.step_beside(WORKER.start(Task(run, arrived), urgent=urgent, at_most=at_most), rounded)
+
+
+class Widening:
+    """The event after which a gradient that left the device in 16 bits has its values, in the dtype of its shard."""
+
+    def __init__(self, narrow: Tensor, departure: Any, gradient: Tensor) -> None:
+        """departure: the event after which `narrow` has its values."""
+        left = [narrow]  # memory is used again as soon as it is read
+
+        def widen() -> None:
+            departure.synchronize()
+            gradient.data.copy_(left.pop())  # torch is to count the writes of others
+
+        self._task = Task(widen, departure.query)
+        self._handle: Handle | None = WORKER.start(self._task, urgent=True, at_most=_WIDENED, kind="gradients")
+
+    def query(self) -> bool:
+        return self._task.ended.done()
+
+    def synchronize(self) -> None:
+        """Waits, and raises the first time what was raised in the thread. The thread calls it after it has widened."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+
+
+_WIDENED = 4
+"""Gradients that may be on their way to be widened. What is in the memory of the CPU twice is no more than these."""
 
 
 def _awaited_state(optimizer: Optimizer) -> AwaitedState:
@@ -222,6 +252,15 @@ class OnHost(Home):
     @property
     def overlaps(self) -> bool:  # type: ignore[override]
         return self.overlap
+
+    def converted(self, brought: Tensor, departure: Any, stepped: Tensor) -> tuple[Tensor, Any]:
+        if brought.dtype == stepped.dtype or not has_values(brought):
+            return super().converted(brought, departure, stepped)
+        if stepped.is_pinned():
+            gradient = pinned_for(stepped, brought.shape, stepped.dtype)
+        else:
+            gradient = torch.empty_like(brought, dtype=stepped.dtype)
+        return gradient, Widening(brought, departure, gradient)
 
     def brought(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
         norms.note(there, sums, own)

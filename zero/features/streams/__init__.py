@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import PinnedMemory, current_stream_of
+from zero._torch import PinnedMemory, current_stream_of, pinned_for
 from zero.comm import Comm, Handle
 from zero.comm.streams import NoStreams, apart, stream_makers
 
@@ -48,8 +47,8 @@ class Streams(NoStreams):
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._current
-        self._pinned = WeakIdKeyDictionary()
-        """Memory for copies, by the tensor that they are copied for."""
+        self._passing = PinnedMemory()
+        """Memory for copies that the host converts."""
         self._at_host: set[Any] = set()
         """Streams that read or write the memory of the CPU."""
         self._buffers: list[Tensor | None] = [None, None]
@@ -108,12 +107,14 @@ class Streams(NoStreams):
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         if not apart(source, like) or like.device.type != "cpu":
             return super().bring(source, like)
-        pins = like.is_pinned()
-        if pins and source.nbytes >= _EXACT:
-            memory: PinnedMemory = self._pinned.setdefault(like, PinnedMemory())
-            copy = memory.empty(source.shape, like.dtype)
+        narrower, pins = source.element_size() < like.element_size(), like.is_pinned()
+        dtype = source.dtype if narrower else like.dtype
+        if not pins or source.nbytes < _EXACT:
+            copy = torch.empty(source.shape, dtype=dtype, device="cpu", pin_memory=pins)
+        elif narrower:
+            copy = self._passing.empty(source.shape, dtype)
         else:
-            copy = torch.empty(source.shape, dtype=like.dtype, device="cpu", pin_memory=pins)
+            copy = pinned_for(like, source.shape, dtype)
         self.to_host(source, copy)
         return copy
 
