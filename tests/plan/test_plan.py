@@ -290,9 +290,9 @@ def test_where_nothing_fits_why_says_what_offload_and_recomputing_bring():
     assert cost.peak < 0.7 * plan.cost(3).peak
     without_blocks = zero.plan(by_hand, memory=1, **how)
     assert [one.peak for one in without_blocks.recomputing] == [without_blocks.cost(3).peak]
-    options = Options(offload=zero.CPUOffload())
     [offloaded], [both] = plan.offloaded, plan.offloaded_recomputing
-    assert offloaded == zero.plan(model, options=options, **how).cost(3)
+    for offload in (zero.CPUOffload(), zero.DiskOffload("unused"), zero.DiskOffload("unused", overlap=True)):
+        assert offloaded == zero.plan(model, options=Options(offload=offload), **how).cost(3)
     assert both.host == offloaded.host and both.peak < offloaded.peak < plan.cost(3).peak
     assert f"With both {both.peak / 2**20:.1f} MiB on the device" in plan.why(8)
     assert "zero.DiskOffload" in plan.why(8)
