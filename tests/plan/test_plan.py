@@ -26,7 +26,7 @@ from counted import OPTIMIZERS, Block, Model, nbytes
 from optimizers import Moments, Wrapping
 from processes import ROOT, python
 from zero.fsdp.fsdp import running_model
-from zero.plan import Cost, Options, Sizes, smallest_ratio, stages
+from zero.plan import Cost, Options, Sizes, largest, smallest_ratio, stages
 from zero.plan.command import _count, main
 from zero.plan.gpt import GPT, batch_of, gpt_of
 from zero.plan.timeline import PREFETCHES
@@ -68,7 +68,7 @@ def test_with_offload_parameters_and_buckets_of_gradients_stay_on_the_device(dty
     numel, world, bucket = 25 * 10**6, 64, 12 << 20
     options = Options(offload=zero.CPUOffload(), backend=backend, bucket_bytes=bucket)
     plan = zero.plan(Sizes.of_count(numel, 6, dtype), world_size=world, options=options)
-    assert [cost.stage for cost in plan.costs] == ["1", "2"]
+    assert [cost.stage for cost in plan.costs] == ["1", "2", "3 kept", "3"]
     cost = plan.cost(2)
     assert cost.parameters == pytest.approx(dtype.itemsize * numel, rel=1e-3)
     assert cost.gradients == 0 and cost.optimizer < 200, "all but counts of steps is on the host"
@@ -91,16 +91,39 @@ def test_with_a_share_offloaded_the_rest_of_the_state_is_on_the_device():
     assert cost(overlap=True).host == pytest.approx(18 * numel, rel=1e-3), "with what is rounded for the device"
 
 
-def test_the_least_that_must_be_offloaded_is_found():
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_least_that_must_be_offloaded_is_found(stage):
     sizes, options = Sizes.of_count(25 * 10**5, 10), Options(bucket_bytes=1 << 20)
     memory = 25 * 10**6
-    ratio, plan = smallest_ratio(sizes, world_size=1, memory=memory, options=options)
-    assert plan.fits(plan.cost(2))
+    ratio, plan = smallest_ratio(sizes, world_size=1, memory=memory, options=options, stage=stage)
+    assert plan.fits(plan.cost(stage))
     less = replace(options, offload=zero.CPUOffload(ratio=ratio - 0.01))
-    assert zero.plan(sizes, world_size=1, options=less, stages=[2]).cost(2).peak > memory
+    assert zero.plan(sizes, world_size=1, options=less, stages=[stage]).cost(stage).peak > memory
     for wrong, words in (({"memory": 1000}, "with all offloaded"), ({"host_memory": 1000}, "of the host's memory")):
         with pytest.raises(ValueError, match=words):
             smallest_ratio(sizes, **{"world_size": 1, "memory": memory, "options": options, **wrong})
+
+
+@pytest.mark.parametrize(("offload", "limit"), [(None, {}), (True, {}), (True, {"host_memory": 10**7})])
+def test_the_largest_model_is_found(offload, limit):
+    def fits(numel: float) -> bool:
+        cost = zero.plan(Sizes.of_count(numel, 4), world_size=2, options=options, stages=[3]).cost(3)
+        return cost.peak <= memory and cost.host <= limit.get("host_memory", cost.host)
+
+    memory, options = 2 * 10**7, Options(offload=offload)
+    how = {"world_size": 2, "memory": memory, "options": options, **limit}
+    numel = largest(lambda numel: Sizes.of_count(numel, 4), **how).parameters
+    assert fits(numel) and not fits(1.025 * numel)
+    with pytest.raises(ValueError, match="no model was found that fits"):
+        largest(lambda _: Sizes.of_count(1e8, 4), **how)
+
+
+def test_the_command_line_finds_the_largest(capsys):
+    main(["--largest", "--layers", "2", "--world", "2", "--memory", "20MB", "--host-memory", "10GB", "--stage", "3"])
+    [head, row] = capsys.readouterr().out.splitlines()
+    assert head.split() == ["stage", "parameters", "offloaded"]
+    without, offloaded = (int(number.replace(",", "")) for number in row.split()[1:])
+    assert without < offloaded
 
 
 @pytest.mark.parametrize("share", [[], ["0.5"], ["least", "--memory", "250MB"]], ids=str)
@@ -267,8 +290,11 @@ def test_where_nothing_fits_why_says_what_offload_and_recomputing_bring():
     assert cost.peak < 0.7 * plan.cost(3).peak
     without_blocks = zero.plan(by_hand, memory=1, **how)
     assert [one.peak for one in without_blocks.recomputing] == [without_blocks.cost(3).peak]
-    rest = (cost.peak - cost.optimizer) / 2**20  # but of large units
-    assert f"With both at most {rest:.1f} MiB" in plan.why(8)
+    [offloaded], [both] = plan.offloaded, plan.offloaded_recomputing
+    for offload in (zero.CPUOffload(), zero.DiskOffload("unused"), zero.DiskOffload("unused", overlap=True)):
+        assert offloaded == zero.plan(model, options=Options(offload=offload), **how).cost(3)
+    assert both.host == offloaded.host and both.peak < offloaded.peak < plan.cost(3).peak
+    assert f"With both {both.peak / 2**20:.1f} MiB on the device" in plan.why(8)
     assert "zero.DiskOffload" in plan.why(8)
     assert zero.plan(model, memory=2**30, **how).recomputing == ()
 
@@ -289,7 +315,8 @@ def test_where_higher_stages_need_more_why_names_them():
         ({"world_size": 2, "optimizer": torch.optim.LBFGS}, "LBFGS cannot be sharded"),
         ({"world_size": 6, "options": Options(replicas=4)}, "cannot be divided into 4 replicas"),
         ({"world_size": 2, "stages": ["2", 4]}, "stages has '4'"),
-        ({"world_size": 2, "stages": [3], "options": Options(offload=zero.CPUOffload())}, "at stages 1 and 2 only"),
+        ({"world_size": 2, "stages": [0], "options": Options(offload=True)}, "only stages 1, 2, 3 kept, 3 take it"),
+        ({"world_size": 2, "hardware": "cpu", "tokens": 8, "options": Options(offload=True)}, "time .* with offload"),
         ({"world_size": 2, "batch": (torch.zeros(4, 32),)}, "needs a module to run it"),
     ],
 )

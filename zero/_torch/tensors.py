@@ -42,6 +42,33 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
+class _Rebound(FakeTensor):
+    """Whose device is that of the data that it was given last, as of a tensor with memory."""
+
+    made_on: torch.device
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        device, storage = data.device, data.untyped_storage()
+        if device != self.made_on:  # torch refuses a tensor of the meta device for one of the CPU
+            place = data.storage_offset(), data.shape, data.stride()
+            data = torch.empty(0, dtype=data.dtype, device=self.made_on).set_(storage, *place)
+        Tensor.data.__set__(self, data)  # type: ignore[attr-defined]
+        self.fake_device = device
+
+
+def let_move(param: Tensor) -> None:
+    """Has the data of a tensor without values be set to data on another device. torch leaves the device of a FakeTensor
+    what it was."""
+    made_on = param.device
+    param.__class__ = _Rebound
+    param.made_on = made_on  # type: ignore[attr-defined]
+
+
 def is_of_two_devices(error: RuntimeError) -> bool:
     """Whether an operator raised this because such tensors are on two devices. The error has no class of its own.
 

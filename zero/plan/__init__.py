@@ -10,6 +10,7 @@ from typing import Any
 
 from zero.plan.chrome_trace import write_trace
 from zero.plan.hardware import Hardware, Link, as_hardware
+from zero.plan.largest import largest
 from zero.plan.planner import plan
 from zero.plan.ratio import smallest_ratio
 from zero.plan.result import Cost, Plan
@@ -25,6 +26,7 @@ __all__ = [
     "Sizes",
     "Timing",
     "as_hardware",
+    "largest",
     "plan",
     "smallest_ratio",
     "write_trace",

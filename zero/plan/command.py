@@ -7,6 +7,7 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import zero
 from zero.fsdp import MixedPrecision
 from zero.plan.chrome_trace import write_trace
 from zero.plan.gpt import GPT, batch_of, gpt_of
+from zero.plan.largest import largest
 from zero.plan.planner import plan
 from zero.plan.ratio import smallest_ratio
 from zero.plan.rehearsal import misfit
-from zero.plan.result import Plan
+from zero.plan.result import Plan, aligned
 from zero.plan.sizes import Options
+from zero.plan.stages import STAGES
 from zero.plan.timeline import PREFETCHES
 
 PRECISIONS = {
@@ -37,14 +40,17 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "Mi
 def main(arguments: Sequence[str] | None = None) -> None:
     given = _read(arguments)
     try:
-        _show(given, *_planned(given))
+        if given.largest:
+            print(_largest(given))
+        else:
+            _show(given, *_planned(given))
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"zero.plan: {error}")
 
 
 def _planned(given: argparse.Namespace) -> tuple[Plan, str]:
     """The plan, and what it is of."""
-    dtype, precision = PRECISIONS[given.precision]
+    dtype, _ = PRECISIONS[given.precision]
     if given.model:
         model = _built(given.model)
         model = model.to(dtype) if isinstance(model, nn.Module) else model
@@ -52,33 +58,56 @@ def _planned(given: argparse.Namespace) -> tuple[Plan, str]:
         model = gpt_of(given.parameters, given.layers, dtype)
     if given.tokens and isinstance(model, GPT):
         given.batch, given.tokens = batch_of(given.tokens), None
+    more = {**_options(given, given.offload), "hardware": given.hardware, "tokens": given.tokens}
+    offloaded = ""
+    if given.offload == 0:
+        (world,) = given.world
+        stage = given.stage or "2"
+        ratio, result = smallest_ratio(model, world_size=world, host_memory=given.host_memory, stage=stage, **more)
+        offloaded = f", {ratio:.0%} of it offloaded (CPUOffload(ratio={ratio}))"
+    else:
+        result = plan(model, world_size=given.world, stages=given.stage and [given.stage], **more)
+    title = f"{result.parameters:,} parameters{offloaded}"
+    if isinstance(model, GPT):
+        title += f" ({model.shape})"
+    return result, title
+
+
+def _options(given: argparse.Namespace, ratio: float | None) -> dict[str, Any]:
+    """Arguments of a plan. ratio: the share that is offloaded; None for none, 0 for one that is to be found."""
     options = Options(
         partition=given.partition,
-        precision=precision,
+        precision=PRECISIONS[given.precision][1],
         backend=given.backend,
         one_host=given.one_host,
-        offload=None if given.offload is None else zero.CPUOffload(ratio=given.offload or 1.0),
+        offload=None if ratio is None else zero.CPUOffload(ratio=ratio or 1.0),
     )
-    more = {
+    return {
         "optimizer": _optimizer(given.optimizer),
         "memory": given.memory,
         "batch": given.batch,
         "prefetch": PREFETCHES[given.prefetch],
         "options": options,
-        "hardware": given.hardware,
-        "tokens": given.tokens,
     }
-    offloaded = ""
-    if given.offload == 0:
-        (world,) = given.world
-        ratio, result = smallest_ratio(model, world_size=world, host_memory=given.host_memory, **more)
-        offloaded = f", {ratio:.0%} of it offloaded (CPUOffload(ratio={ratio}))"
-    else:
-        result = plan(model, world_size=given.world, **more)
-    title = f"{result.parameters:,} parameters{offloaded}"
-    if isinstance(model, GPT):
-        title += f" ({model.shape})"
-    return result, title
+
+
+def _largest(given: argparse.Namespace) -> str:
+    """A table of the largest GPT at each stage, without offload and with all offloaded."""
+    (world,) = given.world
+    given.batch = batch_of(given.tokens) if given.tokens else None
+
+    def found(stage: str, ratio: float | None) -> str:
+        sized = partial(gpt_of, layers=given.layers, dtype=PRECISIONS[given.precision][0])
+        host = given.host_memory if ratio else None
+        try:
+            fitting = largest(sized, world_size=world, host_memory=host, stage=stage, **_options(given, ratio))
+        except ValueError:
+            return "-"
+        return f"{fitting.parameters:,}"
+
+    stages = [given.stage] if given.stage else STAGES
+    rows = [[stage, found(stage, None), found(stage, 1.0) if stage != "0" else "-"] for stage in stages]
+    return aligned([["stage", "parameters", "offloaded"], *rows])
 
 
 def _show(given: argparse.Namespace, result: Plan, title: str) -> None:
@@ -119,10 +148,14 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", choices=("nccl", "gloo"), default="nccl", help="of the process group (default: %(default)s)")
     how = "with gloo: all ranks run on one Linux host, and read one another's memory"
     add("--one-host", action="store_true", help=how)
-    how = "stages 1 and 2 with the optimizer's shards in the memory of the host; RATIO: a share of them up to 1, or"
-    how += " 'least': what has to be there for stage 2 to fit into --memory"
+    how = "stages from 1 on with what is stepped in the memory of the host; RATIO: a share of it up to 1, or"
+    how += " 'least': what has to be there for stage 2, or --stage, to fit into --memory"
     add("--offload", nargs="?", type=_share, const=1.0, metavar="RATIO", help=how)
-    add("--host-memory", type=_size, metavar="SIZE", help="with --offload least: what a rank has of the host's memory")
+    how = "of the host that a rank has, for --offload least and --largest"
+    add("--host-memory", type=_size, metavar="SIZE", help=how)
+    add("--stage", choices=STAGES, help="plan only this one")
+    how = "instead of a model: find the largest GPT that fits into --memory at each stage, with and without offload"
+    add("--largest", action="store_true", help=how)
     how = "measure a step's activations: the forward's arguments, such as 2x1024:int64,2x1024:int64"
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=how)
     add("--json", action="store_true", help="print JSON")
@@ -132,12 +165,14 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     how = "write when what is computed and sent, as Chrome trace events, for ui.perfetto.dev"
     add("--trace", type=Path, metavar="FILE", help=how)
     given = parser.parse_args(arguments)
-    if (given.model is None) == (given.parameters is None):
-        parser.error("give either a model, as module:factory, or --parameters")
+    if sum((given.model is not None, given.parameters is not None, given.largest)) != 1:
+        parser.error("give either a model, as module:factory, or --parameters, or --largest")
+    if given.largest and (given.memory is None or len(given.world) > 1):
+        parser.error("--largest needs --memory, and one number of ranks")
     if given.offload == 0 and (given.memory is None or len(given.world) > 1):
         parser.error("--offload least needs --memory, and one number of ranks")
-    if given.host_memory is not None and given.offload != 0:
-        parser.error("--host-memory is for --offload least")
+    if given.host_memory is not None and given.offload != 0 and not given.largest:
+        parser.error("--host-memory is for --offload least and --largest")
     return given
 
 

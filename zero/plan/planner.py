@@ -27,8 +27,8 @@ from zero.plan.timeline import Timing, prefetches, timed
 from zero.plan.trace import Trace
 from zero.shards.partition import optimizer_problem, partition_problem
 
-_OFFLOADED = ("1", "2")
-"""The stages for which plans count offload."""
+_OFFLOADED = STAGES[1:]
+"""The stages that take offload."""
 
 
 def plan(
@@ -62,7 +62,7 @@ def plan(
     memory: bytes that a rank has, to say which stages fit.
     batch: positional arguments of a rank's forward, to measure its activations, but not what kernels hold for a while.
     options: further options of OSS, ShardedDDP and FSDP.
-    stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload 1 and 2.
+    stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload those from 1 on.
     hardware: "h100-8", "a100-8", "cpu", a TOML file or a Hardware, to time steps on. It decides the backend.
     tokens: of a rank's step, to time it without a batch: each parameter is multiplied with so many.
 
@@ -73,22 +73,31 @@ def plan(
     timed_on = None if hardware is None else as_hardware(hardware)
     options = _options(options, precision, timed_on)
     wanted = _wanted(stages, options)
-    if problem := _misfit(worlds, wanted, optimizer, options) or _unrun(model, hardware, batch, tokens):
+    if problem := _misfit(worlds, wanted, optimizer, options) or _unrun(model, hardware, batch, tokens, options):
         raise ValueError(problem)
     given = as_prefetch(prefetch)
     sizes = partial(_sizes, model, auto_wrap_policy, options.precision)
     options = replace(options, master_dtype=options.master_dtype or _stored(sizes(given)))
     job = Job(sizes(given), worlds[0], optimizer, options, given, batch, tokens, Trace(wanted=False))
     costs, timings = _rehearsed(job, sizes, [*product(worlds, wanted)], timed_on)
-    return _with_recomputing(job, Plan(job.sizes.numel, tuple(costs), memory, batch is not None, tuple(timings)))
+    return _with_remedies(job, Plan(job.sizes.numel, tuple(costs), memory, batch is not None, tuple(timings)))
 
 
-def _with_recomputing(job: Job, found: Plan) -> Plan:
-    """See Plan.recomputing. Nothing is rehearsed where something fits."""
-    possible = job.batch is not None and not job.options.offload
-    worlds = [world for world in found.worlds if possible and found.recommended(world) is None]
-    costs = [cost_of(replace(job, world=world, recompute=True), "3") for world in worlds]
-    return replace(found, recomputing=tuple(costs))
+def _with_remedies(job: Job, found: Plan) -> Plan:
+    """See Plan.recomputing and those after it. Nothing is rehearsed where something fits."""
+    worlds = [world for world in found.worlds if not job.options.offload and found.recommended(world) is None]
+
+    def costs(job: Job, possible: bool) -> tuple[Cost, ...]:
+        return tuple(cost_of(replace(job, world=world), "3") for world in worlds if possible)
+
+    recomputes, offloads = job.batch is not None, not missing("offload", "offload")
+    offloaded = replace(job, options=replace(job.options, offload=True))
+    return replace(
+        found,
+        recomputing=costs(replace(job, recompute=True), recomputes),
+        offloaded=costs(offloaded, offloads),
+        offloaded_recomputing=costs(replace(offloaded, recompute=True), offloads and recomputes),
+    )
 
 
 def _rehearsed(
@@ -141,10 +150,12 @@ def _stored(sizes: Sizes) -> torch.dtype | None:
     return next((dtype for dtype in stored if computed is not None and dtype.itemsize > computed.itemsize), None)
 
 
-def _unrun(model: object, hardware: object, batch: object, tokens: int | None) -> str | None:
+def _unrun(model: object, hardware: object, batch: object, tokens: int | None, options: Options) -> str | None:
     """Why no step can be run, or timed."""
     if tokens is not None and tokens < 1:
         return f"tokens={tokens}: it is a number of tokens, at least 1."
+    if hardware is not None and options.offload:
+        return "the time of a step with offload is not planned. Leave out one of hardware and offload."
     if hardware is None and tokens is not None:
         return "tokens are for the time of a step: pass hardware too, such as 'h100-8'."
     if hardware is not None and (batch is None) == (tokens is None):
@@ -164,7 +175,7 @@ def _misfit(
     if unknown:
         return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
     if options.offload and not {*stages} <= {*_OFFLOADED}:
-        return f"stages={[*stages]} with offload: it is planned at stages {' and '.join(_OFFLOADED)} only. Pass these."
+        return f"stages={[*stages]} with offload: only stages {', '.join(_OFFLOADED)} take it. Pass these."
     if options.offload and (problem := missing("offload", "offload")):
         return problem
     if options.one_host and options.backend == "gloo" and (problem := missing("host_memory", "one_host=True")):

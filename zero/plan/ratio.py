@@ -17,13 +17,14 @@ def smallest_ratio(
     world_size: int,
     memory: int,
     host_memory: int | None = None,
-    stage: int = 2,
+    stage: int | str = 2,
     options: Options | None = None,
     **more: Any,
 ) -> tuple[float, Plan]:
     """Returns the smallest `ratio` of zero.CPUOffload, in hundredths, with which a stage fits, and its plan.
 
-    stage: 1 or 2. memory, host_memory: bytes that a rank has on its device, and on the host. more: as of zero.plan.
+    stage: 1, 2, 3 or "3 kept". memory, host_memory: bytes that a rank has on its device, and on the host. more: as of
+        zero.plan.
 
     Raises ValueError if it does not fit with all offloaded, or if the host has no room for what does not fit.
     """
@@ -38,7 +39,7 @@ def smallest_ratio(
     if peak > memory:
         raise ValueError(
             f"at stage {stage} a rank of {world_size} needs {peak:,} bytes on the device with all offloaded, and has "
-            f"{memory:,}. Take more ranks, stage 3, or a smaller batch."
+            f"{memory:,}. Take more ranks, {'' if stage in (3, '3') else 'stage 3, '}or a smaller batch."
         )
     while high - low > 1:
         middle = (low + high) // 2

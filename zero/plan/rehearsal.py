@@ -23,15 +23,16 @@ from zero._torch import (
     buffers_of,
     copied_without_values,
     is_of_two_devices,
+    let_move,
     without_values,
 )
 from zero.comm.traffic import sent
 from zero.fsdp import MixedPrecision
 from zero.plan.meter import Meter
+from zero.plan.offloaded import on_host
 from zero.plan.sizes import Sizes
 from zero.plan.trace import Trace
 from zero.sdp.tensors import tensors_in
-from zero.shards.home import Home
 
 
 class Rehearsal(Meter):
@@ -70,34 +71,6 @@ class Rehearsal(Meter):
         if self._trace is not None:
             self._trace.operator(func, args, kwargs, result)
         return _with_workspace(result, args) if func is _LSTM_LAYER else result
-
-
-_HOST = "meta"
-"""The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
-torch can copy to and from it in a rehearsal."""
-
-
-class Offloaded(Home):
-    """Shards are on the host, and only what is on the model's device is counted."""
-
-    apart = True
-
-    def __init__(self, home: Home) -> None:
-        self._home = home
-
-    def of_groups(self, numels: Sequence[int]) -> list[Home]:
-        return [self if home.apart else home for home in self._home.of_groups(numels)]
-
-    def place(self, shard: Tensor) -> Tensor:
-        return shard.to(_HOST)
-
-    def has(self, shard: Tensor) -> bool:
-        return on_host(shard)
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether offload has moved the tensor to the host."""
-    return tensor.device.type == _HOST
 
 
 @contextmanager
@@ -148,6 +121,7 @@ def _move(module: nn.Module, device: str) -> None:
         for name, param in [*holder.named_parameters(recurse=False, remove_duplicate=False)]:
             if param not in params:
                 params[param] = nn.Parameter(faked(param, device), requires_grad=param.requires_grad)
+                let_move(params[param])
             holder.__setattr__(name, params[param])  # nn.LSTM, for one, overrides it
         for name, buffer in buffers_of(holder).items():
             if buffer is not None:

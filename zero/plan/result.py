@@ -60,6 +60,7 @@ class Plan:
     timings: of steps on the given hardware, at stage 3 with every prefetch; empty without hardware.
     recomputing: the costs of stage 3 if each unit's activations are computed again in backward (activation
         checkpointing), for numbers of ranks where nothing fits; empty without a batch.
+    offloaded, offloaded_recomputing: the costs of stage 3 with zero.CPUOffload() there, and with both.
     """
 
     parameters: int
@@ -68,6 +69,8 @@ class Plan:
     activations: bool
     timings: tuple[Timing, ...] = ()
     recomputing: tuple[Cost, ...] = ()
+    offloaded: tuple[Cost, ...] = ()
+    offloaded_recomputing: tuple[Cost, ...] = ()
 
     def cost(self, stage: str | int, world: int | None = None) -> Cost:
         """The cost of a stage: 0, 1, 2, 3 or "3 kept". world: may be left out if only one was planned."""
@@ -138,32 +141,25 @@ class Plan:
     def _closest(self, world: int, without: str) -> str:
         """What comes closest to fitting, and what would need less."""
         least = min(self._at(world), key=lambda cost: cost.peak)
-        ways = []
-        recomputing = next((cost for cost in self.recomputing if cost.world == world), None)
-        if recomputing:
-            needed = f"{self._size(recomputing.peak)} {self.unit}"
-            ways.append(f"with activation checkpointing of each unit stage 3 needs {needed}")
-        if least.stage.startswith("3"):
-            there = f"{self._size(least.resident)} {self.unit}"
-            ways.append(
-                f"with offload=zero.CPUOffload() it needs at most {self._offloaded(least)} on the device "
-                f"({there} in the memory of the host, or with zero.DiskOffload in files)"
+        ways = [
+            f"{what} {self._size(cost.peak)} {self.unit}{self._there(cost)}"
+            for what, costs in (
+                ("with activation checkpointing of each unit stage 3 needs", self.recomputing),
+                ("with offload=zero.CPUOffload() stage 3 needs", self.offloaded),
+                ("with both", self.offloaded_recomputing),
             )
-            ways += [f"with both at most {self._offloaded(recomputing)}"] if recomputing else []
+            for cost in costs
+            if cost.world == world
+        ]
         if not self.activations:
             ways.append("what activation checkpointing saves is planned with a batch")
         told = f"stage {least.stage} comes closest with {self._size(least.peak)} {self.unit}{without}"
         more = [f"{way[0].upper()}{way[1:]}" for way in ways]
         return ". ".join([told, *more, "Or take more ranks, smaller units, or less precision"])
 
-    def _offloaded(self, cost: Cost) -> str:
-        """The most that stays on the device at stage 3.
-
-        Without offload a settled step has all state there at any time, and all shards but those of unsharded units,
-        which are this rank's part of them. That offload takes gradients, too, is not counted.
-        """
-        rest = cost.peak - cost.parameters - cost.optimizer
-        return f"{self._size(rest + min(cost.parameters, rest / max(1, cost.world - 1)))} {self.unit}"
+    def _there(self, cost: Cost) -> str:
+        there = f"{self._size(cost.host)} {self.unit} in the memory of the host, or with zero.DiskOffload in files"
+        return f" on the device ({there})" if cost.host else ""
 
     def _size(self, nbytes: float) -> str:
         number = nbytes / _BYTES[self.unit]
@@ -202,6 +198,8 @@ class Plan:
             "activations": self.activations,
             "costs": costs,
             "recomputing": [asdict(cost) for cost in self.recomputing],
+            "offloaded": [asdict(cost) for cost in self.offloaded],
+            "offloaded_recomputing": [asdict(cost) for cost in self.offloaded_recomputing],
             "times": [{name: getattr(timing, name) for name in _TIMING_FIELDS} for timing in self.timings],
             "recommended": [{"world": world, "stage": chosen[world], "why": self.why(world)} for world in self.worlds],
         }

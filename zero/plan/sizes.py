@@ -22,7 +22,7 @@ class Options:
     """The options of OSS, ShardedDDP and FSDP, besides the model; the names are theirs.
 
     bucket_bytes: at stages 1 and 2; by default OSS chooses.
-    offload: at stages 1 and 2, from a GPU: shards, their gradients and the optimizer's state are on the host. True
+    offload: at stages 1 to 3, from a GPU: shards, their gradients and the optimizer's state are on the host. True
         stands for zero.CPUOffload().
     broadcast_dtype, reduce_dtype: the dtypes that stages 1 and 2 send, or a wire, such as
         zero.Int8(); stage 3 sends those of `precision`.

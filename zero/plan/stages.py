@@ -29,7 +29,8 @@ from zero.oss.optimizer import set_bucket_size
 from zero.plan.averaging import Averaged
 from zero.plan.hardware import Group
 from zero.plan.meter import nbytes
-from zero.plan.rehearsal import Offloaded, Rehearsal, cast, explaining, faked, on_host, rehearsing, run_forward, walk
+from zero.plan.offloaded import BesideComputing, Offloaded, on_host
+from zero.plan.rehearsal import Rehearsal, cast, explaining, faked, rehearsing, run_forward, walk
 from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
 from zero.plan.trace import Trace
@@ -165,6 +166,7 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
         optimizer_sharding=job.options.optimizer_sharding,
         mixed_precision=job.sizes.precision,
         prefetch=job.prefetch,
+        offload=_home(job.options),
     )
     return Built(model, job.optimizer()(model.parameters()))
 
@@ -174,15 +176,15 @@ def cost_of(job: Job, stage: str) -> Cost:
     costs: dict[int, Cost] = {}
     fullest = [0]
     while missing := [rank for rank in fullest if rank not in costs]:
-        costs[missing[0]], groups = _rehearsed(
-            replace(job, trace=Trace(wanted=False)) if costs else job, stage, missing[0]
-        )
-        fullest = [0, *_fullest(job, groups)]
+        one = replace(job, trace=Trace(wanted=False)) if costs else job
+        costs[missing[0]], others = _rehearsed(one, stage, missing[0])
+        fullest = [0, *others]
     sent = max(cost.sent for cost in costs.values())  # the first rank sends most, because it sends the buffers
     return replace(max(costs.values(), key=lambda cost: cost.peak), sent=sent)
 
 
-def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]:
+def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
+    """The cost on one rank, and the ranks, besides the first, that may need most."""
     with assumed(job.finding), rehearsing(job.sizes, job.device, job.trace) as (sizes, rehearsal):
         job, module = replace(job, sizes=sizes), sizes.module
         inputs: Sequence[Any]
@@ -196,6 +198,9 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
             for unit in [unit for name, unit in sizes.unit_modules.items() if name]:
                 unit.forward = partial(checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False)
         built = _built(job, stage, rank)
+        for group in built.groups if job.options.offload else ():
+            if group.home.apart or group.overlaps:
+                group.streams = BesideComputing()
         if not stage.startswith("3"):
             inputs = sizes.precision.cast_inputs(module, inputs, root=True)
         step = partial(_step, job, built, inputs, rehearsal)
@@ -205,7 +210,8 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[ShardGroup]]
         with job.trace.taken():
             held = step()
         sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
-        return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), built.groups
+        cost = Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent)
+        return cost, [*_fullest(job, built.groups)]
 
 
 def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -> dict[str, int]:
@@ -216,7 +222,7 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
         loss.backward()
         del loss
     held = resident(built.model, built.groups, [built.optimizer])
-    held["host"] += _brought_by_step(built.optimizer) + _rounded(job.options, built.groups)
+    held["host"] += _brought_by_step(built.optimizer) + _rounded(built.groups)
     if held["gradients"] + held["host"]:
         built.optimizer.step()
     built.optimizer.zero_grad()
@@ -231,12 +237,10 @@ def _brought_by_step(optimizer: Optimizer) -> int:
     return sum(shard.nbytes for shard in filter(on_host, brought))
 
 
-def _rounded(options: Options, groups: Iterable[ShardGroup]) -> int:
+def _rounded(groups: Iterable[ShardGroup]) -> int:
     """Bytes of what the thread rounds for the device, if steps overlap."""
-    if not getattr(options.offload, "overlap", False):
-        return 0
-    apart = [group for group in groups if group.home.apart and group.full.dtype != group.stepped.dtype]
-    return sum(len(group.stepped) * group.full.itemsize for group in apart)
+    rounded = (group.home.rounded(group) for group in groups if isinstance(group.home, Offloaded))
+    return sum(tensor.nbytes for tensor in rounded if tensor is not None)
 
 
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
@@ -252,9 +256,9 @@ def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequenc
     state = [leaf for one in entries for leaf in one.values() if isinstance(leaf, Tensor)]
     here = partial(filterfalse, on_host)
     return {
-        "parameters": nbytes([*params, *model.buffers()]),
+        "parameters": nbytes([*here(params), *model.buffers()]),
         "gradients": nbytes(here(gradients)),
-        "optimizer": nbytes(here(state)) + nbytes(here(both)) - nbytes(params),
+        "optimizer": nbytes(here(state)) + nbytes(here(both)) - nbytes(here(params)),
         "host": nbytes(filter(on_host, [*stepped, *gradients, *state])),
     }
 
@@ -268,7 +272,7 @@ def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
 
 
 def _fullest(job: Job, groups: Sequence[ShardGroup]) -> Iterable[int]:
-    """The ranks, besides the first, that may need most."""
+    """See _rehearsed."""
     owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
     sent = [job.options.reduce_dtype, job.sizes.precision.reduce_dtype, *(group.full.dtype for group in groups)]
     widened = any(dtype is not None and (dtype.itemsize or 4) < torch.float32.itemsize for dtype in sent)
