@@ -32,7 +32,7 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.shard_group import ShardGroup
-from zero.shards.steps import Steps, stepped_by
+from zero.shards.steps import Steps, put_steps, stepped_by
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
@@ -64,12 +64,12 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
                 "zero.step_in_backward was given an optimizer that lacks some trained parameters of the model, whose "
                 "gradients would not be freed. Give the optimizer all trained parameters."
             )
-        running.steps = StepsOfUnits(optimizer, running)
+        put_steps(StepsOfUnits(optimizer, running), running)
     elif isinstance(model, ShardedDDP) and isinstance(optimizer, OSS):
         if optimizer not in sharding_of(model):
             raise ValueError("zero.step_in_backward was given the optimizer of another model. Pass this model's OSS.")
         _refuse(optimizer.optim, optimizer.steps, of="optimizer")
-        optimizer.steps = StepsOfOSS(optimizer)
+        put_steps(StepsOfOSS(optimizer), optimizer)
     else:
         raise ValueError(
             f"zero.step_in_backward was given a {type(model).__name__} and a {type(optimizer).__name__}. Pass a "
