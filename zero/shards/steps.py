@@ -20,7 +20,11 @@ class Steps:
 
     The backward calls it on every rank alike: at stage 3 with units, at stage 2 with shard groups. A feature gives its
     own to a living model or OSS by `put_steps`.
+
+    `asked_by`: the function by which the user asked for them. `does`: what they do, in words for the user.
     """
+
+    asked_by = does = ""
 
     def begin(self) -> None:
         """A backward that reduces its gradients begins. May raise RuntimeError."""
@@ -46,6 +50,19 @@ class Steps:
 
 
 NO_STEPS = Steps()
+
+
+def taken_problem(holder: Any, kind: type[Steps]) -> str | None:
+    """Returns an error message if a Model or an OSS has steps already, which those of this kind would replace."""
+    before: Steps = holder.steps
+    if not before.asked_by:
+        return None
+    if before.asked_by == kind.asked_by:
+        return f"{kind.asked_by} was called before for this model and optimizer. Call it once."
+    return (
+        f"{kind.asked_by} {kind.does}, and {before.asked_by}, which was called before for this model and optimizer, "
+        f"{before.does}. Call only one of them."
+    )
 
 
 def put_steps(steps: Steps, into: Any) -> None:

@@ -84,10 +84,10 @@ class Replicas:
         self._model.register_forward_pre_hook(before, prepend=True)
         optimizer.register_step_post_hook(self._after_step)
         if self._sharded is not None:
-            put_steps(_Averaged(self._average), self._sharded)
+            put_steps(Averaged(self._average), self._sharded)
         elif isinstance(self._model, ShardedDDP):
             assert isinstance(optimizer, OSS)
-            put_steps(_Averaged(self._average), optimizer)
+            put_steps(Averaged(self._average), optimizer)
         else:
             after = torch.compiler.disable(self._after_forward, reason="hooks on outputs")
             self._model.register_forward_hook(after)
@@ -208,8 +208,11 @@ class Replicas:
             one.load_state_dict(state["user"][name])
 
 
-class _Averaged(Steps):
+class Averaged(Steps):
     """Averages at the end of a backward."""
+
+    asked_by = "zero.fault_tolerant"
+    does = "averages gradients over replicas when backward has ended"
 
     def __init__(self, average: Callable[[], None]) -> None:
         self._average = average
