@@ -45,8 +45,9 @@ class CPUOffload(OnHost):
 
     With overlap, parameters at stages 2 and 3 are NaN from `step` until the next forward if they are read through
     references such as the optimizer's `param_groups`. `parameters()` and `.module` of the wrapper and full weights wait
-    for the steps, and so does whoever reads the optimizer's state. Gradients must not be written meanwhile, other than
-    by setting them to None: the next all-gather would raise RuntimeError.
+    for the steps, and so does whoever reads the optimizer's state. Who keeps a torch optimizer's `state` from before
+    its first step reads a dictionary that does not wait: take it again after that step. Gradients must not be written
+    meanwhile, other than by setting them to None: the next all-gather would raise RuntimeError.
     """
 
     pin_memory: bool = True
