@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -35,9 +36,15 @@ def launched(comm: Comm, channel: int) -> tuple[torch.Tensor, Any]:
 # --------------------------------------------------------------------------------------------------- A failed transfer
 
 
+def within_a_host() -> AbstractContextManager[Any]:
+    """Ranks read one another's memory, also where the whole run is told not to."""
+    return mock.patch.dict(os.environ, ZERO_HOST_MEMORY="")
+
+
 def poisoned(rank: int, world: int, way: str) -> list[str]:
     """The first of two gathers fails while the second is waited for."""
-    with between_hosts() if way == "gloo" else mock.patch.object(attach, "read", wraps=attach.read) as read:
+    of_way = between_hosts() if way == "gloo" else within_a_host()
+    with of_way, mock.patch.object(attach, "read", wraps=attach.read) as read:
         comm = Comm()
         channel = comm.channel("a test")
         comm.agree(channel)
@@ -62,11 +69,12 @@ def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(way):
 
 @ranks.on(2, timeout=20)
 def test_a_unit_whose_gather_failed_does_not_compute(rank, world):
-    model = zero.FSDP(nn.Linear(8, 8))
     told = []
-    for _ in range(2):
-        with mock.patch.object(attach, "read", side_effect=OSError("cut off")):
-            told.append(refusal(lambda: model(torch.ones(1, 8))))
+    with within_a_host():
+        model = zero.FSDP(nn.Linear(8, 8))
+        for _ in range(2):
+            with mock.patch.object(attach, "read", side_effect=OSError("cut off")):
+                told.append(refusal(lambda: model(torch.ones(1, 8))))
     assert all(one.startswith("RuntimeError") for one in told), told
 
 

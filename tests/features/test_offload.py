@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.optim.adam as adam
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -139,6 +142,46 @@ def test_less_is_resident_than_parts_and_state_are_large(tmp_path):
     assert peak < 0.5 * state
     _, in_memory = ranks.run(held, 1, args=(None,))[0]
     assert in_memory > 1.25 * state
+
+
+class Told(mmap.mmap):
+    """Notes what the operating system is told of a file."""
+
+    events: ClassVar[list[tuple[str, int]]] = []
+
+    def madvise(self, option: int, *more: int) -> None:
+        told = {mmap.MADV_WILLNEED: "reads ahead", mmap.MADV_DONTNEED: "releases"}[option]
+        self.events.append((told, len(self)))
+        super().madvise(option, *more)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(1)
+def test_while_a_parameter_is_stepped_the_files_of_the_next_are_read(rank, world, tmp_path, stage, overlap):
+    """The files of Adam's state are known by their sizes, that of the shards is the largest."""
+    module = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in [(100, 10), (10, 200), (200, 15)]))
+    offload, step = zero.DiskOffload(tmp_path, overlap=overlap), adam.adam
+
+    def noted(params: list[Tensor], *args: Any, **options: Any) -> None:
+        Told.events.extend(("steps", param.nbytes) for param in params)
+        step(params, *args, **options)
+
+    with mock.patch("mmap.mmap", Told), mock.patch.object(adam, "adam", noted):
+        model, optimizer = zero.setup(module, Adam, stage=stage, lr=0.1, offload=offload)
+        for _ in range(2):
+            Told.events.clear()
+            optimizer.zero_grad()
+            model(torch.ones(1, 100)).sum().backward()
+            optimizer.step()
+            [*model.parameters()]  # waits for the steps
+    shards = "reads ahead", max(nbytes for _, nbytes in Told.events)
+    second, third = ("reads ahead", 8000), ("reads ahead", 12000)
+    assert [event for event in Told.events if event[0] != "releases"] == [
+        *(shards, second, second, ("steps", 4000)),
+        *(shards, third, third, ("steps", 8000)),
+        ("steps", 12000),
+    ]
 
 
 @ranks.on(2)

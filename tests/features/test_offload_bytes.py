@@ -16,8 +16,9 @@ from torch.optim import Adam
 
 import zero
 from simulated.memory import AN_OPERATOR, FROM_CPU, NUMBERS, TO_CPU
-from simulated.scenarios import HALF, OVERLAP, RANK, WORLD, sgd, step
+from simulated.scenarios import HALF, RANK, WORLD, sgd, step
 from simulated.world import Simulated, simulated
+from zero.oss.optimizer import set_bucket_size
 
 WIDTH = 64
 NUMEL = WIDTH * WIDTH
@@ -55,6 +56,7 @@ def crossed(there: Simulated, model: nn.Module, optimizer: Any, dtype: torch.dty
     return dict(there.memory.crossed)
 
 
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
 @pytest.mark.parametrize(
     ("stage", "dtype", "world", "leaving"),
     [
@@ -66,40 +68,45 @@ def crossed(there: Simulated, model: nn.Module, optimizer: Any, dtype: torch.dty
     ],
 )
 def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_the_parameters(
-    stage, dtype, world, leaving
+    stage, dtype, world, leaving, ratio
 ):
+    """Each parameter has a bucket."""
     with simulated() as there:
         module = Net().to(dtype)
         comm = there.comm(min(RANK, world - 1), world)
-        optimizer = zero.OSS(module.parameters(), sgd, comm, offload=zero.CPUOffload())
+        optimizer = zero.OSS(module.parameters(), sgd, comm, offload=zero.CPUOffload(ratio=ratio))
+        set_bucket_size(optimizer, NUMEL)
         model = zero.ShardedDDP(module, optimizer) if stage == 2 else module
-        found, buckets = crossed(there, model, optimizer, dtype), len(optimizer.shards.shard_groups)
-    owned = 4 * NUMEL // world
-    assert found == {TO_CPU: leaving * owned, FROM_CPU: dtype.itemsize * owned, NUMBERS: buckets}
+        found = crossed(there, model, optimizer, dtype)
+    owned = ratio * 4 * NUMEL // world
+    assert found == {TO_CPU: leaving * owned, FROM_CPU: dtype.itemsize * owned, NUMBERS: 4 * ratio}
 
 
 @pytest.mark.parametrize(
-    ("options", "gathered", "leaving", "world"),
+    ("options", "offload", "gathered", "leaving", "world"),
     [
-        ({}, 2 * 2 + 2, 4, WORLD),  # the block that ran last, and the root unit, stay unsharded for backward
-        ({"mixed_precision": HALF}, 2 * 2 + 2, 4, WORLD),
-        ({"mixed_precision": HALF, "offload": OVERLAP}, (2 * 2 + 2) / 2, 4, WORLD),
-        ({"mixed_precision": HALF, "offload": OVERLAP}, (2 * 3 + 1) / 2, 2, 1),  # the block that ran last does not
-        ({"reshard_after_forward": False}, 4, 4, WORLD),
+        ({}, {}, 2 * 2 + 2, 4, WORLD),  # the block that ran last, and the root unit, stay unsharded for backward
+        ({"mixed_precision": HALF}, {}, 2 * 2 + 2, 4, WORLD),
+        ({"mixed_precision": HALF}, {"overlap": True}, (2 * 2 + 2) / 2, 4, WORLD),
+        ({"mixed_precision": HALF}, {"overlap": True}, (2 * 3 + 1) / 2, 2, 1),  # the block that ran last does not
+        ({"reshard_after_forward": False}, {}, 4, 4, WORLD),
+        ({}, {"ratio": 0.5}, 2 + 1, 4, WORLD),  # of two units, of which one stays unsharded for backward
     ],
-    ids=["float32", "16 bits", "16 bits, overlapping", "one rank", "kept"],
+    ids=["float32", "16 bits", "16 bits, overlapping", "one rank", "kept", "half"],
 )
-def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options, gathered, leaving, world):
+def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options, offload, gathered, leaving, world):
     """In float32 also where the device computes in 16 bits, unless a thread has rounded what it stepped.
 
     gathered: units, some of them twice, in multiples of float32's bytes.
     """
+    home = zero.CPUOffload(**offload)
     with simulated() as there:
         policy = ModuleWrapPolicy({Block})
-        comm, options = there.comm(min(RANK, world - 1), world), {"offload": zero.CPUOffload(), **options}
-        model = zero.FSDP(Net(), process_group=comm, auto_wrap_policy=policy, **options)
-        found = crossed(there, model, sgd(model.parameters()))
-    assert found == {TO_CPU: leaving * 4 * NUMEL // world, FROM_CPU: 4 * gathered * NUMEL // world}
+        comm = there.comm(min(RANK, world - 1), world)
+        model = zero.FSDP(Net(), process_group=comm, auto_wrap_policy=policy, offload=home, **options)
+        # One by one: torch steps at once what is on one device, and all tensors are on one here.
+        found = crossed(there, model, sgd(model.parameters(), foreach=False))
+    assert found == {TO_CPU: leaving * home.ratio * 4 * NUMEL // world, FROM_CPU: 4 * gathered * NUMEL // world}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -143,9 +150,11 @@ def test_an_operator_on_both_is_noticed():
         assert there.memory.crossed[AN_OPERATOR]
 
 
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage):
-    """4 of what is stepped, 8 of Adam's state, and 4 of the gradient: at stage 1 only during the step."""
+def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage, ratio):
+    """4 of what is stepped, 8 of Adam's state, and 4 of the gradient: at stage 1 only during the step. Of what is not
+    offloaded, the device holds shards at stage 3 and the state."""
     in_step: list[int] = []
     optim = partial(Adam, foreach=True)
 
@@ -156,7 +165,7 @@ def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage):
         steps(*args, **options)
 
     with simulated() as there, mock.patch.object(adam, "adam", noted):
-        comm, offload = there.comm(RANK, WORLD), zero.CPUOffload()
+        comm, offload = there.comm(RANK, WORLD), zero.CPUOffload(ratio=ratio)
         module: nn.Module = Net()
         if stage == 3:
             policy = ModuleWrapPolicy({Block})
@@ -164,18 +173,22 @@ def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage):
             optimizer: Any = optim(model.parameters())
         else:
             optimizer = zero.OSS(module.parameters(), optim, comm, offload=offload)
+            set_bucket_size(optimizer, NUMEL)
             model = zero.ShardedDDP(module, optimizer) if stage == 2 else module
         step(model, optimizer)
         optimizer.zero_grad()
-        at_rest = there.memory.on_cpu()
+        at_rest, on_device = there.memory.on_cpu(), there.memory.on_device()
         model(torch.ones(2, 8)).sum().backward()
         before_step = there.memory.on_cpu()
         in_step.clear()
         optimizer.step()
         after_step = there.memory.on_cpu()
     few = 4096  # counts of steps, and a sample of gradients
-    assert 12 * OWNED <= at_rest < 12 * OWNED + few
-    gradients = 0 if stage == 1 else 4 * OWNED
+    offloaded, stays = ratio * OWNED, (1 - ratio) * OWNED
+    assert 12 * offloaded <= at_rest < 12 * offloaded + few
+    held = 12 * stays if stage == 3 else 16 * NUMEL + 8 * stays
+    assert held <= on_device < held + few
+    gradients = 0 if stage == 1 else 4 * offloaded
     for when in (before_step, after_step):
         assert gradients <= when - at_rest < gradients + few
-    assert 16 * OWNED <= max(in_step) < 16 * OWNED + few
+    assert 16 * offloaded <= max(in_step) < 16 * offloaded + few

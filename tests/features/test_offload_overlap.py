@@ -190,6 +190,9 @@ READERS: dict[str, Any] = {
     "full weights": lambda model, optimizer: zero.full_state_dict(model),
     "its own weights": lambda model, optimizer: model.state_dict(),
     "listed parameters": lambda model, optimizer: [param.detach().clone() for param in model.parameters()],
+    "those of the module inside": lambda model, optimizer: [
+        param.detach().clone() for param in model.module.parameters()
+    ],
     "the state": lambda model, optimizer: [
         value.clone() for param in model.parameters() for value in optimizer.state.get(param, {}).values()
     ],

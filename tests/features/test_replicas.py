@@ -393,7 +393,7 @@ def test_a_rank_that_does_not_say_that_it_is_done_is_lost():
         ("Linear", "was given a Linear and a SGD. Pass a model and its optimizer of stage 1, 2 or 3"),
         ("address", "coordinator='29400' is no address. Pass host:port"),
         ("nobody", "no coordinator of replicas answers at localhost:1 .* Start it first: python -m"),
-        ("in backward", "They average or step gradients in backward already"),
+        ("in backward", "and zero.step_in_backward, which was called before .*, steps parameters.* Call only one"),
     ],
 )
 @ranks.on(1)
@@ -405,3 +405,20 @@ def test_what_cannot_be_replicated_is_refused(rank, world, given, text):
         zero.step_in_backward(model, optimizer)
     with pytest.raises(RuntimeError if given == "nobody" else ValueError, match=text):
         zero.fault_tolerant(model, optimizer, "29400" if given == "address" else "localhost:1")
+
+
+def refused_after_it(rank: int, world: int, port: int, letter: str, stage: int) -> list[str]:
+    model, optimizer = zero.setup(nn.Linear(4, 4), torch.optim.SGD, stage=stage, lr=0.1)
+    address = f"localhost:{port}"
+    zero.fault_tolerant(model, optimizer, address)
+    calls = [lambda: zero.step_in_backward(model, optimizer), lambda: zero.fault_tolerant(model, optimizer, address)]
+    return [ranks.refusal(call) for call in calls]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_replica_is_not_stepped_before_gradients_are_averaged_and_is_one_only_once(stage):
+    with Served(1) as served:
+        in_backward, again = ended(refused_after_it, served, {"a": 1}, stage)["a"][0]
+    assert "zero.fault_tolerant, which was called before" in in_backward and "averages gradients" in in_backward
+    assert in_backward.endswith("Call only one of them.")
+    assert again == "ValueError: zero.fault_tolerant was called before for this model and optimizer. Call it once."

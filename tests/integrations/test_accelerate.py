@@ -336,6 +336,21 @@ def test_a_report_knows_what_accelerate_has_prepared(rank: int, world: int) -> N
     assert all(planned)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_a_checkpoint_takes_the_optimizer_that_accelerate_has_prepared(
+    rank: int, world: int, tmp_path: Path, stage: int
+) -> None:
+    with launched(rank, world):
+        scripts = [Script(build(stage, zero_plugin=stage)) for _ in range(2)]
+        scripts[0].train(stop=2)
+        zero.checkpoint.save(tmp_path / "run", scripts[0].model, scripts[0].optimizer)
+        zero.checkpoint.load(tmp_path / "run", scripts[1].model, scripts[1].optimizer)
+        found, expected = (zero.full_optimizer_state_dict(one.model, one.optimizer)["state"] for one in scripts[::-1])
+    assert expected
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def apart(rank: int, world: int, asked: int) -> list[str]:
     """On CPUs, but without cpu=True: Accelerate then says NO to ranks."""
     told = []

@@ -97,6 +97,10 @@ class Memory(TorchDispatchMode):
         """Returns the bytes of the tensors in the CPU's memory."""
         return sum(block.nbytes for block in {*self._blocks.values()} if block.home is None)
 
+    def on_device(self) -> int:
+        """Returns the bytes of the tensors in the device's memory."""
+        return sum(block.nbytes for block in {*self._blocks.values()} if block.home is not None)
+
     def access(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float, label: str) -> None:
         """Runs something on the current stream, or, where all is in the CPU's memory, on the host."""
         read, written = self._blocks_of(reads), self._blocks_of(writes)

@@ -35,7 +35,7 @@ from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.masters import settled as settled_master
 from zero.shards.partition import Place, places_in
 from zero.shards.parts import parts_here
-from zero.wrappers import unwrapped
+from zero.wrappers import prepared, unwrapped
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class Training:
         optimizer: Optimizer | Sequence[Optimizer] | None,
         process_group: torch.distributed.ProcessGroup | None,
     ) -> None:
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
+        self.optimizers = [prepared(one) for one in given]
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
         module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)

@@ -165,9 +165,10 @@ class Backward:
             unit.settle()
         self.active = self.awaited = False
         self.accumulates = not self.reduces
+        if self.reduces:
+            self._model.steps.end(self._units)
         for ends in self._model.events.backward_ends:
             ends(self.reduces)
-        self._model.steps.end(self._units)
 
     def _callback_dropped(self, _: Any) -> None:
         """Notices that autograd has dropped its callback, which it does without calling it after an exception.

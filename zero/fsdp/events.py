@@ -62,6 +62,9 @@ class ModelEvents:
     def listed(self) -> None:
         """The user lists the parameters of the FSDP while no unit is running."""
 
+    def given_out(self) -> None:
+        """The user takes the module of the FSDP (`.module`) while no unit is running."""
+
     # -------------------------------------------------------------------------------------------- backward
 
     def late(self, unit: Unit) -> bool:

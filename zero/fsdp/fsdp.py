@@ -233,7 +233,7 @@ class FSDP(Weights):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. With set_to_none=True nobody reads the parameters, which may still be stepped."""
-        nn.Module.zero_grad(self.module if set_to_none else self, set_to_none)
+        nn.Module.zero_grad(self._inner if set_to_none else self, set_to_none)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -251,10 +251,12 @@ class FSDP(Weights):
         raise TypeError(NO_COPIES)
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return attribute_of(super().__getattr__("module"), name, wrapper="FSDP")
+        if name not in children_of(self):
+            return attribute_of(self._inner, name, wrapper="FSDP")
+        if not self._model.schedule.running:  # `.module`: the caller may read its parameters at any time
+            for given_out in self._model.events.given_out:
+                given_out()
+        return super().__getattr__(name)
 
 
 def running_model(fsdp: FSDP) -> Model:

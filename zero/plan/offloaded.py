@@ -22,7 +22,8 @@ torch can copy to and from it in a rehearsal."""
 class Offloaded(Home):
     """Shards are on the host, and only what is on the model's device is counted.
 
-    Steps that overlap have ended when the next forward begins, but gathers are launched as if they had not."""
+    Steps that overlap have ended when the next forward begins, but gathers are launched as if they had not.
+    """
 
     apart = True
 
@@ -56,8 +57,8 @@ class Offloaded(Home):
 
 
 class BesideComputing(NoStreams):
-    """The streams of a GPU: the result of a transfer is there once it is launched, and what it reads is
-    kept until it is waited for."""
+    """The streams of a GPU: the result of a transfer is there once it is launched, and what it reads is kept until it
+    is waited for."""
 
     def gather(
         self, comm: Comm, launch: Callable[[], Handle], *, keeps: object, ahead: bool, from_host: bool
@@ -69,7 +70,8 @@ class BesideComputing(NoStreams):
         return Handle(lambda: held[1])
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
-        return source.to(like.dtype).to(like.device)
+        narrower = min(source.dtype, like.dtype, key=lambda dtype: dtype.itemsize)
+        return source.to(narrower).to(like.device)
 
 
 def on_host(tensor: Tensor) -> bool:

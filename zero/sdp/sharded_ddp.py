@@ -219,13 +219,6 @@ class ShardedDDP(Wrapper):
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
 
-    @property
-    def _inner(self) -> nn.Module:
-        """The module, without waiting for gathers in flight."""
-        inner = children_of(self)["module"]
-        assert inner is not None
-        return inner
-
     def __getattr__(self, name: str) -> Any:
         if name in children_of(self):  # `.module`: the caller may read its parameters at any time
             self._reading.outside()

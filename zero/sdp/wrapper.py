@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zero._torch import children_of
 from zero.shards.arguments import instead_of
 
 
@@ -17,6 +18,13 @@ class Wrapper(nn.Module):
     """A wrapper of one module, `module`. Names of parameters and buffers are those of the module's state_dict()."""
 
     module: nn.Module
+
+    @property
+    def _inner(self) -> nn.Module:
+        """The module, without waiting for parameters."""
+        inner = children_of(self)["module"]
+        assert inner is not None
+        return inner
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -28,7 +36,7 @@ class Wrapper(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Returns those of the module, under its own names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+        return self._inner.named_buffers(prefix, recurse, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells torch.distributed.checkpoint.state_dict that the child `module` is not part of any name."""

@@ -18,9 +18,13 @@ from torch.optim import Optimizer
 class Steps:
     """Steps nothing: the optimizer does so when the user calls it.
 
-    The backward calls it on every rank alike: at stage 3 with units, at stage 2 with shard groups. A feature puts its
-    own into `Model.steps` or `OSS.steps`.
+    The backward calls it on every rank alike: at stage 3 with units, at stage 2 with shard groups. A feature gives its
+    own to a living model or OSS by `put_steps`.
+
+    `asked_by`: the function by which the user asked for them. `does`: what they do, in words for the user.
     """
+
+    asked_by = does = ""
 
     def begin(self) -> None:
         """A backward that reduces its gradients begins. May raise RuntimeError."""
@@ -35,7 +39,7 @@ class Steps:
         """Waits for the steps so far. Gradients that only other ranks have are added next."""
 
     def end(self, units: Collection[Any]) -> None:
-        """The backward has ended, and all gradients are reduced."""
+        """Collective. The backward has ended, and all gradients are reduced; nobody else has read them yet."""
 
     def step(self, run: Callable[..., Any], closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
         """The user calls the step of an OSS. run: steps it, and returns the closure's loss."""
@@ -46,6 +50,25 @@ class Steps:
 
 
 NO_STEPS = Steps()
+
+
+def taken_problem(holder: Any, kind: type[Steps]) -> str | None:
+    """Returns an error message if a Model or an OSS has steps already, which those of this kind would replace."""
+    before: Steps = holder.steps
+    if not before.asked_by:
+        return None
+    if before.asked_by == kind.asked_by:
+        return f"{kind.asked_by} was called before for this model and optimizer. Call it once."
+    return (
+        f"{kind.asked_by} {kind.does}, and {before.asked_by}, which was called before for this model and optimizer, "
+        f"{before.does}. Call only one of them."
+    )
+
+
+def put_steps(steps: Steps, into: Any) -> None:
+    """Has a Model of stage 3 or an OSS call these from its next backward on."""
+    into.steps = steps
+
 
 stepped_by: WeakKeyDictionary[Optimizer, Steps] = WeakKeyDictionary()
 """What steps an optimizer in backward."""

@@ -44,9 +44,10 @@ class CPUOffload(OnHost):
         remaining share.
 
     With overlap, parameters at stages 2 and 3 are NaN from `step` until the next forward if they are read through
-    references such as the optimizer's `param_groups`. `parameters()` of the wrapper and full weights wait for the
-    steps, and so does whoever reads the optimizer's state. Gradients must not be written meanwhile, other than by
-    setting them to None: the next all-gather would raise RuntimeError.
+    references such as the optimizer's `param_groups`. `parameters()` and `.module` of the wrapper and full weights wait
+    for the steps, and so does whoever reads the optimizer's state. Who keeps a torch optimizer's `state` from before
+    its first step reads a dictionary that does not wait: take it again after that step. Gradients must not be written
+    meanwhile, other than by setting them to None: the next all-gather would raise RuntimeError.
     """
 
     pin_memory: bool = True
@@ -149,14 +150,16 @@ def home_of(given: Any) -> Home:
     )
 
 
-class ListedParameters(ModelEvents):
-    """Who lists the parameters of an FSDP may read them."""
+class ReadParameters(ModelEvents):
+    """Who lists the parameters of an FSDP, or takes its module, may read them."""
 
     def listed(self) -> None:
         for group in self.model.index.groups:
             group.reveal()
 
+    given_out = listed
 
-model_events.append(ListedParameters)
+
+model_events.append(ReadParameters)
 homes["offload"] = home_of
 homes["cpu_offload"] = lambda given: home_of(given or None)  # PyTorch's name; it takes False for none

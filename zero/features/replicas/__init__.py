@@ -40,13 +40,13 @@ from torch.optim import Optimizer
 from zero._torch import uncompiled
 from zero.comm import Comm
 from zero.features.replicas.membership import Membership
-from zero.features.replicas.replicas import Replicas, Stateful
+from zero.features.replicas.replicas import Averaged, Replicas, Stateful
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
-from zero.shards.steps import Steps
+from zero.shards.steps import taken_problem
 
 
 def fault_tolerant(
@@ -104,13 +104,7 @@ def _unusable(model: nn.Module, optimizer: Optimizer) -> str | None:
         return given + "Pass the only OSS of the model."
     if isinstance(optimizer, OSS) and not isinstance(model, ShardedDDP) and optimizer.gradients.arrive_sharded:
         return given + "The OSS belongs to a ShardedDDP: pass that as the model."
-    holder = running_model(model) if isinstance(model, FSDP) else optimizer
-    if type(getattr(holder, "steps", None)) is not Steps:
-        return given + (
-            "They average or step gradients in backward already, by an earlier call or zero.step_in_backward. Call one "
-            "of them once."
-        )
-    return None
+    return taken_problem(running_model(model) if isinstance(model, FSDP) else optimizer, Averaged)
 
 
 def _address_problem(coordinator: str) -> str | None:

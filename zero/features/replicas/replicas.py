@@ -23,7 +23,7 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import describe
 from zero.sdp.tensors import map_tensors, nearest_leaf, tensors_in
-from zero.shards.steps import Steps
+from zero.shards.steps import Steps, put_steps
 from zero.state.optimizer_state import cut, fingerprint, hand_over, shard_of
 from zero.state.stepped_shards import SteppedShards
 
@@ -84,11 +84,10 @@ class Replicas:
         self._model.register_forward_pre_hook(before, prepend=True)
         optimizer.register_step_post_hook(self._after_step)
         if self._sharded is not None:
-            self._sharded.steps = _Averaged()
-            self._sharded.events.backward_ends.insert(0, self._sharded_backward_ends)  # before gradients are sampled
+            put_steps(Averaged(self._average), self._sharded)
         elif isinstance(self._model, ShardedDDP):
             assert isinstance(optimizer, OSS)
-            optimizer.steps = _Averaged(self._average)
+            put_steps(Averaged(self._average), optimizer)
         else:
             after = torch.compiler.disable(self._after_forward, reason="hooks on outputs")
             self._model.register_forward_hook(after)
@@ -102,10 +101,6 @@ class Replicas:
     def _after_step(self, *_: Any) -> None:
         self.step += 1
         self._steps_since_join = True
-
-    def _sharded_backward_ends(self, reduced: bool) -> None:
-        if reduced:
-            self._average()
 
     def _after_forward(self, _: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
@@ -213,10 +208,13 @@ class Replicas:
             one.load_state_dict(state["user"][name])
 
 
-class _Averaged(Steps):
+class Averaged(Steps):
     """Averages at the end of a backward."""
 
-    def __init__(self, average: Callable[[], None] = lambda: None) -> None:
+    asked_by = "zero.fault_tolerant"
+    does = "averages gradients over replicas when backward has ended"
+
+    def __init__(self, average: Callable[[], None]) -> None:
         self._average = average
 
     def end(self, units: Any) -> None:

@@ -32,7 +32,7 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.shard_group import ShardGroup
-from zero.shards.steps import Steps, stepped_by
+from zero.shards.steps import Steps, put_steps, stepped_by, taken_problem
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
@@ -52,24 +52,24 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
     What needs all gradients at once raises RuntimeError from then on: clipping by the norm, zero.GradScaler, no_sync, a
     second backward before `step`, a hook before the step. torch.nn.utils.clip_grad_norm_ raises at stage 2; at
     stage 3 it finds no gradients.
-    Raises ValueError for other models and optimizers, and where it was called before.
+    Raises ValueError for other models and optimizers, and where it or zero.fault_tolerant was called before.
     """
     model = uncompiled(model)
     if isinstance(model, FSDP) and not isinstance(optimizer, OSS):
         running = running_model(model)
-        _refuse(optimizer, running.steps, of="model")
+        _refuse(optimizer, running)
         held = {*params_of(optimizer)}
         if any(param.requires_grad and param not in held for param in running.index):
             raise ValueError(
                 "zero.step_in_backward was given an optimizer that lacks some trained parameters of the model, whose "
                 "gradients would not be freed. Give the optimizer all trained parameters."
             )
-        running.steps = StepsOfUnits(optimizer, running)
+        put_steps(StepsOfUnits(optimizer, running), running)
     elif isinstance(model, ShardedDDP) and isinstance(optimizer, OSS):
         if optimizer not in sharding_of(model):
             raise ValueError("zero.step_in_backward was given the optimizer of another model. Pass this model's OSS.")
-        _refuse(optimizer.optim, optimizer.steps, of="optimizer")
-        optimizer.steps = StepsOfOSS(optimizer)
+        _refuse(optimizer.optim, optimizer)
+        put_steps(StepsOfOSS(optimizer), optimizer)
     else:
         raise ValueError(
             f"zero.step_in_backward was given a {type(model).__name__} and a {type(optimizer).__name__}. Pass a "
@@ -77,10 +77,11 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _refuse(optimizer: Optimizer, steps: Steps, *, of: str) -> None:
-    """Raises ValueError if the optimizer cannot step parameters one after another, or does so already."""
-    if type(steps) is not Steps:
-        raise ValueError(f"zero.step_in_backward was called before for this {of}.")
+def _refuse(optimizer: Optimizer, holder: Model | OSS) -> None:
+    """Raises ValueError if the optimizer cannot step parameters one after another, or the holder has other steps."""
+    problem = taken_problem(holder, StepsInBackward)
+    if problem is not None:
+        raise ValueError(problem)
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
         raise ValueError(
@@ -95,6 +96,9 @@ class StepsInBackward(Steps):
 
     `stepped`: whether a backward is complete, with all its steps.
     """
+
+    asked_by = "zero.step_in_backward"
+    does = "steps parameters, and frees their gradients, before backward has ended"
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.stepped = self._partly = False
