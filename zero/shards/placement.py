@@ -58,7 +58,8 @@ class Exchange:
         channel = self._gather if channel is None else channel
         if shard is not None:
             own = full[self._own]
-            own.copy_(shard.to(own.device, non_blocking=True))
+            sent = shard if shard.dtype == own.dtype else shard.to(own.device, non_blocking=True)  # rounded there
+            own.copy_(sent, non_blocking=True)
         return wire.gather(self.gathered_by, full, self._layout.bounds, channel, keeps_own=shard is None)
 
     def reduce(self, messages: Sequence[Message], wire: Wire) -> Handle:
