@@ -129,6 +129,9 @@ class OverlappingDDP(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         reading = self._reading
+        if torch.compiler.is_compiling():
+            _wait_for_all(reading)
+            return super().forward(*args, **kwargs)
         if not has_final_buckets(self):  # they get the parameters' strides, and may do so in this forward
             reading.outside()
         self._reading = Reading()  # super().forward() asks for `.module`
@@ -146,8 +149,13 @@ class OverlappingDDP(DistributedDataParallel):
         assert inner is not None
         inner.zero_grad(set_to_none)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state of a copy, which waits for nothing. Waits for gathers in flight first."""
+        self._reading.outside()
+        return {name: value for name, value in super().__getstate__().items() if name != "_reading"}
+
     def __getattr__(self, name: str) -> Any:
-        if name == "module":
+        if name == "module" and not torch.compiler.is_compiling():
             self._reading.outside()
         return super().__getattr__(name)
 
@@ -155,6 +163,11 @@ class OverlappingDDP(DistributedDataParallel):
         """Waits for gathers in flight first. `parameters()` and `modules()` call this, too."""
         self._reading.outside()
         yield from super().named_modules(*args, **kwargs)
+
+
+@torch.compiler.disable(reason="steps of parameters are waited for")
+def _wait_for_all(reading: Reading) -> None:
+    reading.outside()
 
 
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:

@@ -88,8 +88,9 @@ class _Guard:
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
         if any(group.gathering for optimizer in self._optimizers for group in optimizer.shards.shard_groups):
             raise RuntimeError(
-                "the module was copied or pickled while its parameters were gathered (overlap_param_gather=True). Copy "
-                "or pickle the .module of the ShardedDDP: reading that attribute waits for the parameters."
+                "the module was copied or pickled while its parameters were gathered (overlap_param_gather=True, or "
+                "offload with overlap=True). Copy or pickle the .module of its ShardedDDP or DistributedDataParallel: "
+                "reading that attribute waits for the parameters."
             )
         return _Guard, ()
 
