@@ -19,6 +19,7 @@ from zero.measure.named import build
 from zero.measure.param_groups import options
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.sdp.sharded_ddp import readings
 from zero.shards.arguments import as_groups, parts_of
 from zero.shards.home import take_home
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
@@ -87,9 +88,7 @@ def setup(
         return plain, build(optim, groups or model.parameters(), named, defaults)[0]
     averaged = _averaged(model, comm, overlaps=take_home({**given})[0].overlaps) if stage == 1 else None
     sharding = OSS(groups or named, optim, comm, partition=partition, **given, **defaults)  # type: ignore[arg-type]
-    if isinstance(averaged, OverlappingDDP):
-        averaged.wait_for(sharding)
-    return ShardedDDP(model, sharding) if averaged is None else averaged, sharding
+    return ShardedDDP(model, sharding) if averaged is None else _waiting(averaged, model, sharding), sharding
 
 
 def _ranks(group: Any, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Comm, str | None]:
@@ -164,3 +163,10 @@ def _averaged(model: nn.Module, comm: Comm, *, overlaps: bool) -> nn.Module:
     wrapped = wrapper(model, process_group=comm.group, gradient_as_bucket_view=True)
     average_by_reading(wrapped, comm)
     return wrapped
+
+
+def _waiting(averaged: nn.Module, model: nn.Module, sharding: OSS) -> nn.Module:
+    """The wrapped model of stage 1, which from here on waits for steps that outlive the optimizer's `step`."""
+    if isinstance(averaged, OverlappingDDP) and "overlap_param_gather" in readings:
+        averaged.reading = readings["overlap_param_gather"](model, [sharding])
+    return averaged

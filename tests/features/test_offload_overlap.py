@@ -361,9 +361,10 @@ def test_zeros_in_place_of_gradients_wait_and_dropping_them_does_not(rank, world
         loss_of(model, rank, 1)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
 @ranks.on(2)
-def test_a_step_that_a_scaler_skips_is_skipped(rank, world):
-    model, optimizer = wrapped(3, OPTIMIZERS["sgd"], offload_of(3, True))
+def test_a_step_that_a_scaler_skips_is_skipped(rank, world, stage):
+    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload_of(stage, True))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = zero.full_state_dict(model)
     for factor in (float("inf"), 1.0):

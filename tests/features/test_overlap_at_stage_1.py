@@ -1,4 +1,4 @@
-"""zero.setup(stage=1, offload=CPUOffload(overlap=True)): DistributedDataParallel waits for steps that outlive `step`."""
+"""zero.setup(stage=1, offload=CPUOffload(overlap=True)): DistributedDataParallel waits for what outlives `step`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 def train(model: nn.Module, optimizer: zero.OSS, rank: int, steps: int) -> None:
     """Ends with a step."""
     for step in range(steps):
-        model.zero_grad()
+        optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()
 
@@ -168,7 +168,9 @@ def test_compiled_it_waits_for_all_at_once_and_is_compiled_once(rank, world):
 def test_ranks_may_have_different_numbers_of_batches(rank, world, stage):
     weights = []
     for overlap in (False, True):
-        model, optimizer = zero.setup(Net(), partial(SGD, momentum=0.9), stage=stage, lr=0.05, offload=offload_of(stage, overlap))
+        model, optimizer = zero.setup(
+            Net(), partial(SGD, momentum=0.9), stage=stage, lr=0.05, offload=offload_of(stage, overlap)
+        )
         with zero.join(model, optimizer):
             train(model, optimizer, rank, 2 + 2 * rank)
         weights.append(zero.full_state_dict(model))

@@ -27,9 +27,8 @@ from zero.comm import Comm
 from zero.comm.packing import lengths
 from zero.fsdp.model import sharded_params
 from zero.oss.gradients import refuse_sparse
-from zero.oss.optimizer import OSS
 from zero.sdp import ShardedDDP
-from zero.sdp.sharded_ddp import Reading, readings
+from zero.sdp.sharded_ddp import Reading
 from zero.shards.arguments import Wrapping, refusals
 from zero.shards.steps import StepCheck, checks
 
@@ -118,56 +117,56 @@ class OverlappingDDP(DistributedDataParallel):
     """A DistributedDataParallel of parameters whose steps may outlive the `step` of their OSS. Its forward waits for
     each shard group when an operator first reads one of its parameters; `.module`, lists of parameters and modules,
     and zero_grad(set_to_none=False) wait for all.
+
+    reading: how it waits; by default not.
     """
 
-    _reading = Reading()
-
-    def wait_for(self, optimizer: OSS) -> None:
-        """From here on steps outlive the `step` of this optimizer of the module's parameters."""
-        if "overlap_param_gather" in readings:
-            self._reading = readings["overlap_param_gather"](self.module, [optimizer])
+    reading = Reading()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        reading = self._reading
+        reading = self.reading
         if torch.compiler.is_compiling():
             _wait_for_all(reading)
-            return super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not has_final_buckets(self):  # they get the parameters' strides, and may do so in this forward
             reading.outside()
-        self._reading = Reading()  # super().forward() asks for `.module`
+        self.reading = Reading()  # super().forward() asks for `.module`
         try:
             with reading.in_forward():
-                return super().forward(*args, **kwargs)
+                return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
-            self._reading = reading
+            self.reading = reading
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, which steps still read."""
         if not set_to_none:
-            self._reading.outside()
+            self.reading.outside()
         inner = children_of(self)["module"]
         assert inner is not None
         inner.zero_grad(set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state of a copy, which waits for nothing. Waits for gathers in flight first."""
-        self._reading.outside()
-        return {name: value for name, value in super().__getstate__().items() if name != "_reading"}
+        self.reading.outside()
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name != "reading"}
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module" and not torch.compiler.is_compiling():
-            self._reading.outside()
+        if name == "module":
+            self.reading.outside()
         return super().__getattr__(name)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Waits for gathers in flight first. `parameters()` and `modules()` call this, too."""
-        self._reading.outside()
+        self.reading.outside()
         yield from super().named_modules(*args, **kwargs)
 
 
-@torch.compiler.disable(reason="steps of parameters are waited for")
-def _wait_for_all(reading: Reading) -> None:
+def _outside(reading: Reading) -> None:
     reading.outside()
+
+
+_wait_for_all = torch.compiler.disable(_outside, reason="steps of parameters are waited for")
 
 
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:

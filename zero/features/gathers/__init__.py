@@ -1,7 +1,7 @@
-"""ShardedDDP(overlap_param_gather=True): all-gathers of parameters that `step` has left in flight, until the next
-forward reads the parameters.
+"""ShardedDDP(overlap_param_gather=True), and offload with overlap=True at stages 1 and 2: all-gathers of parameters
+that `step` has left in flight, until the next forward reads the parameters.
 
-Until then the parameters are NaN. In the forward of ShardedDDP, each operator that takes one waits for its shard group
+Until then the parameters are NaN. In the forward of the wrapper, each operator that takes one waits for its shard group
 first. Other forwards, state dicts and listings of parameters wait for all gathers first.
 """
 

@@ -43,10 +43,11 @@ class CPUOffload(OnHost):
         or units (stage 3). Those that forward needs first stay on the device, which steps them, as many as fit into the
         remaining share.
 
-    With overlap, parameters at stages 2 and 3 are NaN from `step` until the next forward if they are read through
-    references such as the optimizer's `param_groups`. `parameters()` of the wrapper and full weights wait for the
-    steps, and so does whoever reads the optimizer's state. Gradients must not be written meanwhile, other than by
-    setting them to None: the next all-gather would raise RuntimeError.
+    With overlap, parameters are NaN from `step` until the next forward if they are read through references such as the
+    optimizer's `param_groups`. `parameters()` of the wrapper and full weights wait for the steps, and so does whoever
+    reads the optimizer's state. At stages 1 and 2 reading parameters then is collective. Gradients must not be written
+    meanwhile, other than by setting them to None: the next all-gather would raise RuntimeError. At stage 1 all this
+    holds for what zero.setup returns; with a DistributedDataParallel of your own `step` returns when it has stepped.
     """
 
     pin_memory: bool = True
