@@ -179,11 +179,15 @@ def test_ranks_may_have_different_numbers_of_batches(rank, world, stage):
 
 @ranks.on(2)
 def test_models_that_users_wrap_have_been_stepped_when_step_returns(rank, world):
-    net = Net()
-    optimizer = zero.OSS(net.parameters(), SGD, lr=0.05, offload=overlapping(1))
-    model = DistributedDataParallel(net)
-    train(model, optimizer, rank, 2)
-    assert not pending(optimizer) and not any(param.isnan().any() for param in net.parameters())
+    weights = []
+    for overlap in (False, True):
+        net = Net()
+        optimizer = zero.OSS(net.parameters(), AdamW, lr=0.05, offload=offload_of(1, overlap))
+        set_bucket_size(optimizer, 100)
+        train(DistributedDataParallel(net), optimizer, rank, 3)
+        assert not pending(optimizer)
+        weights.append(net.state_dict())
+    same(*weights)
 
 
 def test_without_a_process_group_step_returns_when_it_has_stepped():
