@@ -27,6 +27,7 @@ from features.test_oss_offload import Apart
 from models import FeedForward, Stack
 from sidebyside import data
 from zero.features.offload.beside import Widening
+from zero.oss.optimizer import set_bucket_size
 
 WIDTH = 12
 OPTIMIZERS: dict[str, Any] = {
@@ -55,9 +56,11 @@ def wrapped(stage: int, optim: Any, offload: Any, **options: Any) -> tuple[nn.Mo
     if stage == 3:
         model: nn.Module = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({FeedForward}), offload=offload, **options)
         return model, optim(model.parameters())
-    optimizer = zero.OSS(net.to(**options).parameters(), optim, offload=offload)
     if stage == 1:
-        return nn.parallel.DistributedDataParallel(net), optimizer
+        model, optimizer = zero.setup(net.to(**options), optim, stage=1, params=net.parameters(), offload=offload)
+        set_bucket_size(optimizer, 200)
+        return model, optimizer
+    optimizer = zero.OSS(net.to(**options).parameters(), optim, offload=offload)
     return zero.ShardedDDP(net, optimizer, reduce_buffer_size=200), optimizer
 
 
@@ -127,13 +130,13 @@ def test_in_16_bits_and_in_backward(stage, options):
     ranks.run(same, args=(stage, "adamw", options))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(1)
 def test_a_process_alone_overlaps(rank, world, stage):
     same(rank, world, stage, "adamw", {})
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2)
 def test_from_files_training_is_the_same(rank, world, tmp_path, stage):
     found, expected = (
@@ -149,7 +152,7 @@ def test_with_a_share_on_the_device_training_is_the_same(rank, world, stage):
     same(rank, world, stage, "sgd", {}, ratio=0.4)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2)
 def test_what_forward_needs_first_stays_on_the_device(rank, world, stage):
     model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload_of(stage, True, ratio=0.4))
@@ -207,7 +210,7 @@ def _summoned(model: Any) -> list[Tensor]:
         return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2)
 def test_whoever_reads_between_step_and_forward_waits(rank, world, stage):
     for reader in READERS.values():
@@ -221,7 +224,7 @@ def test_whoever_reads_between_step_and_forward_waits(rank, world, stage):
         torch.testing.assert_close(*told, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2)
 def test_until_then_references_to_parameters_are_nan(rank, world, stage):
     model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload_of(stage, True))
@@ -235,7 +238,7 @@ def test_until_then_references_to_parameters_are_nan(rank, world, stage):
     assert not any(param.isnan().any() for param in params)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2)
 def test_a_checkpoint_has_what_was_stepped(rank, world, tmp_path, stage):
     model, optimizer = wrapped(stage, OPTIMIZERS["adamw"], offload_of(stage, True))
@@ -250,15 +253,15 @@ def test_a_checkpoint_has_what_was_stepped(rank, world, tmp_path, stage):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2)
 def test_steps_that_overlap_and_such_that_cannot_take_turns(rank, world, stage):
     """With a closure the optimizer steps the shards itself, which were not to be read in 16 bits."""
     told = []
     for overlap in (True, False):
-        options = {"dtype": torch.bfloat16} if stage == 2 else {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}
+        options = {"dtype": torch.bfloat16} if stage < 3 else {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}
         model, optimizer = wrapped(stage, OPTIMIZERS["adamw"], offload_of(stage, overlap), **options)
-        dtype = torch.bfloat16 if stage == 2 else torch.float32
+        dtype = torch.bfloat16 if stage < 3 else torch.float32
 
         def closure(step: int) -> Tensor:
             optimizer.zero_grad()  # noqa: B023
@@ -293,7 +296,7 @@ class Fails(Slow):
         super().step_part(part)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2, timeout=20)
 def test_an_error_in_the_thread_is_raised_on_every_rank_by_the_next_forward(rank, world, stage):
     offload = overlapping(stage, Fails)
@@ -321,7 +324,7 @@ def killed(rank: int, world: int, path: Path, stage: int) -> str:
     return ranks.refusal(lambda: zero.checkpoint.save(path, model, optimizer))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_where_a_rank_dies_in_a_step_the_others_raise_and_no_checkpoint_is_left(tmp_path, stage):
     with pytest.raises(ranks.RankError) as raised:
         ranks.run(killed, 2, args=(tmp_path / "one", stage), timeout=20, fresh=True)
@@ -330,7 +333,7 @@ def test_where_a_rank_dies_in_a_step_the_others_raise_and_no_checkpoint_is_left(
         zero.checkpoint.load(tmp_path / "one", nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2, timeout=20)
 def test_gradients_that_are_written_while_they_are_read_are_an_error(rank, world, stage):
     offload = overlapping(stage, Waits)
@@ -346,7 +349,7 @@ def test_gradients_that_are_written_while_they_are_read_are_an_error(rank, world
     assert "were written while a step beside" in ranks.refusal(lambda: loss_of(model, rank, 1))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2, timeout=20)
 def test_zeros_in_place_of_gradients_wait_and_dropping_them_does_not(rank, world, stage):
     offload = overlapping(stage, Waits)
@@ -362,9 +365,10 @@ def test_zeros_in_place_of_gradients_wait_and_dropping_them_does_not(rank, world
         loss_of(model, rank, 1)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
 @ranks.on(2)
-def test_a_step_that_a_scaler_skips_is_skipped(rank, world):
-    model, optimizer = wrapped(3, OPTIMIZERS["sgd"], offload_of(3, True))
+def test_a_step_that_a_scaler_skips_is_skipped(rank, world, stage):
+    model, optimizer = wrapped(stage, OPTIMIZERS["sgd"], offload_of(stage, True))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = zero.full_state_dict(model)
     for factor in (float("inf"), 1.0):

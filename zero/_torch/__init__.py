@@ -32,6 +32,7 @@ from zero._torch.modules import chosen_by_policy as chosen_by_policy
 from zero._torch.modules import classes_to_ignore as classes_to_ignore
 from zero._torch.modules import divides_by_ranks_with_data as divides_by_ranks_with_data
 from zero._torch.modules import forward_hooks_of as forward_hooks_of
+from zero._torch.modules import has_final_buckets as has_final_buckets
 from zero._torch.modules import join_mark as join_mark
 from zero._torch.modules import params_of as params_of
 from zero._torch.modules import params_of_each as params_of_each

@@ -1,7 +1,7 @@
-"""ShardedDDP(overlap_param_gather=True): all-gathers of parameters that `step` has left in flight, until the next
-forward reads the parameters.
+"""ShardedDDP(overlap_param_gather=True), and offload with overlap=True at stages 1 and 2: all-gathers of parameters
+that `step` has left in flight, until the next forward reads the parameters.
 
-Until then the parameters are NaN. In the forward of ShardedDDP, each operator that takes one waits for its shard group
+Until then the parameters are NaN. In the forward of the wrapper, each operator that takes one waits for its shard group
 first. Other forwards, state dicts and listings of parameters wait for all gathers first.
 """
 
@@ -88,8 +88,9 @@ class _Guard:
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
         if any(group.gathering for optimizer in self._optimizers for group in optimizer.shards.shard_groups):
             raise RuntimeError(
-                "the module was copied or pickled while its parameters were gathered (overlap_param_gather=True). Copy "
-                "or pickle the .module of the ShardedDDP: reading that attribute waits for the parameters."
+                "the module was copied or pickled while its parameters were gathered (overlap_param_gather=True, or "
+                "offload with overlap=True). Copy or pickle the .module of its ShardedDDP or DistributedDataParallel: "
+                "reading that attribute waits for the parameters."
             )
         return _Guard, ()
 

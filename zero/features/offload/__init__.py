@@ -43,11 +43,13 @@ class CPUOffload(OnHost):
         or units (stage 3). Those that forward needs first stay on the device, which steps them, as many as fit into the
         remaining share.
 
-    With overlap, parameters at stages 2 and 3 are NaN from `step` until the next forward if they are read through
-    references such as the optimizer's `param_groups`. `parameters()` and `.module` of the wrapper and full weights wait
-    for the steps, and so does whoever reads the optimizer's state. Who keeps a torch optimizer's `state` from before
-    its first step reads a dictionary that does not wait: take it again after that step. Gradients must not be written
-    meanwhile, other than by setting them to None: the next all-gather would raise RuntimeError.
+    With overlap, parameters are NaN from `step` until the next forward if they are read through references such as the
+    optimizer's `param_groups`. `parameters()` and `.module` of the wrapper and full weights wait for the steps, and so
+    does whoever reads the optimizer's state. At stages 1 and 2 reading parameters then is collective. Who keeps a torch
+    optimizer's `state` from before its first step reads a dictionary that does not wait: take it again after that step.
+    Gradients must not be written meanwhile, other than by setting them to None: the next all-gather would raise
+    RuntimeError. At stage 1 all this holds for what zero.setup returns; with a DistributedDataParallel of your own
+    `step` returns when it has stepped.
     """
 
     pin_memory: bool = True

@@ -59,7 +59,8 @@ class Repeat:
 
     def __init__(self, model: DistributedDataParallel | ShardedDDP | FSDP) -> None:
         self._model: Any = model
-        self._device = next(model.module.parameters()).device
+        self._module = model.module  # asking the model for it may wait for steps, which other ranks do elsewhere
+        self._device = next(self._module.parameters()).device
         self._calls: dict[str, Call] = {}
         self._outputs: dict[int, list[Tensor]] = {}
         """Outputs of repeated forwards, by the number of the forward."""
@@ -77,15 +78,15 @@ class Repeat:
 
     def buffers(self) -> list[Tensor]:
         """The buffers that rank 0 broadcasts."""
-        return [*self._model.module.buffers()] if self._model.broadcast_buffers else []
+        return [*self._module.buffers()] if self._model.broadcast_buffers else []
 
     @contextmanager
     def _unseen(self, *, training: bool) -> Iterator[None]:
         """On exit random number generators, buffers and modes are restored."""
-        modes = [(module, module.training) for module in self._model.modules()]
+        modes = [(module, module.training) for module in (self._model, *self._module.modules())]
         buffers = [
             (own, name, buffer, buffer.detach().clone())
-            for own in map(buffers_of, self._model.module.modules())
+            for own in map(buffers_of, self._module.modules())
             for name, buffer in own.items()
             if buffer is not None
         ]
@@ -134,7 +135,7 @@ class Repeat:
     def without_gradients(self) -> Iterator[None]:
         """Backwards in this context add zeros to the gradients."""
         with ExitStack() as stack:
-            for param in self._model.module.parameters():
+            for param in self._module.parameters():
                 if param.requires_grad:
                     for hook in _hooks(param, leave_none=isinstance(self._model, FSDP)):
                         stack.callback(hook.remove)
