@@ -426,3 +426,56 @@ def test_what_goes_wrong_in_widening_is_raised_where_the_gradient_is_waited_for(
     widening = Widening(torch.ones(3, dtype=torch.bfloat16), event, torch.zeros(3))
     with pytest.raises(RuntimeError, match="the device was lost"):
         widening.synchronize()
+
+
+class Graphs:
+    """A backend that counts what it is given to compile."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, graph: Any, _: Any) -> Any:
+        self.number += 1
+        return graph.forward
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@ranks.on(2)
+def test_a_compiled_wrapper_is_not_compiled_anew_in_each_step_and_trains_to_the_same_bits(rank, world):
+    weights, graphs = [], []
+    for overlap in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+        optimizer = zero.OSS(net.parameters(), AdamW, lr=0.05, offload=offload_of(2, overlap))
+        model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=200)
+        backend = Graphs()
+        compiled: Any = torch.compile(model, backend=backend)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(compiled, rank, step).backward()
+            optimizer.step()
+        weights.append(model.state_dict())
+        graphs.append(backend.number)
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+    assert 0 < graphs[1] <= 2 * graphs[0], "of the first forward, and of those with something to wait for"
+
+
+class Noted:
+    begun = threading.Event()
+
+    def step_part(self, part: Any) -> None:
+        self.begun.set()
+        super().step_part(part)  # type: ignore[misc]
+
+
+@ranks.on(1, bare=True)
+def test_the_thread_does_not_step_while_something_is_compiled(rank, world):
+    """torch's optimizers would round otherwise."""
+    model, optimizer = wrapped(3, OPTIMIZERS["adamw"], overlapping(3, Noted))
+    loss_of(model, rank, 0).backward()
+    with torch._dynamo.convert_frame.compile_lock:
+        optimizer.step()
+        assert not Noted.begun.wait(0.3)
+    assert Noted.begun.wait(10)

@@ -125,8 +125,8 @@ class OverlappingDDP(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         reading = self.reading
+        reading.before_forward()
         if torch.compiler.is_compiling():
-            _wait_for_all(reading)
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not has_final_buckets(self):  # they get the parameters' strides, and may do so in this forward
             reading.outside()
@@ -160,13 +160,6 @@ class OverlappingDDP(DistributedDataParallel):
         """Waits for gathers in flight first. `parameters()` and `modules()` call this, too."""
         self.reading.outside()
         yield from super().named_modules(*args, **kwargs)
-
-
-def _outside(reading: Reading) -> None:
-    reading.outside()
-
-
-_wait_for_all = torch.compiler.disable(_outside, reason="steps of parameters are waited for")
 
 
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:

@@ -30,6 +30,9 @@ class Reading:
     """The seam at which gathers of stepped parameters outlive the step, until the parameters are read: by default they
     do not. A feature puts a maker into `readings`, under the option that asks for it."""
 
+    def before_forward(self) -> None:
+        """Called before anything else of a forward."""
+
     def in_forward(self) -> AbstractContextManager[Any]:
         """Returns a context in which the module runs."""
         return nullcontext()
@@ -169,6 +172,7 @@ class ShardedDDP(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. Collective if the module has buffers."""
+        self._reading.before_forward()
         self._reducer.before_forward()
         if self._buffer_sync is not None:
             self._buffer_sync.before_forward()

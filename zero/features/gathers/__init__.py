@@ -35,6 +35,11 @@ class PendingGathers(Reading):
             optimizer.stepper.leaves_in_flight = True
             optimizer.register_step_post_hook(lambda *_: self._guard())
 
+    def before_forward(self) -> None:
+        """Waits for all gathers if the forward is compiled: it would be compiled again for each set of gathers."""
+        if torch.compiler.is_compiling():
+            _wait_uncompiled(self)
+
     def outside(self) -> None:
         """Waits for all gathers."""
         self._unguard()
@@ -74,6 +79,13 @@ class PendingGathers(Reading):
     def _unguard(self) -> None:
         while self._guards:
             self._guards.pop().remove()
+
+
+def _wait(reading: Reading) -> None:
+    reading.outside()
+
+
+_wait_uncompiled: Callable[[Reading], None] = torch.compiler.disable(_wait, reason="parameters are waited for")
 
 
 class _Guard:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from zero._torch import has_values, pinned_for, writes_so_far
+from zero._torch import has_values, pinned_for, while_nothing_compiles, writes_so_far
 from zero.comm import Handle
 from zero.features.offload import norms
 from zero.measure.kinds import ELEMENTWISE
@@ -168,7 +168,8 @@ def step_beside(
     def run() -> None:
         for departure in departures:
             departure.synchronize()
-        step(part)
+        with while_nothing_compiles():
+            step(part)
         if rounded is not None:
             rounded.copy_(stepped)
         if writes_so_far(gradients) != written:
