@@ -401,11 +401,13 @@ def test_gradients_of_16_bits_are_widened_in_the_thread_a_few_at_a_time(rank, wo
     gradients = [torch.zeros(1000) for _ in events]
     begun: list[Widening] = []
 
-    def bring() -> None:
+    def bring(_: Tensor) -> None:
         for number, (event, gradient) in enumerate(zip(events, gradients, strict=True)):
             begun.append(Widening(torch.full([1000], number + 0.5, dtype=torch.bfloat16), event, gradient))
 
-    bringing = threading.Thread(target=bring)
+    reached = torch.ones(1, requires_grad=True)
+    reached.register_hook(bring)
+    bringing = threading.Thread(target=reached.sum().backward)
     bringing.start()
     bringing.join(0.2)
     assert len(begun) == 4, "memory for more is not taken before one of these is widened"
@@ -417,6 +419,16 @@ def test_gradients_of_16_bits_are_widened_in_the_thread_a_few_at_a_time(rank, wo
         assert widening.query()
         assert gradient.unique().tolist() == [number + 0.5]
         assert gradient._version == 0, "only writes of others count"
+
+
+@ranks.on(1, bare=True)
+def test_outside_of_backward_all_may_be_on_their_way(rank, world):
+    events = [Late() for _ in range(9)]
+    begun = [Widening(torch.ones(9, dtype=torch.bfloat16), event, torch.zeros(9)) for event in events]
+    for event, widening in zip(events, begun, strict=True):
+        assert not widening.query()
+        event.happened.set()
+        widening.synchronize()
 
 
 @ranks.on(1, bare=True)

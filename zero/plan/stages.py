@@ -233,8 +233,13 @@ def _brought_by_step(optimizer: Optimizer) -> int:
     """Bytes of gradients that a step brings to the host: of shards at stage 1, where `param.grad` is full before."""
     if not isinstance(optimizer, OSS) or optimizer.gradients.arrive_sharded:
         return 0
-    brought = (shard for param, shard in optimizer.shards.items() if full_gradient(param) is not None)
-    return sum(shard.nbytes for shard in filter(on_host, brought))
+    brought = [
+        (gradient, shard)
+        for param, shard in optimizer.shards.items()
+        if (gradient := full_gradient(param)) is not None and on_host(shard)
+    ]
+    narrower = (shard.numel() * gradient.itemsize for gradient, shard in brought if gradient.itemsize < shard.itemsize)
+    return sum(shard.nbytes for _, shard in brought) + sum(narrower)
 
 
 def _rounded(groups: Iterable[ShardGroup]) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from zero._torch import has_values, pinned_for, while_nothing_compiles, writes_so_far
+from zero._torch import has_values, in_a_backward, pinned_for, while_nothing_compiles, writes_so_far
 from zero.comm import Handle
 from zero.features.offload import norms
 from zero.measure.kinds import ELEMENTWISE
@@ -195,7 +195,8 @@ class Widening:
             gradient.data.copy_(left.pop())  # torch is to count the writes of others
 
         self._task = Task(widen, departure.query)
-        self._handle: Handle | None = WORKER.start(self._task, urgent=True, at_most=_WIDENED, kind="gradients")
+        at_most = _WIDENED if in_a_backward() else None  # a step at stage 1 brings all, and begins with the first
+        self._handle: Handle | None = WORKER.start(self._task, urgent=True, at_most=at_most, kind="gradients")
 
     def query(self) -> bool:
         return self._task.ended.done()
@@ -208,7 +209,7 @@ class Widening:
 
 
 _WIDENED = 4
-"""Gradients that may be on their way to be widened. What is in the memory of the CPU twice is no more than these."""
+"""Gradients that may be on their way to be widened in backward. No more than these lie on the host twice."""
 
 
 def _awaited_state(optimizer: Optimizer) -> AwaitedState:
