@@ -18,6 +18,7 @@ import zero
 from simulated.memory import AN_OPERATOR, FROM_CPU, NUMBERS, TO_CPU
 from simulated.scenarios import HALF, RANK, WORLD, sgd, step
 from simulated.world import Simulated, simulated
+from zero.fsdp.fsdp import running_model
 from zero.oss.optimizer import set_bucket_size
 
 WIDTH = 64
@@ -135,6 +136,26 @@ def test_gradients_that_left_in_16_bits_train_to_the_same_bits(stage, overlap):
             trained.append([param.detach().clone() for param in model.parameters()])
     for ours, plain in zip(*trained, strict=True):
         assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_steps_in_backward_that_overlap_keep_nothing_of_gradients_that_have_arrived(stage):
+    with simulated() as there:
+        comm = there.comm(0, 1)
+        if stage == 3:
+            model: Any = zero.FSDP(Net(), comm, mixed_precision=HALF, offload=zero.CPUOffload(overlap=True))
+            optimizer: Any = sgd(model.parameters())
+            groups = running_model(model).index.groups
+        else:
+            module = Net().to(torch.bfloat16)
+            optimizer = zero.OSS(module.parameters(), sgd, comm, offload=zero.CPUOffload(overlap=True))
+            model, groups = zero.ShardedDDP(module, optimizer), optimizer.shards.shard_groups
+        zero.step_in_backward(model, optimizer)
+        for _ in range(3):
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not any(group.departures for group in groups)
 
 
 def test_an_operator_on_both_is_noticed():

@@ -291,8 +291,7 @@ class ShardGroup:
 
     def settle(self) -> None:
         """Makes the host wait for copies of `bring`, and for reads of `shard` by the device."""
-        if self.pending_step is None:  # else the step waits for gradients, and they are its own
-            self.arrive()
+        self.arrive()
         self.streams.settle()
 
     # --------------------------------------------------------------------------------------- summon_full_params

@@ -160,7 +160,8 @@ def step_beside(
     part = _as_now(optimizer, awaited.without_waiting, params)
     awaited.groups.add(group)
     gradients = [param.grad for held in part.param_groups for param in held["params"]]
-    written, departures = writes_so_far(gradients), [*group.departures]
+    written = writes_so_far(gradients)
+    departures, group.departures = group.departures, []  # the step waits for them, and nobody else
 
     def arrived() -> bool:
         return all(departure.query() for departure in departures)
