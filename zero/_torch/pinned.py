@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+_EXACT = 2**20
+"""Bytes from which a copy gets memory of exact size. Pinning takes the system longer than torch's allocator needs."""
+
 _kept = WeakIdKeyDictionary()
-"""Memory for copies, by the tensor for which they are made."""
+"""Memory for copies, by what it is kept for."""
 
 
-def pinned_for(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As `pinned`, in memory that is used again, and is kept as long as `tensor`."""
-    memory: PinnedMemory = _kept.setdefault(tensor, PinnedMemory())
+def pinned_for(owner: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As `pinned`, from 1 MiB on in memory that is used again, and is kept as long as `owner`. Less is torch's own."""
+    if prod(shape) * dtype.itemsize < _EXACT:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+    memory: PinnedMemory = _kept.setdefault(owner, PinnedMemory())
     return memory.empty(shape, dtype)
 
 

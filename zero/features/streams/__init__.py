@@ -26,15 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._torch import PinnedMemory, current_stream_of, pinned_for
+from zero._torch import current_stream_of, pinned_for
 from zero.comm import Comm, Handle
 from zero.comm.streams import NoStreams, apart, stream_makers
 
 _PIECE = 2**20
 """Elements that are rounded and sent at a time: they stay in the processor's cache in between."""
-
-_EXACT = 2**20
-"""Bytes from which a copy gets memory of exact size. Pinning takes the system longer than torch's allocator needs."""
 
 
 class Streams(NoStreams):
@@ -47,8 +44,6 @@ class Streams(NoStreams):
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._current
-        self._passing = PinnedMemory()
-        """Memory for copies that the host converts."""
         self._at_host: set[Any] = set()
         """Streams that read or write the memory of the CPU."""
         self._buffers: list[Tensor | None] = [None, None]
@@ -107,14 +102,12 @@ class Streams(NoStreams):
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         if not apart(source, like) or like.device.type != "cpu":
             return super().bring(source, like)
-        narrower, pins = source.element_size() < like.element_size(), like.is_pinned()
+        narrower = source.element_size() < like.element_size()
         dtype = source.dtype if narrower else like.dtype
-        if not pins or source.nbytes < _EXACT:
-            copy = torch.empty(source.shape, dtype=dtype, device="cpu", pin_memory=pins)
-        elif narrower:
-            copy = self._passing.empty(source.shape, dtype)
+        if like.is_pinned():  # the host converts what is narrower, and drops it
+            copy = pinned_for(self if narrower else like, source.shape, dtype)
         else:
-            copy = pinned_for(like, source.shape, dtype)
+            copy = torch.empty(source.shape, dtype=dtype, device="cpu")
         self.to_host(source, copy)
         return copy
 
