@@ -422,16 +422,6 @@ def test_gradients_of_16_bits_are_widened_in_the_thread_a_few_at_a_time(rank, wo
 
 
 @ranks.on(1, bare=True)
-def test_outside_of_backward_all_may_be_on_their_way(rank, world):
-    events = [Late() for _ in range(9)]
-    begun = [Widening(torch.ones(9, dtype=torch.bfloat16), event, torch.zeros(9)) for event in events]
-    for event, widening in zip(events, begun, strict=True):
-        assert not widening.query()
-        event.happened.set()
-        widening.synchronize()
-
-
-@ranks.on(1, bare=True)
 def test_what_goes_wrong_in_widening_is_raised_where_the_gradient_is_waited_for(rank, world):
     event = Late("the device was lost")
     event.happened.set()

@@ -75,7 +75,12 @@ NEEDED_IN: dict[tuple[str, str, str], str] = {
     ("shards/shard_group.py", "arrive", "self.departures.pop().synchronize()"): "2 offloaded",
     ("features/offload/beside.py", "widen", "departure.synchronize()"): "2 offloaded in 16 bits, one rank",
     ("features/offload/beside.py", "synchronize", "handle.wait()"): "2 offloaded in 16 bits, one rank",
-    ("features/offload/beside.py", "run", "departure.synchronize()"): "2 offloaded, overlapping, stepped in backward",
+    (
+        "features/offload/pieces.py",
+        "arrive",
+        "departure.synchronize()",
+    ): "2 offloaded, overlapping, stepped in backward",
+    ("features/offload/pieces.py", "arrive", "self._departure.synchronize()"): "1 offloaded, overlapping in 16 bits",
     ("fsdp/schedule.py", "_begin_forward", "self._model.streams.begin()"): "3, no parameters in the root",
     ("comm/streams.py", "settle", "one.settle()"): "3 offloaded, a block by itself",
     ("fsdp/schedule.py", "_leave", "self._model.streams.settle()"): "3 offloaded, a block by itself",

@@ -72,9 +72,10 @@ def test_with_offload_parameters_and_buckets_of_gradients_stay_on_the_device(dty
     cost = plan.cost(2)
     assert cost.parameters == pytest.approx(dtype.itemsize * numel, rel=1e-3)
     assert cost.gradients == 0 and cost.optimizer < 200, "all but counts of steps is on the host"
-    at_stage_1 = 16 if dtype == torch.float32 else 18  # gradients of 16 bits are widened on the host
+    shard = bucket // world // dtype.itemsize
+    at_stage_1 = 16 * numel if dtype == torch.float32 else 14 * numel + 4 * shard * world  # widened bucket by bucket
     assert cost.host * world == pytest.approx(16 * numel, rel=1e-3)
-    assert plan.cost(1).host * world == pytest.approx(at_stage_1 * numel, rel=1e-3)
+    assert plan.cost(1).host * world == pytest.approx(at_stage_1, rel=1e-2)
     assert cost.peak - cost.parameters <= 1.1 * buckets * bucket
 
 

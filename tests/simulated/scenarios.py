@@ -92,10 +92,11 @@ def stage_1(*, take: Step = step, dtype: torch.dtype = torch.float32, **options:
 
 
 def in_small_chunks(run: Any) -> Any:
-    """Masters are sent in more pieces than there are buffers to round them in."""
+    """Masters are stepped and sent in more pieces than there are buffers to round them in."""
 
     def chunked(there: Simulated) -> None:
-        with mock.patch("zero.features.streams._PIECE", 16):
+        stepped = mock.patch("zero.features.offload.beside.in_the_cache", return_value=16)
+        with mock.patch("zero.features.streams._PIECE", 16), stepped:
             run(there)
 
     return chunked
@@ -305,6 +306,8 @@ SCENARIOS: dict[str, Any] = {
     "1 offloaded, with other strides": stage_1(offload=zero.CPUOffload(), take=with_other_strides),
     "1 with master weights": stage_1(master_dtype=torch.float32, dtype=torch.bfloat16),
     "1 offloaded, overlapping": stage_1(offload=OVERLAP),
+    "1 offloaded, overlapping in 16 bits": in_small_chunks(stage_1(offload=OVERLAP, dtype=torch.bfloat16)),
+    "1 offloaded in 16 bits": in_small_chunks(stage_1(offload=zero.CPUOffload(), dtype=torch.bfloat16)),
     "1 offloaded": stage_1(offload=zero.CPUOffload()),
     "2": stage_2(),
     "2 in small buckets": stage_2(bucket=200, take=with_clipping),

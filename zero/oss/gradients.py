@@ -126,7 +126,7 @@ class OwnedGradients:
         for shard in shards.values():
             shard.grad = None
         for group, index, share in _shares(self._oss.shards.shard_groups):
-            shards[group.params[index]].grad = group.bring(share)
+            shards[group.params[index]].grad = group.bring(share, for_step=True)
         return any(param.grad is not None for param in shards)
 
     def norm(self, norm_type: float) -> Tensor:

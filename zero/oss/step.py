@@ -106,10 +106,13 @@ class Step:
                 continue
             if by_group and not overlaps:
                 with self._comm.telling(self._failure):
-                    self._oss.shards.step_group(self._oss.optim, group, beside=False)
+                    write = partial(masters.write_part, group)
+                    self._oss.shards.step_group(self._oss.optim, group, beside=False, then=write)
+                masters.written(group)
+            else:
+                masters.write(group)
             if wire is not PLAIN and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
-            masters.write(group)
             group.launch_unshard(wire=wire, conceal=self.leaves_in_flight and group.overlaps)
             in_flight.append(group)
         for group in in_flight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +28,8 @@ class Offloaded(Home):
 
     apart = True
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Any) -> None:
+        """home: what zero.CPUOffload or DiskOffload stands for."""
         self._home = home
         self._beside: Sequence[ShardGroup] = ()
 
@@ -44,6 +46,11 @@ class Offloaded(Home):
         """What the thread rounds for the device, if steps overlap."""
         rounds = self._home.overlaps and isinstance(self._home, zero.CPUOffload)
         return group.stepped.to(group.full.dtype) if rounds and group.full.dtype != group.stepped.dtype else None
+
+    def at_once(self) -> int:
+        """Returns how many elements of a group are stepped at a time."""
+        elements: int = self._home.at_once()
+        return elements
 
     def before_step(
         self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[ShardGroup], *, closure: bool

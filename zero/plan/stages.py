@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -230,16 +231,24 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
 
 
 def _brought_by_step(optimizer: Optimizer) -> int:
-    """Bytes of gradients that a step brings to the host: of shards at stage 1, where `param.grad` is full before."""
+    """Bytes of gradients of shards that a step brings to the host at stage 1, where `param.grad` is full before, and of
+    those in 16 bits that it widens at a time."""
     if not isinstance(optimizer, OSS) or optimizer.gradients.arrive_sharded:
         return 0
-    brought = [
-        (gradient, shard)
-        for param, shard in optimizer.shards.items()
-        if (gradient := full_gradient(param)) is not None and on_host(shard)
-    ]
-    narrower = (shard.numel() * gradient.itemsize for gradient, shard in brought if gradient.itemsize < shard.itemsize)
-    return sum(shard.nbytes for _, shard in brought) + sum(narrower)
+    brought, widened = 0, Counter[ShardGroup]()
+    for param, shard in optimizer.shards.items():
+        gradient = full_gradient(param)
+        if gradient is not None and on_host(shard):
+            brought += shard.numel() * min(gradient.itemsize, shard.itemsize)
+            if gradient.itemsize < shard.itemsize:
+                widened[optimizer.shards.places[param].group] += shard.nbytes
+    if not optimizer.shards.steps_by_group(optimizer.optim, {}):
+        return brought + widened.total()
+    return brought + max((min(nbytes, _stepped_at_once(group)) for group, nbytes in widened.items()), default=0)
+
+
+def _stepped_at_once(group: ShardGroup) -> int:
+    return group.home.at_once() * group.stepped.itemsize if isinstance(group.home, Offloaded) else 0
 
 
 def _rounded(groups: Iterable[ShardGroup]) -> int:

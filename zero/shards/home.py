@@ -48,9 +48,10 @@ class Home:
     def returned(self, shard: Tensor) -> None:
         """Called after a stepped tensor was copied into its shard on the device."""
 
-    def converted(self, brought: Tensor, departure: Any, stepped: Tensor) -> tuple[Tensor, Any]:
+    def converted(self, brought: Tensor, departure: Any, stepped: Tensor, *, for_step: bool) -> tuple[Tensor, Any]:
         """Returns a gradient that is on its way here in the dtype of what is stepped, perhaps without values yet, and
-        the event after which it has them. departure: the event after which `brought` has them."""
+        the event after which it has them. departure: the event after which `brought` has them. for_step: nobody but the
+        step that has begun reads it."""
         return brought.to(stepped.dtype), departure
 
     def brought(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
@@ -72,11 +73,15 @@ class Home:
         *,
         beside: bool,
         urgent: bool = False,
+        then: Callable[[slice], None] | None = None,
     ) -> None:
         """Steps only these parameters, which lie here: the shards of one group. The optimizer treats each element by
-        itself. beside: may return before, and `ShardGroup.finish_step` waits. urgent: those before are needed later."""
+        itself. beside: may return before, and `ShardGroup.finish_step` waits. urgent: those before are needed later.
+        then: called with each part of the flat stepped tensor once it has been stepped; not with `beside`."""
         group.arrive()
         self.step_part(part_of(optimizer, params))
+        if then is not None:
+            then(slice(None))
 
     def step_part(self, part: Optimizer) -> None:
         """Steps all parameters of an optimizer, which lie here. May be called in another thread."""

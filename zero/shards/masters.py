@@ -50,9 +50,18 @@ def refresh(group: ShardGroup) -> None:
 def write(group: ShardGroup) -> None:
     """Copies the stepped tensor into this rank's shard of the parameters, rounded. From another device the copies may
     be on their way until `ShardGroup.settle`."""
+    write_part(group, slice(None))
+    written(group)
+
+
+def write_part(group: ShardGroup, part: slice) -> None:
+    """Copies a part of it; call `written` after the last."""
     if group.steps_apart:
-        outgoing, shard = group.outgoing, group.own_of_full
-        group.streams.send(outgoing, shard)
+        group.streams.send(group.outgoing[part], group.own_of_full[part])
+
+
+def written(group: ShardGroup) -> None:
+    if group.steps_apart:
         group.home.returned(group.shard)
         group.home.used(group.stepped)
 

@@ -157,7 +157,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             flat.settle()
         self.home.stepped(optimizer, [self[param] for param in self._owned])
 
-    def step_group(self, optimizer: Optimizer, flat: ShardGroup, **how: bool) -> None:
+    def step_group(self, optimizer: Optimizer, flat: ShardGroup, **how: Any) -> None:
         """Steps the shards of one group only. how: as of `Home.step_group`."""
         flat.home.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.spans], **how)
 

@@ -13,6 +13,7 @@ that no tool takes the parameters of one buffer for tied weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.comm import Handle, Wire
-from zero.comm.streams import NONE, NoStreams, apart, streams_of
+from zero.comm.streams import ARRIVED, NONE, NoStreams, apart, streams_of
 from zero.comm.wire import PLAIN
 from zero.shards.full import gather_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
@@ -36,8 +37,7 @@ class ShardGroup:
     params, names: the parameters in the order of the layout, and their names in error messages.
     label: the name of the group in error messages.
     `shard`: see above. `stepped`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
-        (masters.py). Whoever asks for one of them, who may write into it, waits for a step that runs beside.
-    `pending_step`: that step.
+        (masters.py). Who asks for one, and may write into it, waits for a step that runs beside (`pending_step`).
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class ShardGroup:
         self.pending_step, self._rounded = step, rounded
         self._bind_at_rest()
 
-    def finish_step(self) -> None:
-        """Waits for the step that runs beside, if there is one. Raises its error."""
+    def finish_step(self, *, told: bool = False) -> None:
+        """Waits for the step that runs beside, if there is one. Raises its error. told: other ranks know of one."""
         step, self.pending_step = self.pending_step, None
         if step is not None:
-            with self.exchange.gathered_by.telling(self._failure):
+            with nullcontext() if told else self.exchange.gathered_by.telling(self._failure):
                 step.wait()
             self._bind_at_rest()
 
@@ -275,14 +275,17 @@ class ShardGroup:
                 self.streams.release()
                 self.full.untyped_storage().resize_(0)
 
-    def bring(self, sums: Tensor) -> Tensor:
-        """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`."""
+    def bring(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
+        """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`.
+        for_step: nobody but the step that has begun reads it."""
+        brought, departure = sums, ARRIVED
         if apart(sums, self._stepped):
-            brought = self.streams.bring(sums, self._stepped)
-            brought, departure = self.home.converted(brought, self.streams.departure(), self._stepped)
-            self.departures.append(departure)
-            return brought
-        return sums.to(self._stepped.dtype)
+            brought, departure = self.streams.bring(sums, self._stepped), self.streams.departure()
+        elif not (for_step and self.home.apart):
+            return sums.to(self._stepped.dtype)
+        brought, departure = self.home.converted(brought, departure, self._stepped, for_step=for_step)
+        self.departures.append(departure)
+        return brought
 
     def arrive(self) -> None:
         """Makes the host wait for the copies of `bring`."""
@@ -314,8 +317,7 @@ class ShardGroup:
         if keep and self._summoned is not None:
             with torch.no_grad():
                 self.shard.copy_(self._summoned[self.layout.segment(self.comm.rank)])
-        if self.home.apart:
-            self.home.used(self.shard)
+        self.home.used(self.shard)
         self._summoned = None
         self._bind(self.shard_views)
 
@@ -338,9 +340,7 @@ class ShardGroup:
 
     def reclaim(self) -> str | None:
         """Binds parameters again whose data was replaced by an equal copy, as `module.to("cpu:0")` does on the CPU.
-
-        Returns the name of a parameter with different data, if there is one.
-        """
+        Returns the name of a parameter with different data, if there is one."""
         for param, view, name in zip(self.params, self._bound, self.names, strict=True):
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
                 if not is_copy(param.data, view):

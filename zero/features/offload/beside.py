@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from zero._torch import has_values, in_a_backward, pinned_for, while_nothing_compiles, writes_so_far
+from zero._torch import has_values, pinned_for, while_nothing_compiles, writes_so_far
 from zero.comm import Handle
 from zero.features.offload import norms
+from zero.features.offload.pieces import GroupStep, Unwidened, in_the_cache
 from zero.measure.kinds import ELEMENTWISE
 from zero.shards.home import Home, part_of
 from zero.shards.shard_group import ShardGroup
@@ -144,7 +145,7 @@ def step_beside(
     group: ShardGroup,
     optimizer: Optimizer,
     params: Sequence[nn.Parameter],
-    step: Callable[[Optimizer], None],
+    step: Callable[[GroupStep], None],
     rounded: Tensor | None,
     *,
     urgent: bool,
@@ -152,27 +153,25 @@ def step_beside(
 ) -> None:
     """Steps these parameters, the shards of one group, in the thread.
 
-    step: steps an optimizer. rounded: gets the stepped shard, in its own dtype. urgent, at_most: as of Worker.start.
+    step: takes a step. rounded: gets the stepped shard, in its own dtype. urgent, at_most: as of Worker.start.
 
     Raises RuntimeError, when the step is waited for, if gradients were written before it ended.
     """
     stepped, awaited = group.stepped, _awaited_state(optimizer)
-    part = _as_now(optimizer, awaited.without_waiting, params)
-    awaited.groups.add(group)
-    gradients = [param.grad for held in part.param_groups for param in held["params"]]
-    written = writes_so_far(gradients)
-    departures, group.departures = group.departures, []  # the step waits for them, and nobody else
 
-    def arrived() -> bool:
-        return all(departure.query() for departure in departures)
+    def round_part(part: slice) -> None:
+        if rounded is not None:
+            rounded[part].copy_(stepped[part])
+
+    one = GroupStep(group, _as_now(optimizer, awaited.without_waiting, params), round_part)
+    awaited.groups.add(group)
+    gradients = one.gradients
+    written = writes_so_far(gradients)
 
     def run() -> None:
-        for departure in departures:
-            departure.synchronize()
+        one.arrive()
         with while_nothing_compiles():
-            step(part)
-        if rounded is not None:
-            rounded.copy_(stepped)
+            step(one)
         if writes_so_far(gradients) != written:
             raise RuntimeError(
                 f"gradients of {group.label} were written while a step beside the training (CPUOffload(overlap=True)) "
@@ -181,7 +180,7 @@ def step_beside(
             )
 
     increment_version([*params])  # so that autograd refuses tensors that it saved of them
-    group.step_beside(WORKER.start(Task(run, arrived), urgent=urgent, at_most=at_most), rounded)
+    group.step_beside(WORKER.start(Task(run, one.arrived), urgent=urgent, at_most=at_most), rounded)
 
 
 class Widening:
@@ -196,8 +195,7 @@ class Widening:
             gradient.data.copy_(left.pop())  # torch is to count the writes of others
 
         self._task = Task(widen, departure.query)
-        at_most = _WIDENED if in_a_backward() else None  # a step at stage 1 brings all, and begins with the first
-        self._handle: Handle | None = WORKER.start(self._task, urgent=True, at_most=at_most, kind="gradients")
+        self._handle: Handle | None = WORKER.start(self._task, urgent=True, at_most=_WIDENED, kind="gradients")
 
     def query(self) -> bool:
         return self._task.ended.done()
@@ -256,14 +254,21 @@ class OnHost(Home):
     def overlaps(self) -> bool:  # type: ignore[override]
         return self.overlap
 
-    def converted(self, brought: Tensor, departure: Any, stepped: Tensor) -> tuple[Tensor, Any]:
+    def converted(self, brought: Tensor, departure: Any, stepped: Tensor, *, for_step: bool) -> tuple[Tensor, Any]:
         if brought.dtype == stepped.dtype or not has_values(brought):
-            return super().converted(brought, departure, stepped)
+            return super().converted(brought, departure, stepped, for_step=for_step)
+        if for_step:
+            arriving = Unwidened(brought, departure, stepped.dtype)
+            return arriving.gradient, arriving
         if stepped.is_pinned():
             gradient = pinned_for(stepped, brought.shape, stepped.dtype)
         else:
             gradient = torch.empty_like(brought, dtype=stepped.dtype)
         return gradient, Widening(brought, departure, gradient)
+
+    def at_once(self) -> int:
+        """Returns how many elements of a group `step_part` is given at a time."""
+        return in_the_cache()
 
     def brought(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
         norms.note(there, sums, own)
@@ -280,13 +285,21 @@ class OnHost(Home):
         *,
         beside: bool,
         urgent: bool = False,
+        then: Callable[[slice], None] | None = None,
     ) -> None:
-        if beside and has_values(group.stepped):
+        if not has_values(group.stepped):
+            super().step_group(group, optimizer, params, beside=False, then=then)
+        elif beside:
             at_most = None if self.overlap else _WAITING
             rounded = self.rounded(group) if self.overlap else None
-            step_beside(group, optimizer, params, self.step_part, rounded, urgent=urgent, at_most=at_most)
+            step_beside(group, optimizer, params, self._take, rounded, urgent=urgent, at_most=at_most)
         else:
-            super().step_group(group, optimizer, params, beside=False)
+            one = GroupStep(group, part_of(optimizer, params), then)
+            one.arrive()
+            self._take(one)
+
+    def _take(self, step: GroupStep) -> None:
+        step.take(self.step_part, self.at_once())
 
     def before_step(
         self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[ShardGroup], *, closure: bool

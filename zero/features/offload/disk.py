@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +65,9 @@ class Disk(OnHost):
         pages = self._mapped.get(_address(shard))
         if pages is not None:
             pages.madvise(mmap.MADV_DONTNEED)
+
+    def at_once(self) -> int:
+        return sys.maxsize  # `step_part` reads the files of one parameter while it steps the one before
 
     def step_part(self, part: Optimizer) -> None:
         """Steps parameters one by one, so that the state of one is resident at a time."""

@@ -108,11 +108,11 @@ class StepsInBackward(Steps):
 
     def join(self) -> None:
         begun, self._begun = self._begun, []
-        errors = []
+        errors: list[Exception] = []
         for group in begun:
             try:
                 if not group.home.overlaps:
-                    group.finish_step()
+                    group.finish_step(told=bool(errors))
             except Exception as error:
                 errors.append(error)
         if errors:
