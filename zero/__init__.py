@@ -31,9 +31,11 @@ This script trains on one process, or on several that torchrun starts:
 
 from typing import TYPE_CHECKING
 
-from zero import checkpoint, checks, comm, features, interop, state  # noqa: F401 - three register themselves
+from zero import checkpoint, checks, comm, features, interop, state  # noqa: F401 - four register themselves
 from zero._torch import warn_if_untested
 from zero.comm import Traffic, traffic
+from zero.features.offload import CPUOffload, DiskOffload
+from zero.features.uneven import join
 from zero.fsdp import (
     FSDP,
     MEMORY_FIRST,
@@ -62,19 +64,13 @@ from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.shards.log import show_as_asked
 
-if TYPE_CHECKING:  # features bring these, unless their folders are missing
-    from zero.features.int8 import Int8
-    from zero.features.offload import CPUOffload, DiskOffload
-    from zero.features.replicas import fault_tolerant
-    from zero.features.step_in_backward import step_in_backward
-    from zero.features.uneven import join
+if TYPE_CHECKING:
     from zero.plan import plan
 else:
     from zero import plan  # the package, which can be called; mypy knows that of no package
 
 __version__ = "0.1.0"  # setup.cfg reads it
 
-globals().update(features.plug_in())
 show_as_asked()
 warn_if_untested()
 
@@ -84,7 +80,6 @@ __all__ = [
     "DiskOffload",
     "FSDP",
     "GradScaler",
-    "Int8",
     "MEMORY_FIRST",
     "MixedPrecision",
     "OSS",
@@ -99,7 +94,6 @@ __all__ = [
     "Traffic",
     "clip_grad_norm_",
     "count_parameters",
-    "fault_tolerant",
     "full_optimizer_state_dict",
     "full_state_dict",
     "grad_norm",
@@ -110,19 +104,10 @@ __all__ = [
     "plan",
     "report",
     "setup",
-    "step_in_backward",
     "traffic",
     "unwrap",
 ]
 
-__all__[:] = [name for name in __all__ if name in globals() or name not in features.NAMES]
 
-if not TYPE_CHECKING:  # mypy would take any name for one of zero's
-
-    def __getattr__(name: str) -> object:
-        if name in features.NAMES:
-            raise AttributeError(features.missing(features.NAMES[name], f"zero.{name}"))
-        raise AttributeError(f"module 'zero' has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return ["__version__", *__all__]
+def __dir__() -> list[str]:
+    return ["__version__", *__all__]

@@ -13,15 +13,13 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.interop.ddp import OverlappingDDP, average_by_reading
+from zero.interop.ddp import average_by_reading
 from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.named import build
 from zero.measure.param_groups import options
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.sdp.sharded_ddp import readings
 from zero.shards.arguments import as_groups, parts_of
-from zero.shards.home import take_home
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.shards.parts import parts_here
 
@@ -86,9 +84,9 @@ def setup(
     if stage == 0:
         plain = model if comm.group is None else DistributedDataParallel(model, process_group=comm.group)
         return plain, build(optim, groups or model.parameters(), named, defaults)[0]
-    averaged = _averaged(model, comm, overlaps=take_home({**given})[0].overlaps) if stage == 1 else None
+    averaged = _averaged(model, comm) if stage == 1 else None
     sharding = OSS(groups or named, optim, comm, partition=partition, **given, **defaults)  # type: ignore[arg-type]
-    return ShardedDDP(model, sharding) if averaged is None else _waiting(averaged, model, sharding), sharding
+    return averaged or ShardedDDP(model, sharding), sharding
 
 
 def _ranks(group: Any, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Comm, str | None]:
@@ -150,23 +148,12 @@ def _unusable(optim: object, stage: object, given: Mapping[str, Any], model: nn.
     return None if wrong is None else f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
 
 
-def _averaged(model: nn.Module, comm: Comm, *, overlaps: bool) -> nn.Module:
-    """Stage 1's DistributedDataParallel. Without views it would hold every gradient twice, more than stage 1 saves.
-
-    overlaps: whether steps may outlive the optimizer's `step`.
-    """
+def _averaged(model: nn.Module, comm: Comm) -> nn.Module:
+    """Stage 1's DistributedDataParallel. Without views it would hold every gradient twice, more than stage 1 saves."""
     if comm.group is None:
         return model
     parts_here().put_into(model)
     parts_here().show(model)
-    wrapper = OverlappingDDP if overlaps else DistributedDataParallel
-    wrapped = wrapper(model, process_group=comm.group, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
     average_by_reading(wrapped, comm)
     return wrapped
-
-
-def _waiting(averaged: nn.Module, model: nn.Module, sharding: OSS) -> nn.Module:
-    """The wrapped model of stage 1, which from here on waits for steps that outlive the optimizer's `step`."""
-    if isinstance(averaged, OverlappingDDP) and "overlap_param_gather" in readings:
-        averaged.reading = readings["overlap_param_gather"](model, [sharding])
-    return averaged

@@ -96,13 +96,6 @@ class Guard(ModelEvents):
             if problem is not None:
                 raise RuntimeError(problem)
 
-    def before_steps_in_backward(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError for state of other parameters than the optimizer's."""
-        SAVED.register(self.model, optimizer)
-        problem = problem_of_state(self.model, optimizer)
-        if problem is not None:
-            raise RuntimeError(problem)
-
     def _sharded_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for param in params_of(optimizer) if param in self._index]
 
@@ -132,7 +125,6 @@ class Guard(ModelEvents):
         yield problem_of_state(self.model, optimizer)
         units = [*dict.fromkeys(map(self._index.unit_of, params))]
         _reshard_idle(units)
-        yield from (unstepped(unit) for unit in units for unstepped in self.model.events.unstepped)
         tensorwise = next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None)
         for param in params:
             if param.grad is not None:

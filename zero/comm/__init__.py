@@ -3,7 +3,6 @@
 Comm        the collectives of one process group: gather, reduce, and checks that all ranks do the same
 Link        the state that all Comms of one process group share: the log of operations, a transport for each device type
 Transport   the interface of process_group (Gloo, and backends that overlap), local, and transports that are offered
-Wire        how floats travel: as they are, cast, or encoded
 """
 
 from zero.comm.comm import Comm
@@ -11,6 +10,5 @@ from zero.comm.link import configure
 from zero.comm.order import COLLECTION
 from zero.comm.traffic import Traffic, traffic
 from zero.comm.transport import Handle
-from zero.comm.wire import Wire
 
-__all__ = ["COLLECTION", "Comm", "Handle", "Traffic", "Wire", "configure", "traffic"]
+__all__ = ["COLLECTION", "Comm", "Handle", "Traffic", "configure", "traffic"]

@@ -3,7 +3,7 @@
 All stages send by two operations: `gather` (all-gather: every shard reaches every rank from its owner) and `reduce`
 (reduce-scatter: every shard, summed over the ranks, reaches its owner). The transport is chosen once for each process
 group and type of device (link.py). It does not change the results: over every transport on the CPU, the owner adds in
-rank order, and 16-bit floats are added in float32. A wire may send fewer bits (wire.py).
+rank order, and 16-bit floats are added in float32.
 
 All ranks must call the same operations in the same order. Otherwise each of them raises, and no result that the ranks
 disagree on is applied (order.py).
@@ -200,12 +200,6 @@ class Comm:
         """
         sent["reduce"] += sum((flat.numel() - counts[self.rank]) * flat.element_size() for flat, counts in messages)
         return self._transports[messages[0][0].device.type].reduce(messages, times, into, channel)
-
-    def all_to_all(self, messages: Sequence[Message], channel: int = REDUCTION) -> Handle:
-        """Collective. Sends the messages as `reduce` does. `wait` returns for each message the elements from all ranks,
-        one row a rank."""
-        sent["reduce"] += sum((flat.numel() - counts[self.rank]) * flat.element_size() for flat, counts in messages)
-        return self._transports[messages[0][0].device.type].all_to_all(messages, channel)
 
     # ------------------------------------------------------------------------------------- other tensors
 

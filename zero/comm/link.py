@@ -7,7 +7,6 @@ offered that needs none.
 
 from __future__ import annotations
 
-import inspect
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zero._torch import abort, another_like, backend_of, host_of, shortest_timeout_of, store_of, timeout_of
-from zero.comm.order import COMPARISON, Order
+from zero.comm.order import Order
 from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.transport import Local, Transport
 
@@ -124,30 +123,6 @@ class Link:
             return None
         group = self._group
         return next((device.type for device in devices if backend_of(group, device) is None), None)
-
-    def joined(self, across: Link) -> dist.ProcessGroup | Link:
-        """Collective over all ranks of the job. Returns the group of all ranks of a grid, of which this link is this
-        rank's row and `across` its column.
-
-        The ranks of a column are consecutive in it: rank = self.rank * across.world + across.rank. Raises ValueError,
-        on every rank, if the grid does not contain all ranks of the job.
-        """
-        column = ",".join(map(str, across.ranks))
-        self.on_host.compare(COMPARISON)
-        texts = self.on_host.exchange(column.encode().ljust(8 * across.world))  # numbers below 10 million
-        ranks = [int(rank) for text in texts for rank in text.decode().split(",")]
-        if sorted(ranks) != [*range(dist.get_world_size())]:
-            raise ValueError(
-                f"the shard group and the replicate group contain the ranks {sorted(ranks)} together, but the job has "
-                f"{dist.get_world_size()}. Pass rows and columns of one DeviceMesh of all ranks."
-            )
-        if not orders_groups():
-            raise ValueError(
-                f"torch {torch.__version__} sorts the ranks of every group, but this needs another order. Take a newer "
-                "one."
-            )
-        group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False)
-        return group
 
     def _choose(self, kind: str) -> Transport:
         if self._group is None or self.world == 1:
@@ -272,8 +247,3 @@ def link_of(group: dist.ProcessGroup) -> Link:
     if group not in _links:
         _links[group] = Link(group)
     return _links[group]
-
-
-def orders_groups() -> bool:
-    """Whether torch makes groups whose ranks are not sorted: torch 2.11 does not."""
-    return "sort_ranks" in inspect.signature(dist.new_group).parameters

@@ -17,9 +17,6 @@ from zero.comm.transport import Handle
 class Arrived:
     """In the place of an event after copies that were synchronous."""
 
-    def query(self) -> bool:
-        return True
-
     def synchronize(self) -> None: ...
 
 

@@ -89,14 +89,12 @@ class Backward:
             self._model.streams.begin()
             for begins in self._model.events.backward_begins:
                 begins()
-            self._model.steps.begin()
             finish = self._finish
             self._end_callback = weakref.ref(finish, self._callback_dropped)
             at_end_of_backward(finish)
 
     def _enter(self, unit: Unit) -> None:
         self._model.streams.expect_computing("{} of FSDP runs", unit.title)
-        self._model.steps.entering(unit)
         unit.unshard(for_backward=True)
         if self._reducing is unit:  # backward has reached it again
             self._finish_reduce()
@@ -146,7 +144,6 @@ class Backward:
         if self._reducing is not None:
             reduced, self._reducing = self._reducing, None
             reduced.gradients.finish(reduced.title)
-            self._model.steps.reduced(reduced)
 
     def _finish(self) -> None:
         for unit in reversed(self._units):
@@ -158,15 +155,12 @@ class Backward:
                 unit.gradients.hand_over_leftovers()
                 self._launch_reduce(unit)
         self._finish_reduce()
-        self._model.steps.join()
         self._end.reach([bucket for unit in self._units for bucket in unit.gradients.buckets])
         for unit in self._units:
             unit.end_backward()
             unit.settle()
         self.active = self.awaited = False
         self.accumulates = not self.reduces
-        if self.reduces:
-            self._model.steps.end(self._units)
         for ends in self._model.events.backward_ends:
             ends(self.reduces)
 

@@ -155,7 +155,6 @@ class Builder:
 
     def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str, home: Home) -> list[ShardGroup]:
         """Returns the shard groups of a unit's parameters, one for each dtype of computing."""
-        shard_in_full = self._options.stays and self._options.precision.param_wire is None
         return [
             group
             for dtype, named in self._options.precision.apart(self._choice.module, [*owned]).items()
@@ -165,7 +164,7 @@ class Builder:
                 self._placement,
                 cut="whole" if self._options.partition == "whole" else "even",
                 loads=self._loads,
-                options=GroupOptions(True, dtype, shard_in_full, home),
+                options=GroupOptions(True, dtype, self._options.stays, home),
                 label=title,
             )
         ]

@@ -9,11 +9,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import wraps_others
-from zero.comm.wire import as_wire
-from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.units import Policy, params_by_unit, unit_modules
 from zero.sdp.sharded_ddp import describe
-from zero.shards.arguments import on_two_devices, wire_problem
+from zero.shards.arguments import on_two_devices
 from zero.shards.shapes import unusable
 
 _half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -93,13 +91,6 @@ class Choice:
     def mark_half_sharded(self) -> None:
         """Makes every later FSDP of these parameters raise ValueError: the construction was not undone."""
         _half_sharded.update((param, True) for param in self.module.parameters() if param not in self._left_out)
-
-    def wire_problem(self, precision: MixedPrecision) -> str | None:
-        """Returns an error message if parameters or gradients cannot be sent as `precision` says, else None."""
-        own = [(repr(name), param) for name, param in self.own()]
-        options = {"param_wire": precision.param_wire, "reduce_dtype": precision.reduce_dtype}
-        problems = (wire_problem(own, as_wire(wire), option) for option, wire in options.items())
-        return next((problem for problem in problems if problem is not None), None)
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -59,12 +59,6 @@ class ModelEvents:
     def resharding(self, group: ShardGroup) -> None:
         """The full parameters of the group are about to be freed."""
 
-    def listed(self) -> None:
-        """The user lists the parameters of the FSDP while no unit is running."""
-
-    def given_out(self) -> None:
-        """The user takes the module of the FSDP (`.module`) while no unit is running."""
-
     # -------------------------------------------------------------------------------------------- backward
 
     def late(self, unit: Unit) -> bool:
@@ -76,10 +70,6 @@ class ModelEvents:
 
     def backward_ends(self, reduced: bool) -> None:
         """Collective. All units are sharded, and gradients are reduced, except under no_sync."""
-
-    def unstepped(self, unit: Unit) -> str | None:
-        """Returns an error message if the unit must not be stepped with the gradients that it has; else None."""
-        return None
 
     def abandoned(self) -> None:
         """An exception has ended a forward or backward, which is forgotten."""

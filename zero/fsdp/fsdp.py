@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,6 @@ from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, largest_unit
 from zero.fsdp.weights import Weights
 from zero.sdp.buffers import BufferSync
-from zero.sdp.wrapper import attribute_of
 from zero.shards import norm
 from zero.shards.arguments import Wrapping, refusal
 from zero.shards.home import Home, homes, take_home
@@ -68,8 +67,6 @@ class FSDP(Weights):
     partition: "even" cuts inside parameters, for optimizers that treat each element separately; "whole" assigns each
         parameter to one rank; "auto" is "even", but refuses steps of optimizers that were measured to need "whole".
     sharding_strategy: a ShardingStrategy, a member of PyTorch's enum, or the name of one.
-    optimizer_sharding: "all", with a hybrid strategy, shards master weights, gradients and optimizer state over all
-        ranks, and parameters over the shard group, whose shards are gathered across the replicate group once a step.
     reshard_after_forward: False means SHARD_GRAD_OP, which saves an all-gather: parameters stay until backward.
     mixed_precision: dtypes of computing and of transfers; shards keep the dtype of the parameters. PyTorch's
         MixedPrecision has the same meaning as in PyTorch; keep_low_precision_grads is refused.
@@ -103,7 +100,6 @@ class FSDP(Weights):
         ignored_parameters: Iterable[nn.Parameter] = (),
         partition: Partition = "auto",
         sharding_strategy: enum.Enum | str = "FULL_SHARD",
-        optimizer_sharding: Literal["group", "all"] = "group",
         reshard_after_forward: bool | None = True,
         mixed_precision: GivenPrecision = None,
         prefetch: Prefetch | enum.Enum | None = None,
@@ -115,7 +111,7 @@ class FSDP(Weights):
         super().__init__()
         self.module = module
         asked = GivenOptions(prefetch, [*ignored_modules], [*ignored_parameters])
-        strategy, placement, problem = place(sharding_strategy, process_group, device_mesh, optimizer_sharding)
+        strategy, placement, problem = place(sharding_strategy, process_group, device_mesh)
         with placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
             home = _understand(more, asked, param_init_fn)
@@ -127,7 +123,7 @@ class FSDP(Weights):
         nested = _nested_in(module)
         choice = Choice(module, nested, _parameters_of(nested), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
-        lines = [f"{strategy}, optimizer_sharding {optimizer_sharding}, {options.signature()}", *choice.signature()]
+        lines = [f"{strategy}, {options.signature()}", *choice.signature()]
         placement.compare(_GIVEN, lines, problem or _problem(choice, nested, options, placement))
         parts_here().put_into(module, choice.ignored)
         builder = Builder(choice, placement, options, param_init_fn)
@@ -195,7 +191,6 @@ class FSDP(Weights):
         Call both forward and backward inside. Meanwhile `param.grad` shows the elements of this rank's shard, not
         averaged; clearing it clears the accumulated gradient.
         """
-        self._model.steps.refuse("no_sync()", "Step after backward to accumulate.")
         backward = self._model.backward
         before, backward.reduces = backward.reduces, False
         try:
@@ -224,39 +219,22 @@ class FSDP(Weights):
         Call it between backward and step: a norm of `param.grad` is that of this rank's shards. norm_type: as of
         `clip_grad_norm_`.
         """
-        self._model.steps.refuse("the norm of all gradients", "Step after backward, or clip values in hooks.")
         params = [*self._model.index]
         dtypes = {param.dtype for param in params}
         return norm.total_norm(
             [(param, param.grad) for param in params], self._model.comm, float(norm_type), params[0].device, dtypes
         )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients. With set_to_none=True nobody reads the parameters, which may still be stepped."""
-        nn.Module.zero_grad(self._inner if set_to_none else self, set_to_none)
-
     @property
     def require_backward_grad_sync(self) -> bool:
         """False within no_sync, as with DistributedDataParallel."""
         return self._model.backward.reduces
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As nn.Module.named_parameters, which `parameters()` calls too. Yields this rank's shards at rest."""
-        if not self._model.schedule.running:
-            for listed in self._model.events.listed:
-                listed()
-        yield from super().named_parameters(*args, **kwargs)
-
     def __getstate__(self) -> NoReturn:
         raise TypeError(NO_COPIES)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in children_of(self):
-            return attribute_of(self._inner, name, wrapper="FSDP")
-        if not self._model.schedule.running:  # `.module`: the caller may read its parameters at any time
-            for given_out in self._model.events.given_out:
-                given_out()
-        return super().__getattr__(name)
+        return super().__getattr__(name) if name in children_of(self) else getattr(self.module, name)
 
 
 def running_model(fsdp: FSDP) -> Model:
@@ -296,7 +274,6 @@ def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placemen
         or refusal(Wrapping(choice.module, choice.ignored, units, choice.devices() if frees else []))
         or parts_here().problem(choice.own(), placement.all_groups())
         or choice.unusable(synced=options.synced and values[-1].gives_memory, sharded=sharded_params())
-        or choice.wire_problem(options.precision)
         or placement.comm.device_problem(choice.devices())
     )
 

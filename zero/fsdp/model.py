@@ -21,7 +21,6 @@ from zero.sdp.wrapper import UNWRAPPED
 from zero.shards.partition import Place, places_in
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
-from zero.shards.steps import Steps
 
 _alive: list[ReferenceType[Model]] = []
 """All models that exist, in the order of their construction, which is the same on all ranks."""
@@ -46,7 +45,7 @@ class Model:
     module: the user's. units: the root first. ignored: modules that are not sharded.
     partition, as_one_unit: the user's options. cast_buffers: the buffers that mixed precision has cast.
     `index`: where the parameters lie. `comm`: the ranks that own shards. `comms`: all groups of ranks.
-    `events`: what features do as the model runs. `steps`: takes steps of the optimizer in backward; by default none.
+    `events`: what features do as the model runs.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Model:
         self.comms = placement.all_groups()
         self.prefetch = options.prefetch.where(overlaps=any(unit.overlaps for unit in units))
         self.streams = ModelStreams(group.streams for group in self.index.groups)
-        self.steps = Steps()
         self.events = Events()
         self._refusal = self.comm.channel("the refusal of parameters that were given other data")
         self.backward = Backward(self)

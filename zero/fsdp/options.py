@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from zero.comm import Comm
-from zero.shards.arguments import instead_of
 from zero.shards.placement import Placement, placements
 
 
@@ -45,7 +44,7 @@ def as_strategy(given: Any) -> ShardingStrategy:
 
 
 def place(
-    strategy: Any, process_group: Any, device_mesh: Any, optimizer_sharding: Any = "group"
+    strategy: Any, process_group: Any, device_mesh: Any
 ) -> tuple[ShardingStrategy, Placement, str | None]:
     """Returns the strategy, its groups, and None; or, for unusable arguments, a default for both and an error message.
 
@@ -53,7 +52,6 @@ def place(
 
     process_group: one group, or for hybrid strategies a pair: the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
-    optimizer_sharding: "group" or "all".
     """
     groups = [process_group]
     if device_mesh is not None:
@@ -64,11 +62,9 @@ def place(
         if device_mesh is not None and process_group is not None:
             raise ValueError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
         known = as_strategy(strategy)
-        if optimizer_sharding not in ("group", "all"):
-            raise ValueError(f"optimizer_sharding={optimizer_sharding!r} is unknown. Choose 'group' or 'all'.")
         if known.name not in placements:
             raise ValueError(f"{known.name} needs a feature that is missing: zero/features/hybrid.")
-        return known, placements[known.name](known.name, groups, optimizer_sharding), None
+        return known, placements[known.name](known.name, groups), None
     except ValueError as error:
         return ShardingStrategy.FULL_SHARD, Placement(Comm(groups[0] if groups else None)), str(error)
 
@@ -108,8 +104,7 @@ def refuse_unknown(given: dict[str, Any], known: set[str]) -> None:
     unknown = sorted(given.keys() - translators.keys() - known)
     if unknown:
         names = ", ".join(sorted(translators.keys() | known))
-        instead = instead_of(unknown[0], of="FSDP") or f" Besides its own names it takes {names}."
-        raise TypeError(f"FSDP got an unexpected argument {unknown[0]!r}.{instead}")
+        raise TypeError(f"FSDP got an unexpected argument {unknown[0]!r}. Besides its own names it takes {names}.")
 
 
 def refuse_number_of_ranks(reshard_after_forward: Any) -> None:

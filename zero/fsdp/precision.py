@@ -1,7 +1,7 @@
 """The dtypes of storage, computing and transfers.
 
     shard             stored and stepped in the parameter's own dtype, float32 as a rule
-    full parameter    gathered and computed with in param_dtype; sent as param_wire
+    full parameter    gathered and computed with in param_dtype
     gradient          written by autograd in param_dtype; sent as reduce_dtype; summed, stored and stepped in float32
 
 (P. Micikevicius et al., Mixed Precision Training, 2018, section 3.1. Here the shards are the master weights.)
@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import BATCH_NORM, buffers_of
-from zero.comm import Wire
-from zero.comm.wire import NAMES
 from zero.sdp.tensors import map_tensors
 
 if TYPE_CHECKING:
@@ -35,41 +33,22 @@ class MixedPrecision:
     """The dtypes of an FSDP; None leaves a dtype as it is.
 
     param_dtype: the dtype in which parameters are gathered and computed with, and gradients are written.
-    reduce_dtype: the dtype in which gradients are sent, by default the one in which they were written; also
-        a wire of fewer bits. Sums are always float32, and so are the averages that hybrid strategies send across
-        replicas.
+    reduce_dtype: the dtype in which gradients are sent, by default the one in which they were written. Sums are always
+        float32, and so are the averages that hybrid strategies send across replicas.
     buffer_dtype: the dtype to which floating-point buffers are cast once. Saved and loaded weights have the original.
     cast_forward_inputs: casts floating-point inputs of every unit to param_dtype.
     cast_root_forward_inputs: overrides cast_forward_inputs for the root unit, unless None.
     keep_fp32: classes of modules, such as torch.nn.LayerNorm, that compute in float32: their parameters are gathered in
         the dtype of the shards, their buffers are not cast, their inputs are cast to float32 and their outputs back to
         param_dtype. By default batch normalisation, whose running averages would stand still in 16 bits.
-    param_wire: a wire of fewer bits for the all-gather of parameters. All ranks, the owner of a shard too, compute with
-        the values that arrive. Shards, summoned parameters and saved weights keep full precision.
-
-    Raises ValueError for other values of param_wire, and for a wire as param_dtype or buffer_dtype.
     """
 
     param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | Wire | None = None
+    reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     keep_fp32: tuple[type[nn.Module], ...] = (BATCH_NORM,)
     cast_root_forward_inputs: bool | None = None
-    param_wire: Wire | None = None
-
-    def __post_init__(self) -> None:
-        if self.param_wire is not None and not isinstance(self.param_wire, Wire):
-            raise ValueError(
-                f"MixedPrecision(param_wire={self.param_wire!r}): choose {' or '.join([*NAMES, 'None'])}. param_dtype "
-                "is the other dtype that parameters can travel in; they are computed with in it, too."
-            )
-        for option in ("param_dtype", "buffer_dtype"):
-            if isinstance(getattr(self, option), Wire):
-                raise ValueError(
-                    f"MixedPrecision({option}={getattr(self, option)}) is for transfers only, not for computing. "
-                    "Pass it as param_wire or reduce_dtype."
-                )
 
     def dtype_of(self, module: nn.Module) -> torch.dtype | None:
         """Returns the dtype in which the module's own parameters are computed with, None for that of the shards."""

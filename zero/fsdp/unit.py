@@ -11,7 +11,6 @@ import math
 from torch import nn
 from torch.autograd.graph import Node
 
-from zero.comm.wire import as_wire
 from zero.fsdp.events import Events
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit_gradients import UnitGradients
@@ -69,7 +68,6 @@ class Unit:
         self.name, self.module, self.groups = name, module, groups
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
-        self._wire = as_wire(precision.param_wire)
         self.events = Events()
         self.state = TrainingState.IDLE
         self.entry_module: nn.Module | None = None
@@ -87,7 +85,7 @@ class Unit:
         """Whether one of these is late."""
         self._round = 0
         """Incremented when the expected backwards are forgotten, at the end of a backward."""
-        self.gradients = UnitGradients(groups, wire=as_wire(precision.reduce_dtype))
+        self.gradients = UnitGradients(groups, sent_as=precision.reduce_dtype)
         self._set_title()
 
     def _set_title(self) -> None:
@@ -169,19 +167,16 @@ class Unit:
         return any(group.overlaps for group in self.groups)
 
     def unshard(self, *, for_backward: bool = False, ahead: bool = False) -> None:
-        """Collective. Unshards the parameters. ahead: they are needed later, and their all-gather is only launched; not
-        even that where the host would wait for a step.
+        """Collective. Unshards the parameters. ahead: they are needed later, and their all-gather is only launched.
 
         Raises RuntimeError if an earlier all-gather of them failed.
         """
-        if ahead and any(group.pending_step is not None for group in self.groups):
-            return
         for unsharding in () if ahead else self.events.unsharding:
             unsharding(self)
         for group in self.groups:
             if group.state is GroupState.SHARDED:
                 channel = self._for_backward if for_backward else self._for_forward
-                group.launch_unshard(channel, wire=self._wire, ahead=ahead)
+                group.launch_unshard(channel, ahead=ahead)
         if ahead:
             return
         self.finish_unshard()

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
-from zero.comm import Wire
-from zero.comm.wire import PLAIN
 from zero.sdp.bucket import GradBucket
 from zero.shards.shard_group import ShardGroup
 
@@ -26,8 +25,8 @@ class UnitGradients:
     `left_unreduced`: whether a backward under no_sync has gone through the unit since its gradients were last reduced.
     """
 
-    def __init__(self, groups: Sequence[ShardGroup], *, wire: Wire = PLAIN) -> None:
-        self.buckets = [GradBucket(group, group.params, wire=wire) for group in groups]
+    def __init__(self, groups: Sequence[ShardGroup], *, sent_as: torch.dtype | None = None) -> None:
+        self.buckets = [GradBucket(group, group.params, sent_as=sent_as) for group in groups]
         self.left_unreduced = False
         self._trained: list[tuple[GradBucket, int, nn.Parameter]] = []
         """The parameters that have gradients in this backward, with their places."""

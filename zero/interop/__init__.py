@@ -1,3 +1,3 @@
-"""What belongs to torch and others: DistributedDataParallel, options of FSDP1, living optimizers, names of theirs."""
+"""What belongs to torch: DistributedDataParallel, options of FSDP1, optimizers that exist already."""
 
-from zero.interop import ddp, from_optimizer, names, torch_options  # noqa: F401 - they register themselves
+from zero.interop import ddp, from_optimizer, torch_options  # noqa: F401 - they register themselves

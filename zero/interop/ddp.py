@@ -1,5 +1,5 @@
-"""DistributedDataParallel: its instances in this process, the modules that none may wrap, gradient averaging for ranks
-of one host that can read one another's memory, and one that waits for steps which outlive the optimizer's `step`.
+"""DistributedDataParallel: its instances in this process, the modules that none may wrap, and gradient averaging for
+ranks of one host that can read one another's memory.
 
 torch calls a hook when a module becomes a submodule. The constructor of DistributedDataParallel registers its module
 before it communicates, so all ranks can still refuse there.
@@ -11,7 +11,6 @@ kernel twice.
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
 
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -21,14 +20,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero._torch import averaged_by, children_of, divides_by_ranks_with_data, has_final_buckets, join_mark
+from zero._torch import averaged_by, divides_by_ranks_with_data, join_mark
 from zero.checks.step_checks import NO_GRADIENT
 from zero.comm import Comm
 from zero.comm.packing import lengths
 from zero.fsdp.model import sharded_params
 from zero.oss.gradients import refuse_sparse
 from zero.sdp import ShardedDDP
-from zero.sdp.sharded_ddp import Reading
 from zero.shards.arguments import Wrapping, refusals
 from zero.shards.steps import StepCheck, checks
 
@@ -74,9 +72,7 @@ class DDPChecks(StepCheck):
 
 
 def _averaged(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    module = children_of(ddp)["module"]  # past an OverlappingDDP's `.module`, which waits for what asks this
-    assert module is not None
-    return [param for name, param in module.named_parameters() if name not in ddp.parameters_to_ignore]
+    return [param for name, param in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
 
 
 def _ddp_within(wrapping: Wrapping) -> str | None:
@@ -111,55 +107,6 @@ def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> No
                 "DistributedDataParallel: FSDP averages gradients itself."
             )
     _alive.add(module)
-
-
-class OverlappingDDP(DistributedDataParallel):
-    """A DistributedDataParallel of parameters whose steps may outlive the `step` of their OSS. Its forward waits for
-    each shard group when an operator first reads one of its parameters; `.module`, lists of parameters and modules,
-    and zero_grad(set_to_none=False) wait for all.
-
-    reading: how it waits; by default not.
-    """
-
-    reading = Reading()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        reading = self.reading
-        reading.before_forward()
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if not has_final_buckets(self):  # they get the parameters' strides, and may do so in this forward
-            reading.outside()
-        self.reading = Reading()  # super().forward() asks for `.module`
-        try:
-            with reading.in_forward():
-                return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            self.reading = reading
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, which steps still read."""
-        if not set_to_none:
-            self.reading.outside()
-        inner = children_of(self)["module"]
-        assert inner is not None
-        inner.zero_grad(set_to_none)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the state of a copy, which waits for nothing. Waits for gathers in flight first."""
-        self.reading.outside()
-        state = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {name: value for name, value in state.items() if name != "reading"}
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "module":
-            self.reading.outside()
-        return super().__getattr__(name)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Waits for gathers in flight first. `parameters()` and `modules()` call this, too."""
-        self.reading.outside()
-        yield from super().named_modules(*args, **kwargs)
 
 
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:

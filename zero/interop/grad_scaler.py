@@ -13,7 +13,6 @@ from zero.comm import Comm
 from zero.measure.param_groups import params_of
 from zero.oss.optimizer import OSS
 from zero.shards.parts import others_of
-from zero.shards.steps import steps_of
 
 
 class GradScaler(TorchGradScaler):
@@ -36,7 +35,6 @@ class GradScaler(TorchGradScaler):
     def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        steps_of(optimizer).refuse("a GradScaler", "Compute in bfloat16, which needs no scale.")
         comm, stepped = self._comm, optimizer
         if isinstance(optimizer, OSS):
             comm, stepped = optimizer.comm, optimizer.optim if optimizer.gradients.arrive_sharded else optimizer

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.comm import Comm, Wire
+from zero.comm import Comm
 from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
 from zero.measure.named import build
 from zero.measure.param_groups import called, described_options, options
@@ -19,12 +19,10 @@ from zero.shards.arguments import (
     as_groups,
     describe,
     devices_of,
-    instead_of,
+    dtype_sent,
     master_problem,
     named_params,
     parts_of,
-    wire_of,
-    wire_problem,
 )
 from zero.shards.home import take_home
 from zero.shards.owned_shards import OwnedShards
@@ -52,18 +50,16 @@ class Choices:
         *,
         partition: Partition,
         granularity: int | None,
-        broadcast_fp16: bool | torch.dtype | Wire,
+        broadcast_fp16: bool | torch.dtype,
         master_dtype: torch.dtype | None,
     ) -> None:
         self._comm, self._optim, self._defaults = comm, optim, defaults
         self._partition, self.granularity = partition, granularity
         self.groups, problem = as_groups(params)
-        self.wire, wrong_wire = wire_of(broadcast_fp16, "broadcast_fp16")
+        self.sent_as, wrong_dtype = dtype_sent(broadcast_fp16, "broadcast_fp16")
         self.home, wrong_home = take_home(defaults)
-        problem = problem or partition_problem(partition, granularity) or wrong_wire or master_problem(master_dtype)
-        problem = problem or wrong_home or wire_problem(named_params(self.groups), self.wire, "broadcast_fp16")
-        elsewhere = ((name, instead_of(name, of="OSS")) for name in defaults)
-        problem = problem or next((f"OSS has no option {name!r}.{text}" for name, text in elsewhere if text), None)
+        problem = problem or partition_problem(partition, granularity) or wrong_dtype or master_problem(master_dtype)
+        problem = problem or wrong_home
         self._master_dtype = torch.float32 if self.home.apart and master_dtype is None else master_dtype
         found, unfit = (None, None) if problem else self._look_at(self.groups)
         self.cut = cut_for(partition, found, granularity)
@@ -85,7 +81,6 @@ class Choices:
     def added(self, param_group: dict[str, Any], seen: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
         """Collective. Returns another group in torch's form. seen: the parameters so far."""
         groups, problem = as_groups([param_group], seen=set(seen))
-        problem = problem or wire_problem(named_params(groups), self.wire, "broadcast_fp16")
         problem = problem or self._look_at(groups, cut=self.cut)[1]
         problem = problem or parts_here().problem(named_params(groups), [self._comm])
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
@@ -155,7 +150,6 @@ def _followed_by_gather(oss: OSS, method: Callable[..., Any]) -> Callable[..., A
         result = method(*args, **kwargs)
         oss.stepper.share_options(oss.optim.param_groups, oss.param_groups)
         oss.stepper.gather(oss.shards.shard_groups)
-        oss.stepper.finish_gathers()
         return result
 
     return call

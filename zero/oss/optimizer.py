@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero.comm import Comm, Wire
+from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.choices import Choices, build_inner
 from zero.oss.gradients import OwnedGradients
 from zero.oss.saved import saved_states
 from zero.oss.step import Step
-from zero.shards.arguments import instead_of
 from zero.shards.log import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition
-from zero.shards.steps import NO_STEPS, Steps, checks
+from zero.shards.steps import checks
 
 from_others: list[Callable[..., OSS]] = []
 """The last one makes an OSS of another optimizer."""
@@ -54,14 +53,14 @@ class OSS(Optimizer):
         "auto" chooses for the optimizer: torch's are known, others are measured in a few steps on small tensors.
     granularity: elements; cuts inside parameters are multiples of it, for optimizers that treat elements in blocks,
         such as those with 8-bit state. With it "auto" is "even".
-    broadcast_fp16: after a step, parameters are sent as float16 (True), torch.bfloat16 or by a wire of fewer bits. The
-        owner's copy keeps its precision.
+    broadcast_fp16: after a step, parameters are sent as float16 (True) or torch.bfloat16. The owner's copy keeps its
+        precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
     defaults: also offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload); see
         zero.shards.home.
 
-    If data ends earlier on some ranks than on others, train inside `with zero.join(ddp, optimizer):`.
+    If data ends earlier on some ranks than on others, take batches from zero.join.
 
     Collective: the constructor, `add_param_group`, `step`, `clip_grad_norm`, `consolidate_state_dict`.
     Raises ValueError on every rank for parameters that cannot be sharded, for arguments that differ between ranks, and
@@ -76,7 +75,7 @@ class OSS(Optimizer):
         *,
         partition: Partition = "auto",
         granularity: int | None = None,
-        broadcast_fp16: bool | torch.dtype | Wire = False,
+        broadcast_fp16: bool | torch.dtype = False,
         master_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
@@ -91,9 +90,8 @@ class OSS(Optimizer):
             broadcast_fp16=broadcast_fp16,
             master_dtype=master_dtype,
         )
-        self.wire, self.finding, self.granularity = how.wire, how.finding, granularity
+        self.sent_as, self.finding, self.granularity = how.sent_as, how.finding, granularity
         self._built = False
-        self.steps: Steps = NO_STEPS
         self.saved = saved_states[-1](self)
         super().__init__(how.groups, {})
         self.shards = how.lay_out(self.param_groups)
@@ -136,7 +134,7 @@ class OSS(Optimizer):
         inner = self.__dict__.get("optim")
         value = None if inner is None or name.startswith("_") else getattr(inner, name, None)
         if value is None or (callable(value) and name not in ("train", "eval")):
-            problem = f"'{type(self).__name__}' object has no attribute '{name}'.{instead_of(name, of='OSS')}"
+            problem = f"'{type(self).__name__}' object has no attribute '{name}'."
             if value is not None:
                 problem += (
                     f" {type(inner).__name__}'s sees this rank's shards alone: call it on `.optim` if that will do."
@@ -152,17 +150,13 @@ class OSS(Optimizer):
         A view of the parameter's memory, or of the master weights. Empty if this rank owns nothing of the parameter.
         Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step.
         """
-        group = self.shards.places[param].group
-        group.finish_step()
-        group.settle()
+        self.shards.places[param].group.settle()
         return self.shards[param]
 
     # ------------------------------------------------------------------------------------------ gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's shards."""
-        for group in () if set_to_none else self.shards.shard_groups:
-            group.finish_step()  # which reads them
         super().zero_grad(set_to_none)
         self.optim.zero_grad(set_to_none)
 
@@ -178,7 +172,6 @@ class OSS(Optimizer):
 
         Call it between backward and step. norm_type: as of `clip_grad_norm`.
         """
-        self.steps.refuse("the norm of all gradients", "Step after backward, or clip values in hooks.")
         return self.gradients.norm(float(norm_type))
 
     # ---------------------------------------------------------------------------------------------- steps
@@ -200,7 +193,7 @@ class OSS(Optimizer):
         unreduced, param_groups were edited, the optimizer raised or wrote different numbers into its groups, or if
         ranks do different things.
         """
-        return cast("float | None", self.steps.step(self.stepper.run, closure, options))
+        return cast("float | None", self.stepper.run(closure, options))
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """See torch.optim.Optimizer. With ShardedDDP the hook is called with the inner optimizer, whose `param_groups`
@@ -208,8 +201,6 @@ class OSS(Optimizer):
 
         The step raises RuntimeError on every rank if a hook scaled gradients differently on different ranks.
         """
-        self.steps.refuse("a hook before the step", "Register it on the parameters, or step after backward.")
-
         def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
             if not self.gradients.arrive_sharded:
                 return hook(self, args, kwargs)

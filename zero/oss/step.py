@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from zero.comm.wire import PLAIN
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
 from zero.shards import masters
@@ -31,16 +30,12 @@ _COMPRESSED_AT_ONCE = 2
 class Step:
     """The steps of one OSS. checks: what is checked around them.
 
-    `leaves_in_flight`: whether all-gathers that overlap with computing outlive the step, and steps of shards that
-        run beside; `finish_gathers` then waits for them. Until then parameters are NaN.
     writes_frozen: whether the optimizer may write into parameters without gradients.
     """
 
     def __init__(self, optimizer: OSS, checks: Sequence[StepCheck], *, writes_frozen: bool) -> None:
-        self.checks, self.leaves_in_flight = checks, False
+        self.checks = checks
         self._oss, self._comm, self._writes_frozen = optimizer, optimizer.comm, writes_frozen
-        self._in_order: list[ShardGroup] = []
-        """The shard groups of the last gathers."""
         self._channel = self._comm.channel("the step of OSS")
         self._refusal = self._comm.channel("a step of OSS that it refuses")
         self._failure = self._comm.channel("a step of OSS in which its optimizer raised an error")
@@ -95,57 +90,29 @@ class Step:
     def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
         """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before."""
         self._comm.agree(self._channel)
-        wire, in_flight, overlaps = self._oss.wire, list[ShardGroup](), self._oss.shards.home.overlaps
-        self._in_order = [*groups]
-        for group in groups if by_group and overlaps else ():
-            with self._comm.telling(self._failure):
-                self._oss.shards.step_group(self._oss.optim, group, beside=True)
+        sent_as, in_flight = self._oss.sent_as, list[ShardGroup]()
         for group in groups:
-            if group.pending_step is not None and self.leaves_in_flight:
-                group.launch_unshard(wire=wire, conceal=True, after=partial(masters.write, group))
-                continue
-            if by_group and not overlaps:
+            if by_group:
                 with self._comm.telling(self._failure):
                     write = partial(masters.write_part, group)
-                    self._oss.shards.step_group(self._oss.optim, group, beside=False, then=write)
+                    self._oss.shards.step_group(self._oss.optim, group, then=write)
                 masters.written(group)
             else:
                 masters.write(group)
-            if wire is not PLAIN and len(in_flight) == _COMPRESSED_AT_ONCE:
+            if sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
-            group.launch_unshard(wire=wire, conceal=self.leaves_in_flight and group.overlaps)
+            group.launch_unshard(sent_as=sent_as)
             in_flight.append(group)
         for group in in_flight:
-            if not (self.leaves_in_flight and group.overlaps):
-                group.finish_unshard()
-
-    def finish_gathers(self, until: ShardGroup | None = None) -> None:
-        """Collective where steps run beside. Waits for all-gathers that outlived the step: of the shard groups up to
-        this one in the order of the step, the same on all ranks, or of all.
-
-        Raises RuntimeError if parameters were moved or replaced since the step.
-        """
-        groups = self._in_order if until is None else self._in_order[: self._in_order.index(until) + 1]
-        gathering = [group for group in groups if group.gathering]
-        problem = self.changed() if gathering else None
-        if problem is not None:
-            raise RuntimeError(problem)
-        for group in gathering:
             group.finish_unshard()
 
     # --------------------------------------------------------------------------------------------------- checks
 
     def refuse_changes(self) -> None:
-        """Raises RuntimeError on every rank if the optimizer or its parameters were changed on any. Waits for gathers
-        that outlived the last step."""
-        problem = self.changed()
+        """Raises RuntimeError on every rank if the optimizer or its parameters were changed on any."""
+        problem = next((problem for check in self.checks if (problem := check.changed()) is not None), None)
         if problem is not None:
             self._raise(problem)
-        self.finish_gathers()
-
-    def changed(self) -> str | None:
-        """Returns an error message if the optimizer or its parameters were changed so that it cannot step."""
-        return next((problem for check in self.checks if (problem := check.changed()) is not None), None)
 
     def _raise(self, problem: str) -> NoReturn:
         with suppress(RuntimeError):  # the other ranks raise in the operation in which they wait for this one
@@ -173,12 +140,6 @@ class Step:
                 raise RuntimeError(problem)
 
     # ------------------------------------------------------------------------------------------- options
-
-    def begin(self) -> None:
-        """Prepares the inner optimizer for steps in backward: parameters, options."""
-        self.refuse_changes()
-        self._oss.shards.refresh()
-        self._hand_options()
 
     def _hand_options(self) -> None:
         """Copies the options to the inner optimizer, which may write numbers into its groups from here on."""
@@ -210,7 +171,6 @@ class Step:
             nonlocal called
             if called:  # the optimizer may have changed its shards since
                 self.gather(oss.shards.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups())
-                self.finish_gathers()
             called = True
             loss = self._evaluate(closure)
             self.refuse_changes()

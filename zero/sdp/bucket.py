@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from zero._torch import add_all
-from zero.comm import Comm, Handle, Wire
-from zero.comm.wire import PLAIN
+from zero.comm import Comm, Handle
 from zero.oss.gradients import refuse_sparse
 from zero.sdp.messages import messages_of
 from zero.shards.log import shown
@@ -29,7 +28,7 @@ class GradBucket:
     """Takes the gradients of one shard group, and reduces them to their owners.
 
     shards: by position of the parameter, what is stepped for it: its `grad` is the gradient of this rank's shard.
-    wire: how gradients are sent.
+    sent_as: the dtype in which gradients are sent, by default that of the full parameters.
     `trained`: positions of the parameters that have gradients.
     `reducing`: whether a reduce is in flight.
     `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
@@ -37,9 +36,9 @@ class GradBucket:
     `reduced`: positions of the parameters that got a gradient on any rank in the last backward that `decide` has ended.
     """
 
-    def __init__(self, group: ShardGroup, shards: Sequence[Tensor], *, wire: Wire = PLAIN) -> None:
-        self.group, self._shards, self._wire = group, shards, wire
-        self._sent_as = wire.dtype or group.full.dtype
+    def __init__(self, group: ShardGroup, shards: Sequence[Tensor], *, sent_as: torch.dtype | None = None) -> None:
+        self.group, self._shards = group, shards
+        self._sent_as = sent_as or group.full.dtype
         self._taken: dict[int, Tensor] = {}
         self.taken_bytes = 0
         self.used: set[int] = set()
@@ -133,7 +132,7 @@ class GradBucket:
         self.used |= self._sent
         self.missing = self.missing or len(self._sent) < len(self.trained)
         self._taken, self.taken_bytes = {}, 0
-        launch = partial(group.exchange.reduce, messages, self._wire)
+        launch = partial(group.exchange.reduce, messages)
         with shown("reduce", group.label, group.comm.rank):
             self._handle = group.streams.reduce(group.exchange.gathered_by, launch, keeps=messages)
 
@@ -146,7 +145,7 @@ class GradBucket:
         with shown("wait_for_reduce", group.label, group.comm.rank):
             sums: Tensor = handle.wait()
         used: list[tuple[int, Tensor]] = []
-        brought = group.bring(sums.to(self._sent_as) if group.home.apart and group.exchange.alone else sums)
+        brought = group.bring(sums)
         if group.home.apart:
             group.home.brought(brought, sums, [flat for _, flat in self._messages.cut(sums)])
         for index, flat in self._messages.cut(brought):

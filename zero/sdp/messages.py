@@ -1,7 +1,7 @@
 """The messages by which the gradients of one shard group are reduced to their owners.
 
-InOneMessage  one message of all gradients in the layout's order, where transfers overlap with computing (the number of
-              launches does not depend on the number of ranks), or where the exchange asks for it
+InOneMessage  one message of all gradients in the layout's order, where transfers overlap with computing: the number of
+              launches does not depend on the number of ranks
 ByOwner       one message for each large gradient, from the memory in which autograd wrote it, and one message of all
               small gradients, ordered by owner: no large gradient is copied
 """
@@ -118,5 +118,5 @@ class ByOwner:
 
 
 def messages_of(group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> InOneMessage | ByOwner:
-    """Returns InOneMessage if the group reduces its gradients as one message (`ShardGroup.packs`), else ByOwner."""
-    return (InOneMessage if group.packs else ByOwner)(group, trained, dtype)
+    """Returns InOneMessage where transfers overlap with computing (`ShardGroup.overlaps`), else ByOwner."""
+    return (InOneMessage if group.overlaps else ByOwner)(group, trained, dtype)

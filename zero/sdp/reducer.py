@@ -14,9 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import at_end_of_backward, in_a_backward, writes_into
-from zero.comm import Comm, Wire
+from zero.comm import Comm
 from zero.comm.streams import ModelStreams
-from zero.comm.wire import PLAIN
 from zero.oss.gradients import OwnedGradients
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import End, GradBucket
@@ -36,10 +35,10 @@ class Reducer:
         module: nn.Module,
         optimizers: Sequence[OSS],
         comm: Comm,
-        wire: Wire = PLAIN,
+        sent_as: torch.dtype | None = None,
     ) -> None:
         self.active = True
-        self._module, self._optimizers, self._comm, self._wire = module, optimizers, comm, wire
+        self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
         self._buckets: list[GradBucket] = []
         self._places: dict[nn.Parameter, Place] = {}
         self._numbers: dict[ShardGroup, int] = {}
@@ -68,7 +67,7 @@ class Reducer:
         if [bucket.group for bucket in self._buckets] == list(owners):
             return
         self._buckets = [
-            GradBucket(group, [owner.part(param) for param in group.params], wire=self._wire)
+            GradBucket(group, [owner.part(param) for param in group.params], sent_as=self._sent_as)
             for group, owner in owners.items()
         ]
         self._owners = [*owners.values()]
@@ -158,8 +157,6 @@ class Reducer:
 
     def _begin(self) -> None:
         if not self._in_backward:
-            for optimizer in self._optimizers:
-                optimizer.stepper.finish_gathers()  # the graph may be older than the last step
             self._begin_reducing()
             self._in_backward = True
             self._streams.compute_here()
@@ -202,7 +199,6 @@ class Reducer:
         if self._in_flight is not None:
             number, self._in_flight = self._in_flight, None
             self._buckets[number].finish()
-            self._owners[number].steps.reduced(self._buckets[number].group)
 
     def _finish(self) -> None:
         """Ends the backward. Called on every rank, whichever parameters it has used."""
@@ -210,12 +206,9 @@ class Reducer:
             self._refuse_replaced()
         self._launch(incomplete=True)
         self._finish_in_flight()
-        for optimizer in self._optimizers:
-            optimizer.steps.join()
         self._end.reach(self._buckets)
         for optimizer in self._optimizers:
             optimizer.gradients.arrive()
-            optimizer.steps.end(optimizer.shards.shard_groups)
         for bucket, owner in zip(self._buckets, self._owners, strict=True):
             params, names = bucket.group.params, bucket.group.names
             owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
@@ -231,8 +224,6 @@ class Reducer:
     def _begin_reducing(self) -> None:
         self._hide_gradients()
         self._update_trained()
-        for optimizer in self._optimizers:
-            optimizer.steps.begin()
 
     def _refuse_replaced(self) -> None:
         """Raises RuntimeError if a gradient is missing because its parameter was replaced in the module."""

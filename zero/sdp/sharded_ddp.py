@@ -8,40 +8,22 @@ A backward, on every rank:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from zero._torch import children_of, named_as_compiled
-from zero.comm import Comm, Wire
+from zero.comm import Comm
 from zero.oss.optimizer import OSS, set_bucket_size
 from zero.sdp.buffers import BufferSync
 from zero.sdp.reducer import Reducer
-from zero.sdp.wrapper import UNWRAPPED, Wrapper, attribute_of, refuse_steps
-from zero.shards.arguments import Wrapping, instead_of, on_two_devices, refusal, wire_of, wire_problem
+from zero.sdp.wrapper import UNWRAPPED, Wrapper, refuse_steps
+from zero.shards.arguments import Wrapping, dtype_sent, on_two_devices, refusal
 from zero.shards.log import announce
 from zero.shards.parts import parts_here
-
-
-class Reading:
-    """The seam at which gathers of stepped parameters outlive the step, until the parameters are read: by default they
-    do not. A feature puts a maker into `readings`, under the option that asks for it."""
-
-    def before_forward(self) -> None:
-        """Called before anything else of a forward."""
-
-    def in_forward(self) -> AbstractContextManager[Any]:
-        """Returns a context in which the module runs."""
-        return nullcontext()
-
-    def outside(self) -> None:
-        """The user may read parameters from here on."""
-
-
-readings: dict[str, Callable[[nn.Module, Sequence[OSS]], Reading]] = {}
 
 
 class ShardedDDP(Wrapper):
@@ -64,13 +46,7 @@ class ShardedDDP(Wrapper):
     reduce_buffer_size: number of elements of a bucket, which has at least one parameter; 0 reduces each parameter by
         itself. By default an eighth of the model, between 1 and 32 MiB;
         on GPUs up to a twentieth of the model or 256 MiB.
-    reduce_fp16: sends gradients as float16 (True), as the given dtype (torch.bfloat16), or by a wire of fewer bits, and
-        sums them in float32.
-    overlap_param_gather: `step` leaves its all-gathers in flight, and the next forward waits for each shard group when
-        it first reads one of its parameters. Only where transfers overlap with computing (NCCL, not Gloo). Between
-        `step` and the wait, parameters are NaN if they are read through references such as the optimizer's
-        `param_groups`. Access through the wrapper (`parameters()`, `.module`, ...) waits, and so do forwards and state
-        dicts of the inner module.
+    reduce_fp16: sends gradients as float16 (True) or as torch.bfloat16, and sums them in float32.
 
     Collective: the constructor, forward (if there are buffers), backward, `reduce`, `sync_buffers`.
     Raises ValueError, on every rank, if module and optimizer do not belong together, or if they differ between ranks.
@@ -85,14 +61,9 @@ class ShardedDDP(Wrapper):
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int | None = None,
-        reduce_fp16: bool | torch.dtype | Wire = False,
-        overlap_param_gather: bool = False,
-        **unknown: Any,
+        reduce_fp16: bool | torch.dtype = False,
     ) -> None:
         super().__init__()
-        for name in unknown:
-            raise TypeError(f"ShardedDDP got an unexpected argument {name!r}.{instead_of(name, of='ShardedDDP')}")
-        self._reading = Reading()
         self.module = module
         self._optimizers: list[OSS] = (
             [*sharded_optimizer] if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
@@ -101,12 +72,9 @@ class ShardedDDP(Wrapper):
         self._comm = self._optimizers[0].comm if of_optimizer else Comm(process_group)
         names = {parts_here().of(param): name for name, param in module.named_parameters()}
         options = f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}"
-        signature = [f"{options}, overlap_param_gather {overlap_param_gather}", *describe(module)]
-        wire, problem = wire_of(reduce_fp16, "reduce_fp16")
+        signature = [options, *describe(module)]
+        sent_as, problem = dtype_sent(reduce_fp16, "reduce_fp16")
         problem = problem or self._misfit(names) or on_two_devices(module.named_parameters())
-        problem = problem or wire_problem(module.named_parameters(), wire, "reduce_fp16")
-        if overlap_param_gather and "overlap_param_gather" not in readings:
-            problem = problem or "overlap_param_gather=True needs a feature that is missing: zero/features/gathers."
         self._comm.compare("the models given to ShardedDDP", signature, problem)
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         parts_here().put_into(module, {param for param in module.parameters() if parts_here().of(param) not in held})
@@ -120,10 +88,7 @@ class ShardedDDP(Wrapper):
             if reduce_buffer_size is not None:
                 set_bucket_size(optimizer, reduce_buffer_size)
             optimizer.shards.rename(optimizer.param_groups, names)
-        self._reducer = Reducer(module, self._optimizers, self._comm, wire)
-        overlaps = overlap_param_gather or any(one.shards.home.overlaps for one in self._optimizers)
-        if overlaps and "overlap_param_gather" in readings:
-            self._reading = readings["overlap_param_gather"](module, self._optimizers)
+        self._reducer = Reducer(module, self._optimizers, self._comm, sent_as)
         self._announce(names)
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
@@ -146,7 +111,7 @@ class ShardedDDP(Wrapper):
                     f"the optimizer has {len(foreign)} parameters that are not in the module, such as {foreign[0]}. "
                     "Build OSS from the parameters of the same module object that is wrapped."
                 )
-        problem = refusal(Wrapping(self._inner))
+        problem = refusal(Wrapping(self.module))
         if problem is not None:
             return problem
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
@@ -162,7 +127,7 @@ class ShardedDDP(Wrapper):
         groups = [group for optimizer in self._optimizers for group in optimizer.shards.shard_groups]
         frozen = len(names) - sum(len(group.params) for group in groups)
         left_out = f"{frozen} parameters that are frozen and in no optimizer" if frozen else ""
-        title = f"ShardedDDP({type(self._inner).__name__})"
+        title = f"ShardedDDP({type(self.module).__name__})"
         announce(title, self._comm, groups, left_out, sharded="gradients")
 
     @property
@@ -172,12 +137,10 @@ class ShardedDDP(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. Collective if the module has buffers."""
-        self._reading.before_forward()
         self._reducer.before_forward()
         if self._buffer_sync is not None:
             self._buffer_sync.before_forward()
-        with self._reading.in_forward():
-            output = self._inner(*args, **kwargs)
+        output = self.module(*args, **kwargs)
         if self._buffer_sync is not None:
             self._buffer_sync.after_forward(reduced=self._reducer.active)
         if torch.is_grad_enabled():
@@ -190,8 +153,6 @@ class ShardedDDP(Wrapper):
 
         The first backward outside reduces them, too. Run both forward and backward inside.
         """
-        for optimizer in self._optimizers:
-            optimizer.steps.refuse("no_sync()", "Step after backward to accumulate.")
         for optimizer in self._optimizers:
             optimizer.gradients.hide()
         before, self._reducer.active = self._reducer.active, False
@@ -206,33 +167,24 @@ class ShardedDDP(Wrapper):
 
     def sync_buffers(self) -> None:
         """Collective. Broadcasts the buffers from rank 0 now."""
-        self._comm.broadcast([*self._inner.buffers()])
+        self._comm.broadcast([*self.module.buffers()])
 
     def unwrap(self) -> nn.Module:
         """Collective. Returns the plain module, without gradients and hooks; see zero.unwrap."""
         self.zero_grad()
-        module = self.module  # waits for gathers in flight
         self._reducer.retire(UNWRAPPED)
-        parts_here().take_out_of(module)
+        parts_here().take_out_of(self.module)
         refuse_steps(self._optimizers)
-        return module
+        return self.module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and those of the optimizers' shards."""
-        self._inner.zero_grad(set_to_none)
+        self.module.zero_grad(set_to_none)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        if name in children_of(self):  # `.module`: the caller may read its parameters at any time
-            self._reading.outside()
-            return super().__getattr__(name)
-        return attribute_of(self.module, name, wrapper="ShardedDDP")
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Waits for gathers in flight first. `parameters()` and `modules()` call this, too."""
-        self._reading.outside()
-        yield from super().named_modules(*args, **kwargs)
+        return super().__getattr__(name) if name in children_of(self) else getattr(self.module, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's own state dict, under the module's own names."""

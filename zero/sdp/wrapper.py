@@ -10,21 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import children_of
-from zero.shards.arguments import instead_of
-
 
 class Wrapper(nn.Module):
     """A wrapper of one module, `module`. Names of parameters and buffers are those of the module's state_dict()."""
 
     module: nn.Module
-
-    @property
-    def _inner(self) -> nn.Module:
-        """The module, without waiting for parameters."""
-        inner = children_of(self)["module"]
-        assert inner is not None
-        return inner
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -36,7 +26,7 @@ class Wrapper(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Returns those of the module, under its own names."""
-        return self._inner.named_buffers(prefix, recurse, remove_duplicate)
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells torch.distributed.checkpoint.state_dict that the child `module` is not part of any name."""
@@ -73,16 +63,6 @@ class Wrapper(nn.Module):
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return cast(RemovableHandle, self.module.register_load_state_dict_post_hook(hook))
-
-
-def attribute_of(module: Any, name: str, *, wrapper: str) -> Any:
-    """Returns an attribute of the module inside a wrapper. wrapper: the wrapper's class."""
-    try:
-        return getattr(module, name)
-    except AttributeError as error:
-        if instead := instead_of(name, of=wrapper):
-            raise AttributeError(f"{wrapper} has no {name}.{instead}", name=name, obj=module) from error
-        raise
 
 
 UNWRAPPED = (

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.comm.wire import NAMES, PLAIN, Wire, as_wire
 from zero.measure.param_groups import described_options, options
 from zero.shards.parts import parts_here
 from zero.shards.shapes import unusable
@@ -86,13 +85,6 @@ def _named(group: dict[str, Any], position: int) -> Iterator[tuple[str, Any]]:
         yield entry if isinstance(entry, tuple) else (f"parameter {index} of group {position}", entry)
 
 
-def wire_problem(named: Iterable[tuple[str, Any]], wire: Wire, option: str) -> str | None:
-    """The error message if parameters, or their gradients, cannot be sent by a wire; None if they can. option: the
-    argument that the wire was given by."""
-    problems = (wire.problem(name, param.dtype, option) for name, param in named)
-    return next((problem for problem in problems if problem is not None), None)
-
-
 def named_params(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yields the parameters of groups that `as_groups` returned, with their names."""
     for position, group in enumerate(groups):
@@ -138,13 +130,12 @@ def names(group: dict[str, Any]) -> list[str]:
     ]
 
 
-def wire_of(given: bool | torch.dtype | Wire, option: str) -> tuple[Wire, str | None]:
-    """Returns the wire for an option such as broadcast_fp16, and an error message if its value is unknown."""
+def dtype_sent(given: bool | torch.dtype, option: str) -> tuple[torch.dtype | None, str | None]:
+    """Returns the dtype that an option such as broadcast_fp16 asks for, and an error message for an unknown value."""
     asked = torch.float16 if given is True else given or None
-    if asked in (None, torch.float16, torch.bfloat16) or isinstance(asked, Wire):
-        return as_wire(asked), None
-    choices = ", ".join(["True for torch.float16", "torch.bfloat16", *NAMES])
-    return PLAIN, f"{option}={given!r}: choose {choices}, or False to send as it is."
+    if asked in (None, torch.float16, torch.bfloat16):
+        return asked, None
+    return None, f"{option}={given!r}: choose True for torch.float16, torch.bfloat16, or False to send as it is."
 
 
 def master_problem(dtype: torch.dtype | None) -> str | None:
@@ -177,11 +168,3 @@ def refusal(wrapping: Wrapping) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-names_of_others: dict[str, dict[str, str]] = {}
-"""By class: names that other libraries have and the class has not, and what to write instead."""
-
-
-def instead_of(name: str, *, of: str) -> str:
-    """Returns what to write instead of such a name, as a sentence after an error message; else nothing."""
-    text = names_of_others.get(of, {}).get(name)
-    return "" if text is None else f" Instead: {text}."

@@ -50,8 +50,7 @@ class GroupOptions:
         other groups are UNSHARDED except while they gather. The other options are for groups with a shard of their own.
     compute_dtype: the dtype of `full`, if it is not the parameters'.
     shard_in_full: `shard` is freed while the group is UNSHARDED, and copied from `full` at the reshard: less memory if
-        groups stay unsharded for long. Ignored if the dtypes differ, with a home apart, and where the exchange
-        gathers among other ranks than own shards.
+        groups stay unsharded for long. Ignored if the dtypes differ, and with a home apart.
     home: where the tensors lie that are stepped; at stage 3 the shard itself.
     """
 

@@ -21,11 +21,10 @@ class Home:
     """The device that computes.
 
     `apart`: whether stepped tensors lie elsewhere.
-    `overlaps`: whether steps may outlive the optimizer's `step`, until someone reads what they write.
     `alike`: the text of what must be the same on every rank.
     """
 
-    apart = overlaps = False
+    apart = False
     alike = "shards on the device"
 
     def place(self, shard: Tensor) -> Tensor:
@@ -48,11 +47,11 @@ class Home:
     def returned(self, shard: Tensor) -> None:
         """Called after a stepped tensor was copied into its shard on the device."""
 
-    def converted(self, brought: Tensor, departure: Any, stepped: Tensor, *, for_step: bool) -> tuple[Tensor, Any]:
-        """Returns a gradient that is on its way here in the dtype of what is stepped, perhaps without values yet, and
-        the event after which it has them. departure: the event after which `brought` has them. for_step: nobody but the
-        step that has begun reads it."""
-        return brought.to(stepped.dtype), departure
+    def narrow(self, gradient: Tensor, arriving: Any, stepped: Tensor) -> tuple[Tensor, Any]:
+        """Takes a gradient that is on its way here for the step that has begun, and whose dtype may be narrower than
+        that of `stepped`. Returns what stands for it, in the dtype of `stepped`, and the event after which that has its
+        values. arriving: the event after which `gradient` has them."""
+        return gradient.to(stepped.dtype), arriving
 
     def brought(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
         """Called after gradients were brought here: `there`, the copy of the flat `sums`. own: the gradient of each
@@ -70,21 +69,17 @@ class Home:
         group: ShardGroup,
         optimizer: Optimizer,
         params: Sequence[nn.Parameter],
-        *,
-        beside: bool,
-        urgent: bool = False,
         then: Callable[[slice], None] | None = None,
     ) -> None:
         """Steps only these parameters, which lie here: the shards of one group. The optimizer treats each element by
-        itself. beside: may return before, and `ShardGroup.finish_step` waits. urgent: those before are needed later.
-        then: called with each part of the flat stepped tensor once it has been stepped; not with `beside`."""
+        itself. then: called with each part of the flat stepped tensor once it has been stepped."""
         group.arrive()
         self.step_part(part_of(optimizer, params))
         if then is not None:
             then(slice(None))
 
     def step_part(self, part: Optimizer) -> None:
-        """Steps all parameters of an optimizer, which lie here. May be called in another thread."""
+        """Steps all parameters of an optimizer, which lie here."""
         unhooked(part)()
 
     def before_step(

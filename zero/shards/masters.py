@@ -57,7 +57,7 @@ def write(group: ShardGroup) -> None:
 def write_part(group: ShardGroup, part: slice) -> None:
     """Copies a part of it; call `written` after the last."""
     if group.steps_apart:
-        group.streams.send(group.outgoing[part], group.own_of_full[part])
+        group.streams.send(group.stepped[part], group.own_of_full[part])
 
 
 def written(group: ShardGroup) -> None:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.comm import Comm, Handle, Wire
+from zero.comm import Comm, Handle
 from zero.comm.transport import Message
 from zero.shards.layout import Layout
 
@@ -21,24 +22,12 @@ class Exchange:
 
     label: the name of the group in error messages.
     `gathered_by`: the ranks among which the full buffer is gathered and gradients are reduced first.
-    `optimizer_sharding`: the value of FSDP's option by which users get it.
-    `packs`: whether `reduce` needs gradients as one message in the order of the layout.
-    `kept`: tensors that it holds between gathers, besides the shard.
-    `alone`: whether the averages of `reduce` are what this rank has sent.
     """
-
-    optimizer_sharding: Literal["group", "all"] = "group"
-    packs = False
-    kept: Sequence[Tensor] = ()
 
     def __init__(self, comm: Comm, layout: Layout, label: str) -> None:
         self.gathered_by, self._layout = comm, layout
         self._own = layout.segment(comm.rank)
         self.rename(label)
-
-    @property
-    def alone(self) -> bool:
-        return all(comm.world == 1 for comm in self.comms())
 
     def rename(self, label: str) -> None:
         """Sets the name of the group in error messages; on every rank at the same point."""
@@ -49,23 +38,38 @@ class Exchange:
         """The groups of ranks over which gradients are reduced, one after another."""
         return [self.gathered_by]
 
-    def gather(self, full: Tensor, shard: Tensor | None, wire: Wire, channel: int | None = None) -> Handle:
+    def gather(
+        self, full: Tensor, shard: Tensor | None, *, sent_as: torch.dtype | None = None, channel: int | None = None
+    ) -> Handle:
         """Collective. Fills the full buffer.
 
-        shard: this rank's shard, which keeps its precision whatever the wire; None if it lies in the buffer already.
-        channel: of `gathered_by`, by default "the gathering of" the group.
+        shard: this rank's shard; None if it lies in the buffer already. sent_as: a narrower dtype in which floats are
+        sent; this rank's own keep their precision. channel: of `gathered_by`, by default "the gathering of" the group.
         """
         channel = self._gather if channel is None else channel
         if shard is not None:
             own = full[self._own]
             sent = shard if shard.dtype == own.dtype else shard.to(own.device, non_blocking=True)  # rounded there
             own.copy_(sent, non_blocking=True)
-        return wire.gather(self.gathered_by, full, self._layout.bounds, channel, keeps_own=shard is None)
+        comm, bounds = self.gathered_by, self._layout.bounds
+        narrows = sent_as is not None and full.is_floating_point() and sent_as.itemsize < full.element_size()
+        if not narrows or comm.world == 1:
+            return comm.gather(full, bounds, channel)
+        sent = full.new_empty(full.numel(), dtype=sent_as)
+        sent[self._own] = full[self._own]
+        handle = comm.gather(sent, bounds, channel)
 
-    def reduce(self, messages: Sequence[Message], wire: Wire) -> Handle:
+        def widen() -> None:
+            handle.wait()
+            full[: self._own.start] = sent[: self._own.start]
+            full[self._own.stop :] = sent[self._own.stop :]
+
+        return Handle(widen)
+
+    def reduce(self, messages: Sequence[Message]) -> Handle:
         """Collective. `wait` returns the averages for this rank's shard, flat, one message after another."""
         comm = self.gathered_by
-        return wire.reduce(comm, messages, 1 / comm.world, self._reduction)
+        return comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
 
 
 class Placement:
@@ -133,20 +137,14 @@ class Placement:
             comm.broadcast(tensors)
 
 
-def _over_one_group(strategy: str, groups: Sequence[Any], optimizer_sharding: str) -> Placement:
+def _over_one_group(strategy: str, groups: Sequence[Any]) -> Placement:
     if len(groups) != 1:
         raise ValueError(f"{strategy} takes one process group, but was given {len(groups)}. HYBRID_SHARD takes two.")
-    if optimizer_sharding != "group":
-        raise ValueError(
-            f"optimizer_sharding='all' is for hybrid strategies, not for {strategy}, which shards the optimizer's "
-            "state as parameters. Choose HYBRID_SHARD with groups to shard within and to replicate across."
-        )
     return Placement(Comm(groups[0]))
 
 
-placements: dict[str, Callable[[str, Sequence[Any], str], Placement]] = {
+placements: dict[str, Callable[[str, Sequence[Any]], Placement]] = {
     "FULL_SHARD": _over_one_group,
     "SHARD_GRAD_OP": _over_one_group,
 }
-"""By strategy: returns the placement for the strategy's name, the groups of ranks, and the option optimizer_sharding
-("group" or "all"). Collective over all ranks of the job. May raise ValueError."""
+"""By strategy: returns the placement for the strategy's name and the groups of ranks. May raise ValueError."""

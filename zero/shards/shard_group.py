@@ -12,17 +12,15 @@ that no tool takes the parameters of one buffer for tied weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero.comm import Handle, Wire
+from zero.comm import Handle
 from zero.comm.streams import ARRIVED, NONE, NoStreams, apart, streams_of
-from zero.comm.wire import PLAIN
 from zero.shards.full import gather_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
@@ -37,7 +35,7 @@ class ShardGroup:
     params, names: the parameters in the order of the layout, and their names in error messages.
     label: the name of the group in error messages.
     `shard`: see above. `stepped`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
-        (masters.py). Who asks for one, and may write into it, waits for a step that runs beside (`pending_step`).
+        (masters.py).
     """
 
     def __init__(
@@ -64,13 +62,9 @@ class ShardGroup:
         self.frees = options.own_shard and (self.comm.world > 1 or options.home.apart or other_dtype)
         """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
-        self.pending_step: Handle | None = None
-        self._rounded: Tensor | None = None
-        """What a step beside has left next to `stepped`: the same in the dtype that computes. None if it may differ."""
         self.departures: list[Any] = []
         """The events after copies of gradients that are on their way to the CPU."""
         self._summoned: Tensor | None = None
-        self.gathered_as = PLAIN
         self._lay_out(other_dtype, computed_as)
 
     def _lay_out(self, other_dtype: bool, computed_as: torch.dtype) -> None:
@@ -79,8 +73,6 @@ class ShardGroup:
         self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
         """Whether transfers overlap with computing."""
-        self.packs = self.overlaps or self.exchange.packs
-        """Whether gradients are reduced as one message in the order of the layout."""
         self.streams: NoStreams = streams_of(self.full) if home.apart or self.overlaps else NONE
         self._full_views = self._views_to_bind()
         with torch.no_grad():
@@ -88,12 +80,12 @@ class ShardGroup:
                 view.copy_(param)
             self._bind(self._full_views)
             own = self.own_of_full
-            self._shard = (home.place(own) if home.apart else own.clone()) if self.frees else own
-        self._stepped = self._shard
-        self.shard_views = self.views_of_shard(self._shard)
+            self.shard = (home.place(own) if home.apart else own.clone()) if self.frees else own
+        self.stepped = self.shard
+        self.shard_views = self.views_of_shard(self.shard)
         if not self.frees:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
-        alike = not home.apart and not other_dtype and self.exchange.gathered_by is self.comm
+        alike = not home.apart and not other_dtype
         self.shard_in_full = False
         if self._options.own_shard:
             if other_dtype:
@@ -113,30 +105,15 @@ class ShardGroup:
 
     def _name_channels(self) -> None:
         self.full_channel = self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
-        self._failure = self.exchange.gathered_by.channel(f"a step of {self.label} in which an error was raised")
 
     def _views_to_bind(self) -> list[Tensor]:
         views = self.shapes.views_of_full(self.full)
         return views if self.frees else [with_own_storage(view) for view in views]
 
     @property
-    def shard(self) -> Tensor:
-        self.reveal()
-        return self._shard
-
-    @property
-    def stepped(self) -> Tensor:
-        self.reveal()
-        return self._stepped
-
-    @stepped.setter
-    def stepped(self, tensor: Tensor) -> None:
-        self._stepped = tensor
-
-    @property
     def master(self) -> Tensor | None:
         """The master weights: the stepped tensor, if its dtype is wider than that of the parameters; else None."""
-        return self.stepped if self._stepped.element_size() > self._shard.element_size() else None
+        return self.stepped if self.stepped.element_size() > self.shard.element_size() else None
 
     def views_of_shard(self, shard: Tensor) -> list[Tensor]:
         """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
@@ -165,83 +142,35 @@ class ShardGroup:
         """Whether the parameters are full on this rank."""
         return self.state is GroupState.UNSHARDED or self._summoned is not None
 
-    def step_beside(self, step: Handle, rounded: Tensor | None) -> None:
-        """`step.wait` waits for a thread that writes `stepped`, and perhaps `rounded`, which is then sent instead."""
-        self.pending_step, self._rounded = step, rounded
-        self._bind_at_rest()
-
-    def finish_step(self, *, told: bool = False) -> None:
-        """Waits for the step that runs beside, if there is one. Raises its error. told: other ranks know of one."""
-        step, self.pending_step = self.pending_step, None
-        if step is not None:
-            with nullcontext() if told else self.exchange.gathered_by.telling(self._failure):
-                step.wait()
-            self._bind_at_rest()
-
-    def reveal(self) -> None:
-        """Lets sharded parameters be read and written, after the step that runs beside."""
-        self.finish_step()
-        if self._rounded is not None:
-            self._rounded = None
-            self._bind_at_rest()
-
-    @property
-    def outgoing(self) -> Tensor:
-        """What is sent of `stepped`."""
-        self.finish_step()
-        return self._stepped if self._rounded is None else self._rounded
-
     @property
     def steps_apart(self) -> bool:
         """Whether `stepped` stands in the place of the shard."""
-        return self._stepped is not self._shard
+        return self.stepped is not self.shard
 
     def launch_unshard(
-        self,
-        channel: int | None = None,
-        *,
-        wire: Wire = PLAIN,
-        ahead: bool = False,
-        conceal: bool = False,
-        after: Callable[[], None] | None = None,
+        self, channel: int | None = None, *, sent_as: torch.dtype | None = None, ahead: bool = False
     ) -> None:
         """Collective. Launches the all-gather of the shards into `full`.
 
-        channel: see Exchange.gather.
-        wire: how shards are sent; `shard` keeps its precision.
+        channel, sent_as: see Exchange.gather.
         ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
-        conceal: until `finish_unshard` the parameters are views of one NaN, which cannot be written to, so that old
-            values are not taken for new ones.
-        after: `finish_unshard` launches the all-gather, `ahead`, and calls this before. The host has waited for all
-            computing before this call.
         """
-        if self.pending_step is not None:
-            ahead = True
-            if after is None:
-                self.finish_step()
         self._become(GroupState.GATHERING)
-        if conceal:
-            self._conceal(self._full_views)
-
-        def gather() -> Handle:
-            if after is not None:
-                after()
-            if self.frees:
-                self.gathered_as = wire if self.comm.world > 1 else PLAIN
-                self.full.untyped_storage().resize_(self.full.nbytes)
-            shard = self._shard if self._rounded is None else self._rounded
-            return self.exchange.gather(self.full, shard if self.frees else None, wire, channel)
-
         by, keeps, from_host = self.exchange.gathered_by, (self.full, self.exchange), self.home.apart
-        launch = partial(self.streams.gather, by, gather, keeps=keeps, ahead=ahead, from_host=from_host)
+        gather = partial(self._gather, channel, sent_as)
         try:
             with shown("unshard", self.label, self.comm.rank), torch.no_grad():
-                self._handle = launch() if after is None else Handle(lambda: launch().wait())
+                self._handle = self.streams.gather(by, gather, keeps=keeps, ahead=ahead, from_host=from_host)
                 if from_host:
-                    self.home.used(self._shard)
+                    self.home.used(self.shard)
         except BaseException:
             self._become(GroupState.LOST)
             raise
+
+    def _gather(self, channel: int | None, sent_as: torch.dtype | None) -> Handle:
+        if self.frees:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+        return self.exchange.gather(self.full, self.shard if self.frees else None, sent_as=sent_as, channel=channel)
 
     def finish_unshard(self) -> None:
         """Waits for the all-gather in flight, and binds the parameters to `full`."""
@@ -269,23 +198,27 @@ class ShardGroup:
                 with torch.no_grad():
                     self.shard.copy_(self.own_of_full)
             elif self.home.apart:
-                self.home.used(self._shard)
-            (self._bind if self._rounded is None else self._conceal)(self.shard_views)
+                self.home.used(self.shard)
+            self._bind(self.shard_views)
             if self.frees:
                 self.streams.release()
                 self.full.untyped_storage().resize_(0)
 
     def bring(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
         """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`.
-        for_step: nobody but the step that has begun reads it."""
-        brought, departure = sums, ARRIVED
-        if apart(sums, self._stepped):
-            brought, departure = self.streams.bring(sums, self._stepped), self.streams.departure()
-        elif not (for_step and self.home.apart):
-            return sums.to(self._stepped.dtype)
-        brought, departure = self.home.converted(brought, departure, self._stepped, for_step=for_step)
-        self.departures.append(departure)
-        return brought
+        for_step: nobody but the step that has begun reads it, which may widen it piece by piece."""
+        arriving: Any = ARRIVED
+        stays_narrow = for_step and self.home.apart
+        if apart(sums, self.stepped):
+            widens = not stays_narrow and sums.element_size() < self.stepped.element_size()
+            sums = self.streams.bring(sums.to(self.stepped.dtype) if widens else sums, self.stepped)
+            arriving = self.streams.departure()
+        elif not stays_narrow:
+            return sums.to(self.stepped.dtype)
+        if stays_narrow:
+            sums, arriving = self.home.narrow(sums, arriving, self.stepped)
+        self.departures.append(arriving)
+        return sums
 
     def arrive(self) -> None:
         """Makes the host wait for the copies of `bring`."""
@@ -322,16 +255,6 @@ class ShardGroup:
         self._bind(self.shard_views)
 
     # --------------------------------------------------------------------------------------------- parameters
-
-    def _conceal(self, views: Sequence[Tensor]) -> None:
-        """Binds the parameters to views of one NaN, in the shapes of these."""
-        unknown = views[0].new_full((), torch.nan)
-        self._bind([unknown.expand(view.shape) for view in views])
-
-    def _bind_at_rest(self) -> None:
-        if self.state is GroupState.SHARDED:
-            hidden = self.pending_step is not None or self._rounded is not None
-            (self._conceal if hidden else self._bind)(self.shard_views)
 
     def _bind(self, views: Sequence[Tensor]) -> None:
         self._bound = views

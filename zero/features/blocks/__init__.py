@@ -1,5 +1,4 @@
-"""Chooses the units of FSDP where no policy does: the blocks that a model repeats. Warns of units that are too large
-(sizes.py)."""
+"""Chooses the units of FSDP where no policy does: the blocks that a model repeats."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from zero._torch import children_of
-from zero.features.blocks import sizes as sizes
 from zero.fsdp.units import choosers, only_holds
 
 _SMALL = 1 << 20

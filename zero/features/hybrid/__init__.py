@@ -1,8 +1,7 @@
 """Hybrid sharding: parameters are sharded within a group of ranks, and replicated across groups. NO_SHARD is the same
 with shard groups of one rank.
 
-FSDP(sharding_strategy="HYBRID_SHARD") and HYBRID_SHARD_ZERO2 replicate shards, gradients and optimizer state, too; with
-optimizer_sharding="all" these are sharded over all ranks (two_levels.py).
+FSDP(sharding_strategy="HYBRID_SHARD") and HYBRID_SHARD_ZERO2 replicate shards, gradients and optimizer state, too.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.comm import Comm, Handle, Wire
+from zero.comm import Comm, Handle
 from zero.comm.transport import Message
-from zero.features.hybrid.two_levels import TwoLevelPlacement
 from zero.shards.layout import Layout
 from zero.shards.placement import Exchange, Placement, placements
 
@@ -54,8 +52,8 @@ class Replicated(Exchange):
     def comms(self) -> list[Comm]:
         return [self.gathered_by, self._replicas]
 
-    def reduce(self, messages: Sequence[Message], wire: Wire) -> Handle:
-        within = super().reduce(messages, wire)
+    def reduce(self, messages: Sequence[Message]) -> Handle:
+        within = super().reduce(messages)
 
         def average() -> Tensor:
             averages: Tensor = within.wait()
@@ -65,12 +63,12 @@ class Replicated(Exchange):
         return Handle(average)
 
 
-def _unsharded(strategy: str, groups: Sequence[Any], optimizer_sharding: str) -> Placement:
-    placements["FULL_SHARD"](strategy, groups, optimizer_sharding)  # refuses what does not suit one group
+def _unsharded(strategy: str, groups: Sequence[Any]) -> Placement:
+    placements["FULL_SHARD"](strategy, groups)  # refuses what does not suit one group
     return HybridPlacement(Comm.alone(), Comm(groups[0]))
 
 
-def _hybrid(strategy: str, groups: Sequence[Any], optimizer_sharding: str) -> Placement:
+def _hybrid(strategy: str, groups: Sequence[Any]) -> Placement:
     if len(groups) != 2:
         raise ValueError(
             f"{strategy} needs two groups: process_group=(to shard within, to replicate across), or a "
@@ -84,8 +82,7 @@ def _hybrid(strategy: str, groups: Sequence[Any], optimizer_sharding: str) -> Pl
                 "replicate across. They must have this rank in common and no other, as rows and columns of a "
                 "DeviceMesh."
             )
-    within, across = Comm(groups[0]), Comm(groups[1])
-    return (TwoLevelPlacement if optimizer_sharding == "all" else HybridPlacement)(within, across)
+    return HybridPlacement(Comm(groups[0]), Comm(groups[1]))
 
 
 placements["NO_SHARD"] = _unsharded

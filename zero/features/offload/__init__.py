@@ -13,19 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import has_values, pinned
-from zero.features.offload.beside import OnHost
 from zero.features.offload.digests import digest
 from zero.features.offload.disk import Disk
-from zero.fsdp.events import ModelEvents, model_events
+from zero.features.offload.on_host import OnHost
 from zero.shards.home import DEVICE, Home, homes
-from zero.shards.shard_group import ShardGroup
 
 
 @dataclass(frozen=True)
@@ -36,24 +33,12 @@ class CPUOffload(OnHost):
     nothing. torch.optim.Adam(fused=True) is fast on the CPU.
 
     pin_memory: keep shards in pinned memory, which a GPU reads asynchronously.
-    overlap: `step` returns while a thread steps one shard group after another, and each all-gather of the next forward
-        waits for the step of its own group. A step is as without, bit for bit, with the gradients and options that it
-        began with. torch's optimizers that treat each element by itself overlap, without a closure; others do not.
     ratio: the share of the parameters whose shards and optimizer state are offloaded, by whole buckets (stages 1 and 2)
         or units (stage 3). Those that forward needs first stay on the device, which steps them, as many as fit into the
         remaining share.
-
-    With overlap, parameters are NaN from `step` until the next forward if they are read through references such as the
-    optimizer's `param_groups`. `parameters()` and `.module` of the wrapper and full weights wait for the steps, and so
-    does whoever reads the optimizer's state. At stages 1 and 2 reading parameters then is collective. Who keeps a torch
-    optimizer's `state` from before its first step reads a dictionary that does not wait: take it again after that step.
-    Gradients must not be written meanwhile, other than by setting them to None: the next all-gather would raise
-    RuntimeError. At stage 1 all this holds for what zero.setup returns; with a DistributedDataParallel of your own
-    `step` returns when it has stepped.
     """
 
     pin_memory: bool = True
-    overlap: bool = False
     ratio: float = 1.0
 
     def __post_init__(self) -> None:
@@ -64,7 +49,7 @@ class CPUOffload(OnHost):
 
     @property
     def alike(self) -> str:  # type: ignore[override]
-        return f"offload CPUOffload, overlap {self.overlap}, ratio {self.ratio}"
+        return f"offload CPUOffload, ratio {self.ratio}"
 
     def of_groups(self, numels: Sequence[int]) -> list[Home]:
         homes: list[Home] = []
@@ -82,14 +67,6 @@ class CPUOffload(OnHost):
         there = pinned(shard.shape, shard.dtype) if pins else torch.empty_like(shard, device="cpu")
         return there.copy_(shard)
 
-    def rounded(self, group: ShardGroup) -> Tensor | None:
-        if group.full.dtype == group.stepped.dtype:
-            return None
-        if group not in _rounded:
-            pins, numel = self.pin_memory and group.full.device.type != "cpu", len(group.stepped)
-            _rounded[group] = pinned([numel], group.full.dtype) if pins else group.stepped.to(group.full.dtype)
-        return _rounded[group]
-
     def has(self, shard: Tensor) -> bool:
         return shard.device.type == "cpu"
 
@@ -101,9 +78,6 @@ class CPUOffload(OnHost):
         before = None if self.has(shard) else _digests.get(shard)
         return before is not None and (not has_values(shard) or bool(digest(shard) == before))
 
-
-_rounded: WeakKeyDictionary[ShardGroup, Tensor] = WeakKeyDictionary()
-"""Of groups that compute in another dtype than they are stepped in."""
 
 _digests = WeakIdKeyDictionary()
 """Of shards on the device, when they were written last."""
@@ -118,7 +92,6 @@ class DiskOffload:
 
     path: a directory on this rank's machine, created if it is missing. The files are unnamed and vanish when the
         process ends; save checkpoints to keep the state.
-    overlap: as of CPUOffload. The files of the next parameter are read while one is stepped.
 
     glibc keeps much of the memory of freed tensors, unless MALLOC_MMAP_THRESHOLD_=262144 is in the environment when the
     process starts.
@@ -128,7 +101,6 @@ class DiskOffload:
     """
 
     path: str | Path
-    overlap: bool = False
 
 
 def home_of(given: Any) -> Home:
@@ -137,7 +109,7 @@ def home_of(given: Any) -> Home:
     if given is None or isinstance(given, Home):
         return given or DEVICE
     if isinstance(given, DiskOffload):
-        return Disk(Path(given.path), given, overlap=given.overlap)
+        return Disk(Path(given.path), given)
     from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
 
     if isinstance(given, fsdp.CPUOffload):
@@ -152,16 +124,5 @@ def home_of(given: Any) -> Home:
     )
 
 
-class ReadParameters(ModelEvents):
-    """Who lists the parameters of an FSDP, or takes its module, may read them."""
-
-    def listed(self) -> None:
-        for group in self.model.index.groups:
-            group.reveal()
-
-    given_out = listed
-
-
-model_events.append(ReadParameters)
 homes["offload"] = home_of
 homes["cpu_offload"] = lambda given: home_of(given or None)  # PyTorch's name; it takes False for none

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.features.offload.beside import OnHost, steps_beside
+from zero.features.offload.on_host import OnHost
 from zero.measure.param_groups import params_of
 from zero.shards.home import unhooked
 
@@ -23,10 +23,10 @@ class Disk(OnHost):
     """Files in one directory, and the tensors that are mapped to them. offload: named in the error for a full disk."""
 
     by_group = True
+    alike = "offload DiskOffload"
 
-    def __init__(self, path: Path, offload: object = None, *, overlap: bool = False) -> None:
-        self._path, self._offload, self.overlap = path, offload, overlap
-        self.alike = f"offload DiskOffload, overlap {overlap}"
+    def __init__(self, path: Path, offload: object = None) -> None:
+        self._path, self._offload = path, offload
         self._full: str | None = None
         self._mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
         """By address of the mapping, so that views of a tensor are found, too. The tensor keeps it."""
@@ -90,7 +90,7 @@ class Disk(OnHost):
     def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Puts the gradients back, and moves state that the step created in memory into files."""
         super().stepped(optimizer, params)
-        for param in () if steps_beside(optimizer) else params:
+        for param in params:
             self._rest(optimizer, param)
 
     def _need(self, optimizer: Optimizer, param: nn.Parameter) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.measure.param_groups import params_of
 from zero.shards.shard_group import ShardGroup
 
 _OF_A_THREAD, _LEAST = 2**18, 2**20
@@ -37,9 +36,6 @@ class Unwidened:
         self.narrow, self._departure = narrow, departure
         self.gradient = narrow.new_full((), torch.nan, dtype=dtype).expand(narrow.shape)
 
-    def query(self) -> Any:
-        return self._departure.query()
-
     def arrive(self) -> None:
         self._departure.synchronize()
 
@@ -49,10 +45,7 @@ class Unwidened:
 
 
 class GroupStep:
-    """A step of the shards of one group, whose gradients may be on their way: nobody but the step waits for them.
-
-    `gradients`: all that the step reads.
-    """
+    """A step of the shards of one group, whose gradients may be on their way: nobody but the step waits for them."""
 
     def __init__(self, group: ShardGroup, optimizer: Optimizer, then: Callable[[slice], None] | None) -> None:
         """optimizer: of shards of this group only, and it treats each element by itself. then: called with each part of
@@ -60,11 +53,6 @@ class GroupStep:
         self._optimizer, self._flat, self._then = optimizer, group.stepped, then
         self._departures, group.departures = group.departures, []
         self._narrow = {one.gradient: one.narrow for one in self._departures if isinstance(one, Unwidened)}
-        shown = [gradient for param in params_of(optimizer) if (gradient := param.grad) is not None]
-        self.gradients = [*shown, *self._narrow.values()]
-
-    def arrived(self) -> bool:
-        return all(departure.query() for departure in self._departures)
 
     def arrive(self) -> None:
         for departure in self._departures:

@@ -47,12 +47,10 @@ class GroupWrites:
                 own.copy_(torch.where(same, own, now.to(own)))
 
     def _chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields chunks of this rank's segment of `full` and of the shard, and of the shard as it arrived in the
-        all-gather."""
-        wire, group = self._group.gathered_as, self._group
-        size = max(_CHUNK // wire.block, 1) * wire.block
-        for now, own in zip(group.own_of_full.split(size), group.shard.split(size), strict=True):
-            yield now, own, wire.arrives_as(own.to(now))
+        """Yields chunks of this rank's segment of `full` and of the shard, and of the shard as it was gathered."""
+        group = self._group
+        for now, own in zip(group.own_of_full.split(_CHUNK), group.shard.split(_CHUNK), strict=True):
+            yield now, own, own.to(now)
 
 
 class Writes(ModelEvents):
